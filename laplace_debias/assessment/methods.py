@@ -239,8 +239,8 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
         )
     if scaled and loaded.validation is None:
         raise ValueError(
-            f"There are no validation examples, to which {', '.join(scaled)} would fit a "
-            "temperature. Add validation examples, or remove these methods."
+            "There are no validation examples for fitting the temperature of "
+            f"{', '.join(scaled)}. Add validation examples, or remove these methods."
         )
     recalibrated = [method for method in methods if method.recalibration is not None]
     names = ", ".join(method.key for method in recalibrated)

@@ -77,8 +77,8 @@ class LaplaceModel(Model):
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
-                "`observation_noise` must be True or False, got a tensor. Pass True, and set the "
-                "noise of the targets by `sigma` of the regression."
+                "`observation_noise` must be True or False, got a tensor. Pass True, and "
+                "set the noise of the targets with the regression's `sigma`."
             )
         mean, covariance = self._moments(X, observation_noise)
         if mean.shape[-1] != self._num_outputs:
@@ -120,12 +120,12 @@ class LaplaceModel(Model):
         """
         if noise is not None:
             raise NotImplementedError(
-                "`noise=` is not supported, because the noise of a regression is its `sigma`. "
-                "Remove `noise=`."
+                "`noise=` is not supported, because `sigma` already sets the noise of a "
+                "regression. Remove `noise=`."
             )
         if kwargs:
             raise NotImplementedError(
-                "Options for conditioning on observations are not supported. Remove "
+                "Conditioning on observations takes no further options. Remove "
                 f"{', '.join(kwargs)}."
             )
         if Y.shape[-2:] != (X.shape[-2], self._num_outputs):
@@ -256,9 +256,9 @@ def joint_moments(
     if observation_noise:
         if not isinstance(la.likelihood, Gaussian):
             raise ValueError(
-                "`observation_noise=True` needs a Gaussian likelihood, because only that "
-                "has observation noise, but the likelihood is "
-                f"{type(la.likelihood).__name__}. Remove `observation_noise=True`."
+                "`observation_noise=True` needs a Gaussian likelihood, but the "
+                f"likelihood is {type(la.likelihood).__name__}, which has no observation "
+                "noise. Remove `observation_noise=True`."
             )
         covariance = covariance + _noise(la, sets.shape[1], mean)
     if X.ndim == 2:

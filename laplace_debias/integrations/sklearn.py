@@ -77,9 +77,10 @@ class _LaplaceEstimator(BaseEstimator):
             self._check_skorch_net()
         elif not callable(self.network):
             raise TypeError(
-                "network must be a torch module, a function that returns one, or a skorch net, "
-                f"got {type(self.network).__name__}. Pass a trained module, or optimizer= and a "
-                "function from (num_features, num_outputs) to a module."
+                "network must be a torch module, a function that returns one, or a "
+                f"skorch net, got {type(self.network).__name__}. Pass a trained module. "
+                "Or pass optimizer= together with a function that takes (num_features, "
+                "num_outputs) and returns a module."
             )
         elif not isinstance(self.network, nn.Module) and self.optimizer is None:
             raise ValueError(
@@ -97,8 +98,9 @@ class _LaplaceEstimator(BaseEstimator):
         if not issubclass(criterion, self._criteria):
             names = " or ".join(f"nn.{allowed.__name__}" for allowed in self._criteria)
             raise ValueError(
-                f"The skorch net has the criterion {criterion.__name__}. Use {names}, with a "
-                "module that returns the inputs of this criterion (logits, not probabilities)."
+                f"The skorch net has the criterion {criterion.__name__}. Use {names} as "
+                "the criterion, and a module whose outputs are the inputs of that "
+                "criterion (logits, not probabilities)."
             )
 
     def _trained_network(

@@ -117,8 +117,8 @@ def conformal_quantile(
         least = math.ceil(round(level / (1 - level), 9))
         raise ValueError(
             f"{num_scores} calibration examples are too few for `level={level}`. Pass "
-            f"at least {least} examples (with groups, in each group), or use a lower "
-            "level."
+            f"at least {least} examples (if you use groups, this many in each group), "
+            "or use a lower level."
         )
     return scores.sort(dim=0).values[rank - 1]
 
@@ -344,9 +344,10 @@ class Conformal:
         )
         if not (is_exclusive or isinstance(predictive, Normal | MultivariateNormal)):
             raise NotImplementedError(
-                f"A predictive of type {type(predictive).__name__} is not supported. Use a "
-                "likelihood with exclusive classes, with two classes, or with normal targets. "
-                "For several labels, use a separate Conformal for each label."
+                f"Predictive distributions of type {type(predictive).__name__} are not "
+                "supported. Use a likelihood with exclusive classes, with two classes, "
+                "or with normal targets. For several labels, use a separate Conformal "
+                "for each label."
             )
         return predictive
 

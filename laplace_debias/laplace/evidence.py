@@ -79,9 +79,9 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
         )
     if fitted.num_targets is None:
         raise ValueError(
-            '`sigma=True` supports neither `fisher="empirical"` nor a posterior file '
-            "that an early version of this library saved. Fit again with "
-            '`fisher="exact"` or `fisher="mc"`.'
+            '`sigma=True` does not work after a fit with `fisher="empirical"`, or '
+            "with a posterior file saved by an early version of this library. Fit "
+            'again with `fisher="exact"` or `fisher="mc"`.'
         )
     # `squared_residuals` is a difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):

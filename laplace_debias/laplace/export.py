@@ -52,9 +52,9 @@ def export(
     chosen_link = link_from(link, fitted.likelihood) or fitted.link
     if not fitted.likelihood.is_exportable:
         raise NotImplementedError(
-            f"The predictive of a {type(fitted.likelihood).__name__} cannot be "
-            "exported. Give the likelihood a method exported(mean, covariance) that "
-            "returns a mapping from names to tensors."
+            f"The predictive distribution of a {type(fitted.likelihood).__name__} "
+            "cannot be exported. Give the likelihood a method exported(mean, "
+            "covariance) that returns a mapping from names to tensors."
         )
     if path.suffix not in (".pt2", ".onnx"):
         raise ValueError(
@@ -272,7 +272,8 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
-            f"An export requires that the outputs are those of an nn.Linear. {layers[0]} is a "
-            f"{type(layer).__name__}, or operations follow it. {remedy}"
+            "A model can only be exported if its last operation is an nn.Linear. "
+            f"{layers[0]} is a {type(layer).__name__}, or other operations follow it. "
+            f"{remedy}"
         )
     return layers[0]

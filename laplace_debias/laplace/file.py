@@ -349,10 +349,10 @@ def likelihood_from_json(
         if type(user_likelihood).__qualname__ == class_name and has_same_options:
             return user_likelihood
     raise ValueError(
-        f"The posterior was fitted with the likelihood {options['class']!r} and its "
+        f"The posterior was fitted with the likelihood {options['class']!r} and the "
         f"options {reprlib.repr(options['options'])}. The file does not contain "
         f"the likelihood itself, and `likelihood=` is {description}. Pass an "
-        "instance of that class with the arguments that it had in the fit, "
+        "instance of that class created with the same arguments as for the fit: "
         f"Laplace.load(path, model, likelihood={class_name}(...))."
     )
 
@@ -364,7 +364,7 @@ def _json_options(likelihood: Likelihood) -> dict[str, Any]:
         return dict(json.loads(json.dumps(options, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, which "
-            f"cannot be saved ({error}). Return a dict from its method `options()` whose values "
-            "are strings, finite numbers, lists or None."
+            f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, "
+            f"which cannot be saved ({error}). Its method `options()` must return a "
+            "dict whose values are strings, finite numbers, lists or None."
         ) from error

@@ -83,9 +83,8 @@ def _with_information(state: Unfitted | FittedPosterior, scheme: Scheme, mode: s
         return scheme
     if type(scheme) is not Full:
         raise ValueError(
-            f'`prior=` requires `mode="full"`, got `mode="{mode}"`, because the '
-            "fit adds the curvature of all data to the prior's precision. "
-            'Use `mode="full"`, or '
+            "`prior=` adds the curvature of all data to the prior's precision, so it "
+            f'requires `mode="full"`, but got `mode="{mode}"`. Use `mode="full"`, or '
             "`prior_precision=` instead of `prior=`."
         )
     weight = information.weight * state.temperature

@@ -296,8 +296,8 @@ def _first_batches(
         sizes = ranks.exchange(0 if pair is None else len(pair[1]))
         if not any(sizes):
             raise ValueError(
-                '`mode="auto"` compares fits on inputs that it sets aside, so it needs '
-                'at least two examples. Use `mode="full"`.'
+                '`mode="auto"` sets some inputs aside and uses them to compare fits, so '
+                'it needs at least two examples. Use `mode="full"`.'
             )
         batches.append(pair)
         steps.append(sizes)

@@ -840,8 +840,9 @@ class Laplace(Predictor):
         if differentiable:
             if diagonal or outputs is not None or positions is not None:
                 raise ValueError(
-                    "`differentiable=True` computes the mean and the covariance of all outputs. "
-                    "Remove `diagonal=`, `outputs=` and `positions=`."
+                    "`differentiable=True` always computes the mean and the covariance of "
+                    "all outputs, so it cannot be restricted to some of them. Remove "
+                    "`diagonal=`, `outputs=` and `positions=`."
                 )
             return differentiable_moments(state, x, joint)
         if joint:
@@ -1245,9 +1246,9 @@ class Laplace(Predictor):
         """
         if self._state.parameters is None:
             raise RuntimeError(
-                f'For a {type(self.model).__name__}, the layer that `params="last_layer"` '
-                "selects is found by running an example, and this happens in the first "
-                "fit. Call `fit(train_loader)` first, or pass the names of the "
+                f'For a {type(self.model).__name__}, `params="last_layer"` finds the last '
+                "layer by running the model on an example, which happens only in the "
+                "first fit. Call `fit(train_loader)` first, or pass the names of the "
                 "parameters, `params=[...]`."
             )
         return self._state.parameters

@@ -321,8 +321,9 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
             )
         if is_magnitude and lowest < 0:
             raise ValueError(
-                f"The curvature of {name} has negative magnitudes, down to {lowest:.3g}. Use a "
-                "positive semi-definite matrix, such as the GGN or a Fisher."
+                f"The curvature of {name} is negative along some directions, down to "
+                f"{lowest:.3g}. Use a positive semi-definite matrix, such as the GGN or a "
+                "Fisher."
             )
         if is_magnitude:
             largest = max(largest, highest)

@@ -24,8 +24,8 @@ class PosteriorPrior(GaussianPrior):
     def __post_init__(self) -> None:
         if self.fitted.thinned_at is not None:
             raise ValueError(
-                "The posterior is thinned, so directions that new data may need are missing. "
-                "Load the posterior that was saved before `thin`."
+                "The posterior is thinned, so it lacks eigenvectors that new data may "
+                "need. Load the posterior that was saved before `thin`."
             )
 
         structure = self.fitted.config.structure

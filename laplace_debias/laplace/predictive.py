@@ -279,10 +279,10 @@ def _logits_or_mean(predictive: Distribution) -> Tensor:
     base = predictive.base_dist if isinstance(predictive, Independent) else predictive
     if not isinstance(base, Bernoulli | Categorical):
         raise NotImplementedError(
-            f"A mixture of predictives of type {type(predictive).__name__} is not "
-            "supported. Supported types are MultivariateNormal, Categorical, "
-            "Bernoulli and Independent(Bernoulli). Average the members' predictions "
-            "yourself."
+            "A mixture of predictive distributions of type "
+            f"{type(predictive).__name__} is not supported. Supported types are "
+            "MultivariateNormal, Categorical, Bernoulli and Independent(Bernoulli). "
+            "Average the members' predictions yourself."
         )
     return base.logits
 

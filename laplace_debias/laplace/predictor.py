@@ -130,9 +130,10 @@ class Predictor(ABC):
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
-                f'`link={link!r}` applies only to the closed form of `method="glm"` without '
-                "samples. Remove `link=`, or remove `method=` and `samples=`. Every "
-                "method divides the logits by the temperature that is set in la.link."
+                f'`link={link!r}` applies only to `method="glm"` in closed form, that is, '
+                "without samples. Remove `link=`, or remove `method=` and `samples=`. "
+                "The temperature set in la.link still applies: every method divides the "
+                "logits by it."
             )
         return checked
 

@@ -65,7 +65,8 @@ class Scheme(ABC):
             folds: The number of folds that was passed, only if the scheme takes it.
         """
         raise NotImplementedError(
-            f"`mode=` cannot select {cls.__name__}. Pass an instance of this class to `fit`."
+            f"No value of `mode=` stands for {cls.__name__}. Pass an instance of the "
+            f"class, `fit({cls.__name__}(...))`."
         )
 
     @property
@@ -182,9 +183,10 @@ def _check_has_factors(information: Information) -> None:
     for name, block in information.curvature.blocks.items():
         if getattr(block, "trace_A", None) is None:
             raise ValueError(
-                f"The Kronecker factors of {name} cannot be recovered, because the posterior is "
-                "from a file of an earlier version, or from OnlineCurvature. Fit to the earlier "
-                "and the new data together."
+                f"The Kronecker factors of {name} cannot be recovered, because the "
+                "posterior was loaded from a file that an earlier version of the library "
+                "wrote, or it comes from OnlineCurvature. Fit to the earlier and the new "
+                "data together."
             )
 
 

@@ -45,8 +45,8 @@ def update(
     """Add the information of new data to a fit; see `Laplace.update`."""
     if fitted.thinned_at is not None:
         raise ValueError(
-            "The posterior is thinned, so directions that new data may need are missing. Load "
-            "the posterior that was saved before `thin`, and update it."
+            "The posterior is thinned, so it lacks eigenvectors that new data may "
+            "need. Load the posterior that was saved before `thin`, and update it."
         )
     check_batches(loader)
     posterior = fitted.posterior

@@ -59,10 +59,10 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Check the shape, dtype, device and entries of an operator's right-hand side."""
     if not isinstance(b, Tensor):
         raise TypeError(
-            f"`{name}` is a {type(b).__name__}. Pass a tensor. For named parameters, "
-            "flatten them with `A.layout.flatten(...)`, and split the result, "
-            "`Solution.x`, with `A.layout.unflatten(...)`. Or use `inverse(A) @ b`, "
-            "which accepts named parameters."
+            f"`{name}` is a {type(b).__name__}. Pass a tensor. If you have named "
+            "parameters, use `inverse(A) @ b`, which accepts them. Or flatten them "
+            "with `A.layout.flatten(...)`, and convert the result, `Solution.x`, "
+            "back to named parameters with `A.layout.unflatten(...)`."
         )
     rows = A.shape[0]
     if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):

@@ -67,8 +67,9 @@ def check_classification(
         )
     if labels.ndim != 1:
         raise ValueError(
-            f"`labels` has shape {list(labels.shape)}, but must have shape [n]. Use the argmax "
-            "of one-hot labels, and remove a trailing dimension of size 1."
+            f"`labels` has shape {list(labels.shape)}, but must have shape [n]. If "
+            "the labels are one-hot, pass their argmax. If the last dimension has "
+            "size 1, remove it."
         )
     probs = check_probs(probs)
     if len(probs) != len(labels):

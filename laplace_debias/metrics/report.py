@@ -150,8 +150,9 @@ def compare(a: Report, b: Report) -> Report:
     common = [name for name in statistics if name in references]
     if not common:
         raise ValueError(
-            f"`a` has the metrics {list(statistics)}, but `b` has {list(references)}, so no "
-            "metric is in both. Compare predictives of the same task."
+            f"`a` has the metrics {list(statistics)}, but `b` has {list(references)}, "
+            "so they have no metric in common. Compare predictive distributions for "
+            "the same task."
         )
     for name in common:
         sizes = statistics[name].sizes

@@ -144,8 +144,8 @@ class DebiasedHessianFree(Optimizer):
         for name, value in shared.items():
             if param_group.get(name, value) != value:
                 raise ValueError(
-                    f"`{name}` applies to the whole step and cannot differ between groups. Pass "
-                    "it to the optimizer."
+                    f"`{name}` applies to the whole step and cannot differ between parameter "
+                    "groups. Pass it to the optimizer itself, not in a group."
                 )
         weight_decay = param_group.get("weight_decay", self.defaults["weight_decay"])
         if not 0 <= weight_decay < math.inf:

@@ -119,8 +119,9 @@ class Quadratic:
         ):
             raise ValueError(
                 f"A gradient of shape {tuple(self.gradient.shape)}, a matrix of shape "
-                f"{self.matrix.shape} and a position of shape {tuple(self.position.shape)} do "
-                "not match. Pass [D], (D, D) and [D]."
+                f"{self.matrix.shape} and a position of shape "
+                f"{tuple(self.position.shape)} do not match. Pass them with the shapes "
+                "[D], (D, D) and [D]."
             )
         fields = (self.value, self.gradient, self.matrix, self.position)
         if len({(field.dtype, field.device) for field in fields}) > 1:
@@ -367,7 +368,8 @@ class Quadratic:
         norm = direction.norm(dim=0)
         if not (norm.isfinite() & (norm > 0)).all():
             raise ValueError(
-                "A direction is zero or not finite. Pass directions of positive, finite length."
+                "A direction has length zero or contains NaN or Inf. Pass directions of "
+                "positive, finite length."
             )
         return direction / norm
 

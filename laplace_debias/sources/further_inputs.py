@@ -61,8 +61,9 @@ def _from_folder(
     if splits.pixels is None or shape is None or len(shape) != 3:
         known_shape = "that is unknown" if shape is None else list(shape)
         raise ValueError(
-            f"{option}: {path} is a folder of images, but the network takes inputs of shape "
-            f"{known_shape}. If your own loaders yield images, pass --mean and --std."
+            f"{option}: {path} is a folder of images, but the network takes inputs of "
+            f"shape {known_shape}. If the inputs are images that your own loaders "
+            "yield, pass --mean and --std."
         )
     channels, height, width = shape
     view = splits.view

@@ -52,9 +52,9 @@ def numbers(table: Any, names: tuple[str, ...], source: str) -> np.ndarray:
             )
         if table[name].dtype.kind not in "iufb":
             raise ValueError(
-                f"The column {name} of {source} contains {table[name].dtype}, not numbers. "
-                "Encode it as numbers, or select the columns that the network takes with "
-                "--features."
+                f"The column {name} of {source} contains {table[name].dtype}, not "
+                "numbers. Encode it as numbers, or use --features to select the columns "
+                "that the network takes."
             )
     check_complete(table, names, source)
     return table[list(names)].to_numpy(dtype=np.float64)
@@ -245,9 +245,9 @@ def _unchanged(
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
-                f"{option} does not support the {name}, because its batches come from a "
-                f"{type(batches).__name__}. Return a data set or a plain DataLoader of a "
-                "data set from your function, or remove this option."
+                f"{option} cannot be used with the {name}, whose batches come from a "
+                f"{type(batches).__name__}. Change your function to return a data set or "
+                "a plain DataLoader of a data set, or remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(

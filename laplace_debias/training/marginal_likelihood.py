@@ -386,9 +386,9 @@ class HyperParameters:
         if tunes_noise:
             if fitted.num_targets is None:
                 raise ValueError(
-                    'The noise cannot be optimised with `fisher="empirical"`, because its '
-                    "curvature is not proportional to the noise precision. Pass `sigma=`, or use "
-                    '`fisher="exact"` or `fisher="mc"`.'
+                    'The noise cannot be optimised with `fisher="empirical"`, because the '
+                    "curvature of the empirical Fisher is not proportional to the noise "
+                    'precision. Pass `sigma=`, or use `fisher="exact"` or `fisher="mc"`.'
                 )
             log_noise = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
             tuned.append(log_noise)

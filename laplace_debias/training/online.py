@@ -245,8 +245,8 @@ class OnlineCurvature:
             )
         if self._context is None or not self._bases:
             raise RuntimeError(
-                "A posterior needs directions and magnitudes from different batches, but "
-                f"with every={self.every}, {self._num_updates} updates are too few. Call "
+                "A posterior needs eigenvectors and curvatures from different batches. "
+                f"With every={self.every}, {self._num_updates} updates are too few. Call "
                 f"`update` at least {self.every + 1} times."
             )
         assert self._parameters is not None

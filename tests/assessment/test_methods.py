@@ -48,7 +48,7 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
             [NETWORK, TEMPERATURE],
             "binary",
             False,
-            "would fit a temperature. Add validation examples",
+            "no validation examples for fitting the temperature of",
         ),
     ],
 )

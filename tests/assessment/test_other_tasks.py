@@ -185,7 +185,9 @@ def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):
     values = [row["value"] for row in sweep["rows"]]
     of = {row["prior_precision"]: row["value"] for row in sweep["rows"]}
     assert of[sweep["chosen"]] == pytest.approx(max(values), abs=1e-3)
-    with pytest.raises(ValueError, match="There are no validation examples, to which"):
+    with pytest.raises(
+        ValueError, match="There are no validation examples for fitting the temperature of"
+    ):
         assess(loaded, tmp_path / "other", (NETWORK, TEMPERATURE))
     assert not (tmp_path / "other").exists()
 

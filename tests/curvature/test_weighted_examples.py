@@ -223,5 +223,5 @@ def test_changed_weights_are_noticed():
     weights = WEIGHTS.clone()
     A = GGN(network(), LOSSES["cross_entropy"], [(x, y, weights)], memory_bound=0)
     weights[0] = 5.0
-    with pytest.raises(ValueError, match="differs from that of the first pass"):
+    with pytest.raises(ValueError, match="not the same as in the first pass"):
         A @ torch.ones(A.shape[0]).double()

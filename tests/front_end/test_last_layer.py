@@ -290,7 +290,7 @@ def test_a_hook_of_the_models_own_decides():
     hooked = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).eval()
     hooked.register_forward_hook(lambda module, args, output: module[0](args[0]))
     la = Laplace(hooked, params="last_layer")
-    with pytest.raises(RuntimeError, match="found by running"):
+    with pytest.raises(RuntimeError, match="by running the model on an example"):
         la.param_names
     assert la.fit_batches(data()).param_names == ["0.weight", "0.bias"]
 

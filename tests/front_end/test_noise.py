@@ -186,7 +186,9 @@ def test_the_noise_of_a_curvature_that_does_not_go_with_it_is_not_tuned(tmp_path
     la, _, _ = fitted("kfac", fisher="empirical")
     la.save(tmp_path / "empirical.safetensors")
     for some in (la, Laplace.load(tmp_path / "empirical.safetensors", la.model)):
-        with pytest.raises(ValueError, match=r'`sigma=True` supports neither `fisher="empirical"'):
+        with pytest.raises(
+            ValueError, match=r'`sigma=True` does not work after a fit with `fisher="empirical"'
+        ):
             some.tune_evidence(sigma=True)
         assert some.tune_evidence().sigma is None
 

@@ -249,9 +249,9 @@ def test_what_does_not_fit_is_refused_before_work_starts():
         Laplace(model, params="last_layer", prior=prior)
     with pytest.raises(ValueError, match="Remove `prior_precision="):
         Laplace(model, prior=prior, prior_precision=2.0)
-    with pytest.raises(ValueError, match='`prior=` requires `mode="full"'):
+    with pytest.raises(ValueError, match='so it requires `mode="full"'):
         Laplace(model, prior=prior).fit([FIRST, SECOND], mode="debiased", num_data=9)
-    with pytest.raises(ValueError, match='`prior=` requires `mode="full"'):
+    with pytest.raises(ValueError, match='so it requires `mode="full"'):
         Laplace(model, prior=prior).fit(Split([FIRST], [SECOND]))
     with pytest.raises(ValueError, match='Use curvature="diag" or "full"'):
         Laplace(model, prior=GaussianPrior(0 * ones, ones, names))

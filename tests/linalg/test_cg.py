@@ -408,7 +408,7 @@ def test_two_systems_must_fit_each_other(unchecked):
     b = torch.ones(3).double()
     for other, right in ((I4, torch.ones(4).double()), (Counted(torch.eye(3)), b.float())):
         with pytest.raises(
-            ValueError, match="two systems must have the same shape, dtype and device, got"
+            ValueError, match="two linear systems must have the same shape, dtype and device, got"
         ):
             debiased_cg(I3, other, b, right)
     with pytest.raises(ValueError, match="must be positive"):

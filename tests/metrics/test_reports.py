@@ -112,7 +112,7 @@ def test_what_cannot_be_paired_is_refused():
         )
     with pytest.raises(TypeError, match="`b` is a dict"):
         metrics.compare(report, dict(report))
-    with pytest.raises(ValueError, match="so no metric is in both"):
+    with pytest.raises(ValueError, match="no metric in common"):
         metrics.compare(report, metrics.evaluate_ood(a[:, 0], b[:, 0]))
 
 

@@ -344,7 +344,9 @@ def test_block_diagonal_with_layout():
     product = A @ parameters()
     expected = A.to_dense() @ LAYOUT.flatten(parameters())
     torch.testing.assert_close(LAYOUT.flatten(product), expected)
-    with pytest.raises(ValueError, match="does not match"):
+    with pytest.raises(
+        ValueError, match="The layout has 9 parameters, but the operator has 2 rows"
+    ):
         Permuted(Diagonal(randn(2)), layout=LAYOUT)
 
 

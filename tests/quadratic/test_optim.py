@@ -303,7 +303,7 @@ def test_closures_and_groups_that_cannot_work_are_named():
     ):
         with pytest.raises(error, match=message):
             optimizer.step(bad)
-    with pytest.raises(ValueError, match="cannot differ between groups"):
+    with pytest.raises(ValueError, match="cannot differ between parameter groups"):
         DebiasedHessianFree([{"params": model.parameters(), "damping": 2.0}])
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="No parameter requires a gradient"):

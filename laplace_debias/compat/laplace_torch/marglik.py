@@ -91,8 +91,9 @@ def marglik_training(
     sigma = sigma_noise_init if is_regression and fix_sigma_noise else None
     if is_regression and sigma is None and sigma_noise_init != 1:
         raise NotImplementedError(
-            f"`sigma_noise_init` is {sigma_noise_init}, but a noise that is optimised starts from "
-            "1. Remove `sigma_noise_init=`, or pass `fix_sigma_noise=True`."
+            f"`sigma_noise_init` is {sigma_noise_init}, but when the noise is "
+            "optimised, it always starts from 1. Remove `sigma_noise_init=`, or pass "
+            "`fix_sigma_noise=True`."
         )
     options = dict(optimizer_kwargs or {})
     if "weight_decay" in options:

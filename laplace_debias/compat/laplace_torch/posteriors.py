@@ -592,9 +592,10 @@ class Laplace:
         sigma = torch.as_tensor(value, dtype=torch.float64).detach()
         if sigma.numel() != 1 or fitted_sigma.numel() != 1:
             raise ValueError(
-                "After a fit, `sigma_noise` can only be changed if it is a single number before "
-                f"and after, got {sigma.numel()} numbers in the place of {fitted_sigma.numel()}. "
-                "Pass `sigma_noise=` to the constructor and fit again."
+                "After a fit, `sigma_noise` can only be changed from one single number "
+                f"to another, but {sigma.numel()} number(s) would replace "
+                f"{fitted_sigma.numel()}. Pass `sigma_noise=` to the constructor and fit "
+                "again."
             )
         factor = float(sigma) / float(fitted_sigma)
         scaled, _ = evidence.rescaled(fitted, factor, 1.0)

@@ -222,9 +222,10 @@ class Checkpoint:
 
     def _raise_different_batches(self, difference: str) -> None:
         raise ValueError(
-            f"{self._folder} contains the state of a fit to different batches (in pass "
-            f"{self._number} {difference}). Pass the same data in the same order, or a different "
-            "folder. If the loader shuffles, pass `generator=` to the fit to get the same order."
+            f"{self._folder} contains the state of a fit whose batches were different "
+            f"(in pass {self._number} {difference}). Use the same data in the same "
+            "order, or choose a different folder. If the loader shuffles, pass "
+            "`generator=` to the fit to get the same order."
         )
 
 

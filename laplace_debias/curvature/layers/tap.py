@@ -251,8 +251,8 @@ class Tap:
         for site in self.layers:
             if site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
-                    f"Inputs of {site} have no dimension for the examples. Exclude its "
-                    "parameters with `params=`."
+                    f"The inputs of {site} have no batch dimension. Exclude the parameters of "
+                    "this layer with `params=`."
                 )
         return faults
 
@@ -281,9 +281,9 @@ class Tap:
             names = [n for n in self._names[site] if id(self.network.get_parameter(n)) in read]
             if names:
                 faults[site] = NotImplementedError(
-                    f"The outputs of these examples depend on {names}, but their forward pass "
-                    f"does not call {site}, which is called for other examples. Exclude these "
-                    f"parameters with `{leaving_out(names)}`."
+                    f"The outputs of these examples depend on {names}, but the forward pass "
+                    f"calls {site} only for other examples. Exclude these parameters with "
+                    f"`{leaving_out(names)}`."
                 )
             else:
                 self.conditional.add(site)
@@ -556,7 +556,7 @@ def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
         "separate dimension, [batch, positions, features]. For attention, use "
         "`batch_first=True`. For position embeddings, look up the positions "
         "separately for every example. Or exclude the layer's parameters with "
-        "`params=`. If the layer processes only some of the examples (a mixture "
-        "of experts), use a first batch of which the layer processes some "
-        "examples, but not all."
+        "`params=`. If the layer processes only some of the examples (as in a "
+        "mixture of experts), choose a first batch in which the layer processes "
+        "some, but not all, of the examples."
     )

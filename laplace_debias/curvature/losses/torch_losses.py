@@ -75,9 +75,9 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
         if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
             raise ValueError(
-                f"{name} computes a weighted mean ({argument}=...), and the number by "
-                "which it divides the sum over a batch cannot be determined. Pass the "
-                'loss with `reduction="sum"`.'
+                f"{name} computes a weighted mean ({argument}=...). It divides the sum "
+                "over a batch by a number that cannot be determined here. Pass the loss "
+                'with `reduction="sum"`.'
             )
     # The functions ignore what the classes ignore, without saying so.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
@@ -341,9 +341,9 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so the "
-                f"number that {type(self._loss).__name__} divides by for the mean over a "
-                'batch is unknown. Pass the loss with `reduction="sum"`.'
+                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so it "
+                f"is unknown by which number {type(self._loss).__name__} divides the sum "
+                'over a batch to get the mean. Pass the loss with `reduction="sum"`.'
             )
         return float(targets.shape[0])
 

@@ -308,8 +308,9 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
         raise ValueError(
             f"{type(candidate).__name__} computes its loss by comparing the label at "
             f"position {last} with the logits of {read}. Pass `batch=`, a function "
-            "that converts a batch to (inputs, targets) and puts each target at the "
-            "position of the output that predicts it."
+            "that converts a batch to (inputs, targets). It must shift the targets, "
+            "so that each target is at the same position as the output that predicts "
+            "it."
         )
     return read == [last - 1]
 
@@ -480,8 +481,9 @@ class Stream:
         by_rank = process_group().exchange((num_batches, any_counts))
         if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
             raise ValueError(
-                f"All targets of the {self.description} are ignored, so they have no curvature. "
-                "Pass batches in which at least one target contributes to the loss."
+                f"All targets of the {self.description} are ignored, so there is no "
+                "curvature to compute. Pass batches in which at least one target "
+                "contributes to the loss."
             )
 
     def in_step(self) -> Iterator[tuple[Any, ...]]:

@@ -133,7 +133,8 @@ def _has_sampler(loader: Any) -> bool:
 
 def _not_inferred(sampler: Any, reason: str) -> ValueError:
     return ValueError(
-        "The number of training examples cannot be inferred, because the loader's "
-        f"{type(sampler).__name__} {reason}. Pass `num_data=`, the size of the full training "
-        "set, by which the fit multiplies the mean curvature of the loader's examples."
+        "The number of training examples cannot be inferred, because the "
+        f"loader's {type(sampler).__name__} {reason}. Pass `num_data=`, the size "
+        "of the full training set. The fit multiplies the mean curvature of the "
+        "loader's examples by this number."
     )

@@ -58,12 +58,12 @@ def check_outputs_without_targets(
         return
     if not _are_close(outputs_with, outputs_without, model):
         raise ValueError(
-            f"{type(model).__name__} uses {name!r} to compute its outputs. A fit calls "
-            "the model without the targets, which changes the outputs for the first "
-            "example. Add to the batch the input that the forward pass computes from "
-            f"{name!r} (such as decoder_input_ids). Or pass `batch=`, a function that "
-            "converts a batch to (inputs, targets), where the inputs contain this "
-            "input."
+            f"{type(model).__name__} uses {name!r} to compute its outputs, but a fit "
+            "calls the model without the targets. On the first example, the outputs "
+            "were different without them. The forward pass computes one of its "
+            f"inputs (such as decoder_input_ids) from {name!r}. Add this input to the "
+            "batch. Or pass `batch=`, a function that converts a batch to (inputs, "
+            "targets), and include this input in the inputs."
         )
 
 

@@ -121,9 +121,9 @@ class Data:
 
     def _refuse(self, index: int) -> None:
         raise ValueError(
-            f"Batch {index + 1} of the data differs from that of the first pass, but products "
-            "need the same batches every time. Use shuffle=False and no random augmentation, or "
-            "pass `list(loader)`."
+            f"Batch {index + 1} is not the same as in the first pass over the data, "
+            "but every product with the operator needs the same batches. Use "
+            "shuffle=False and no random augmentation, or pass `list(loader)`."
         )
 
 

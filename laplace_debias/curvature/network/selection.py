@@ -52,10 +52,10 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     chosen = names if inside and names else "[...]"
     raise ValueError(
-        f'`params="{LAST_LAYER}"` needs exactly one last layer, after which only differentiable '
-        "operations follow, but the model has "
-        f'{" and ".join(titles) or "no such layer"}. Pass `params="all"`, or the names of the '
-        f"parameters, `params={chosen}`."
+        f'`params="{LAST_LAYER}"` needs a model with exactly one last layer, followed by '
+        "differentiable operations only, but the model has "
+        f'{" and ".join(titles) or "no such layer"}. Pass `params="all"`, or name the parameters: '
+        f"`params={chosen}`."
     )
 
 

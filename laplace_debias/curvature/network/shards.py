@@ -159,10 +159,11 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
         num_repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if num_repeated > 0:
             raise ValueError(
-                f"The loader's DistributedSampler repeats {num_repeated} examples to give all "
-                f"{sampler.num_replicas} processes the same number, so these examples would "
-                "count twice. Use DataLoader(data, batch_sampler=ShardedBatches(data, "
-                "batch_size)), which repeats no examples."
+                f"The loader's DistributedSampler repeats {num_repeated} examples so that "
+                f"all {sampler.num_replicas} processes get the same number of examples. "
+                "The repeated examples would count twice. Use DataLoader(data, "
+                "batch_sampler=ShardedBatches(data, batch_size)), which repeats no "
+                "examples."
             )
     if ranks.size == 1:
         return False

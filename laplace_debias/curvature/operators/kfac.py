@@ -173,8 +173,9 @@ class KFAC(Permuted):
         if fisher != "empirical" and not factor_data.loss.has_distribution:
             raise TypeError(
                 f'`fisher="{fisher}"` needs nn.CrossEntropyLoss, nn.MSELoss or '
-                "nn.BCEWithLogitsLoss, because their Hessian has a root in closed form. "
-                'For a different loss, use `fisher="empirical"` or the operator `GGN`.'
+                "nn.BCEWithLogitsLoss, because only for these losses is a square root of "
+                "the Hessian known in closed form. For a different loss, use "
+                '`fisher="empirical"` or the operator `GGN`.'
             )
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):

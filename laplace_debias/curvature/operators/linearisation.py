@@ -306,10 +306,10 @@ def gradients(
             if "not implemented" not in str(error):
                 raise
             raise NotImplementedError(
-                'Operators and `method="glm-mc"` differentiate the model twice, but '
-                "torch cannot do this, because it has no derivative of one of the "
-                f"operations ({error}). Replace this operation, or use Laplace or KFAC, "
-                "which differentiate once."
+                'Operators and `method="glm-mc"` need second derivatives of the model, '
+                "but torch cannot compute them for one of the model's operations "
+                f"({error}). Replace this operation, or use Laplace or KFAC, which need "
+                "only first derivatives."
             ) from error
     return [
         x.new_zeros(*lead, *x.shape) if g is None else g

@@ -39,8 +39,9 @@ class FactoredCurvature(CurvatureStructure):
         if isinstance(self.rank, float):
             if not 0 < self.rank < 1:
                 raise ValueError(
-                    f"`rank` is {self.rank}. Pass the number of directions to keep, or the "
-                    "fraction of the trace to keep, a number below 1 such as 0.99."
+                    f"`rank` is {self.rank}. Pass the number of eigenvectors to keep (a whole "
+                    "number), or the fraction of the trace to keep (a number below 1, such "
+                    "as 0.99)."
                 )
         elif self.rank is not None:
             whole(self.rank, "rank")

@@ -166,8 +166,8 @@ def _as_indices(
     """Convert a user's choice of outputs to a tensor of indices, which exist."""
     choice = torch.as_tensor(outputs)
     expected = (
-        f"Pass a number, or indices from 0 to {num_outputs - 1} of shape "
-        f"({', '.join(map(str, shape))}, k)."
+        "Pass the number of outputs to compute, or a tensor of shape "
+        f"({', '.join(map(str, shape))}, k) with indices from 0 to {num_outputs - 1}."
     )
     is_integer = not (choice.is_floating_point() or choice.dtype is torch.bool)
     if not is_integer or choice.shape[:-1] != shape or choice.numel() == 0:

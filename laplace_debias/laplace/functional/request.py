@@ -151,10 +151,11 @@ class CovarianceRequest:
         if outputs.ndim > 2 and outputs.shape[1] > free_positions and self.outputs is None:
             raise ValueError(
                 f"The model has {num_outputs} outputs per example, of shape "
-                f"{tuple(outputs.shape[1:])}, and all of them would be differentiated. Select "
-                "fewer: `positions=-1` selects the last token, and functional(x, positions=-1, "
-                "outputs=k) the k largest outputs. If an embedding shares the weight of the output "
-                "layer, also exclude this weight with `params=`."
+                f"{tuple(outputs.shape[1:])}, and all of them would be differentiated. "
+                "Select fewer outputs: `positions=-1` selects the last token, and "
+                "functional(x, positions=-1, outputs=k) selects its k largest outputs. "
+                "If an embedding shares the weight of the output layer, also exclude "
+                "this weight with `params=`."
             )
         if not self.diagonal:
             raise ValueError(

@@ -255,8 +255,8 @@ def quadrature_error(
     if total > _TOLERATED:
         warn(
             f"`width` is {width:.3g}, which {steps} steps cannot resolve. The estimated "
-            f"error of the density is {min(total, 2):.0%} of its integral. Raise "
-            "`width` or `num_steps`.",
+            "error of the density, as a fraction of its integral, is "
+            f"{min(total, 2):.0%}. Raise `width` or `num_steps`.",
             RuntimeWarning,
         )
     return error

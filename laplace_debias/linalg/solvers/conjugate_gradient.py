@@ -156,8 +156,9 @@ def debiased_cg(
     second_system = f"{b2.shape} in {A2.dtype} on {A2.device}"
     if first_system != second_system:
         raise ValueError(
-            f"The two systems must have the same shape, dtype and device, got {first_system} and "
-            f"{second_system}. Convert one of them."
+            "The two linear systems must have the same shape, dtype and device, got "
+            f"{first_system} and {second_system}. Pass systems that differ only in "
+            "their entries."
         )
     iterations = _iterations(max_iter, A, progress, "debiased cg")
     single = LineSearches(A, b, x0, tol=tol, keep_directions=keep_directions)

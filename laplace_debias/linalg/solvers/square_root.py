@@ -195,10 +195,10 @@ class InverseRoot(SelfAdjoint):
         least = smallest if self.least is None else self.least
         if smallest < least - rounding * basis.scale:
             raise ValueError(
-                f"{name} has the Ritz value {smallest:.4g}, but its parts are declared in "
-                f"such a way that it has no eigenvalue below {least:.4g}. So at least one "
-                "part is declared positive semi-definite, but is not positive "
-                "semi-definite. Remove this declaration, or add damping."
+                f"{name} has the Ritz value {smallest:.4g}. According to the declarations of "
+                f"its parts, no eigenvalue can be below {least:.4g}. So at least one part "
+                "that is declared positive semi-definite is not. Remove this "
+                "declaration, or add damping."
             )
         roots = values.clamp(min=least).sqrt()
         low = math.sqrt(least)

@@ -122,7 +122,8 @@ class EigenKronecker(Symmetric):
         """
         if self.trace_A is None:
             raise ValueError(
-                "The scales of the operator's factors are unknown. Construct it with `trace_A=`."
+                "The scales of the operator's factors are unknown. Construct the "
+                "operator with `trace_A=`."
             )
         counts_G, counts_A = self._side_multiplicities
         rows = self.magnitudes @ counts_A

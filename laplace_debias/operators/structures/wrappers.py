@@ -183,8 +183,8 @@ class Permuted(Wrapper):
             )
         if self.layout is not None and self.layout.size != n:
             raise ValueError(
-                f"A layout of {self.layout.size} parameters does not match {n} rows. Pass a "
-                "layout of the same size."
+                f"The layout has {self.layout.size} parameters, but the operator has {n} "
+                "rows. Pass a layout with one parameter per row."
             )
 
     @property

@@ -118,8 +118,8 @@ def _picture(path: Path) -> tuple[str, bool]:
             shown = image.convert("RGB")
     except (OSError, SyntaxError) as error:
         raise ValueError(
-            f"{path} is not a readable picture ({error}). Delete it to draw the page without it, "
-            "or run the report again."
+            f"{path} is not a readable picture ({error}). Delete it to create the "
+            "report page without this picture, or run the report again."
         ) from error
     shown.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

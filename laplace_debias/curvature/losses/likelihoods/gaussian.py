@@ -457,9 +457,10 @@ def _mean_noise(mean: Tensor, variance: Tensor) -> Tensor:
     noise = (mean + variance / 2).exp()
     if not noise.isfinite().all():
         raise ValueError(
-            f"The mean noise variance overflows {mean.dtype}, because the log-variances have "
-            f"posterior variances of up to {float(variance.max()):.3g}. Use a larger prior "
-            "precision (see `tune`), or predict with `samples=`."
+            f"The mean of the noise variance overflows {mean.dtype}, because the "
+            "posterior variance of its logarithm is as large as "
+            f"{float(variance.max()):.3g}. Use a larger prior precision (see `tune`), or "
+            "predict with `samples=`."
         )
     return noise
 

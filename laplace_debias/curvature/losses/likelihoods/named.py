@@ -15,8 +15,9 @@ def likelihood_from(
     """Return the likelihood of a name, or the instance itself."""
     if sigma is not None and name != Gaussian.name:
         raise ValueError(
-            f'`sigma` applies only to `likelihood="regression"`, got `likelihood={name!r}`. '
-            "Remove `sigma=`. If you pass an instance, construct it as `Gaussian(sigma)`."
+            '`sigma` applies only to `likelihood="regression"`, got '
+            f"`likelihood={name!r}`. Remove `sigma=`. If you pass a likelihood object, "
+            "set the noise there: `Gaussian(sigma)`."
         )
     if isinstance(name, Likelihood):
         return name
