@@ -132,8 +132,8 @@ def _page(folder: Path) -> str | None:
         "(`--append` adds rounds from further processes.)",
         "- **Times** are medians over rounds.\n"
         "- **Ratios** are medians of the ratios within a round.\n"
-        "- **Added memory** is the peak above the memory in use before the call, including the "
-        "result.\n"
+        "- **Added memory** is the peak memory during the call minus the memory in use before "
+        "the call. It includes the result.\n"
         "- **Goals** are those that the project set itself.",
         *machines,
         *([goals] if goals else []),

@@ -15,7 +15,7 @@ GOALS = (Goal(DEBIASED, MINI, at_most=1.1),)
 
 
 def compare(settings: Settings) -> list[Row]:
-    """The time includes factors, eigendecompositions and the curvature along them."""
+    """The time includes factors, eigenvectors and the curvature along them."""
     contenders = [
         Contender(MINI, _fit(settings, parts=1)),
         Contender(DEBIASED, _fit(settings, parts=2)),

@@ -20,7 +20,7 @@ GOALS = (
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Both predictives have closed forms: pairwise (ours) and probit (laplace-torch).
+    """The closed forms are the pairwise link (ours) and the probit link (laplace-torch).
 
     `functional` returns full covariances.
     """

@@ -53,8 +53,8 @@ def _images(part: str, size: int) -> tuple[Tensor, Tensor]:
 def compare(settings: Settings) -> list[Row]:
     """The posterior is fitted to 1,024 training images, and predicts test images.
 
-    `la.thin` compresses it with 64 validation images. All images are random if
-    `LAPLACE_DEBIAS_DATA` and `LAPLACE_DEBIAS_CHECKPOINT` are not set.
+    `la.thin` compresses it with 64 validation images. Without `LAPLACE_DEBIAS_DATA` and
+    `LAPLACE_DEBIAS_CHECKPOINT`, all images are random numbers.
     """
     of_images = ImageSettings(**vars(settings))
     whole, thin = (ours.fitted(of_images) for _ in range(2))

@@ -18,24 +18,24 @@ Batches have {EXAMPLES} examples, and there are three classes (thirteen tokens f
 Every trainable parameter has a block, and all probabilities are finite, unless a line below the
 table states otherwise.
 
-- **blocks**: the number of blocks that belong to supported layers, plus the number of blocks that
-  are computed from the gradients of each example. The latter are for class tokens, position tables,
-  tied weights, and for types of layer that only one library defines.
+- **blocks**: the number of blocks of supported layers. A number after a plus sign counts
+  further blocks, which are computed from the gradients of each example. They are for class
+  tokens, position tables, tied weights, and for types of layer that only one library defines.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
   gradient. It includes two steps that are needed once per fit: the check of every block, and the
   eigendecompositions.
-- **each further batch**: the time of a fit to five batches minus that of a fit to one batch,
-  divided by four, and then by the time of a gradient. [Benchmarks](benchmarks.md) measure larger
-  networks.
+- **each further batch**: the time that each batch after the first adds to a fit (a quarter of
+  the difference between fits to five batches and to one), divided by the time of a gradient.
+  [Benchmarks](benchmarks.md) measure larger networks.
 - **predict**: the time to predict the batch with exact functional variances, divided by the time of
   a gradient.
 
 Times are medians of three rounds with one thread.
 
-The error compares the functional variances with `curvature="diag"` to Σ_d J_cd² / (N·C_dd + δ),
-computed by automatic differentiation in double precision. It is the largest relative difference for
-two examples. Llama and its relatives normalise in single precision, which explains errors of
-1e-8."""
+The error is that of the functional variances of a fit with `curvature="diag"`. The reference is
+Σ_d J_cd² / (N·C_dd + δ), computed by automatic differentiation in double precision. The error is
+the largest relative difference over two examples. Llama and its relatives normalise in single
+precision, which explains errors of 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
