@@ -65,9 +65,9 @@ def test_other_predictions_keep_no_graph_and_options_are_refused():
     la, x = fitted()
     x = x[:2].clone().requires_grad_()
     assert not la.predict(x).probs.requires_grad
-    with pytest.raises(ValueError, match="in closed form"):
+    with pytest.raises(ValueError, match="the closed form"):
         la.predict(x, samples=3, differentiable=True)
-    with pytest.raises(ValueError, match="in closed form"):
+    with pytest.raises(ValueError, match="the closed form"):
         la.predict(x, "map", differentiable=True)
     with pytest.raises(ValueError, match="Remove `diagonal="):
         la.functional(x, diagonal=True, differentiable=True)
