@@ -441,7 +441,7 @@ def test_block_diagonal_with_layout():
         (
             lambda: Permuted(Dense(randn(2, 2)), layout=ParameterLayout(("w",), ((3,),))),
             ValueError,
-            "A layout of 3 parameters",
+            "The layout has 3 parameters",
         ),
         (lambda: Diagonal(randn(2).bfloat16()).to_scipy(), TypeError, "torch.float32"),
         (lambda: Diagonal(randn(2)).to_scipy() @ (1j * np.ones(2)), TypeError, "operator is real"),
