@@ -106,7 +106,7 @@ def test_workers_of_batches_that_are_taken_as_they_are_are_refused(here, capsys)
     source = ["--model=nets:rows", "--data=nets:batches", "--device=cpu", "--workers=2"]
     assert main(["fit", *source, "--output=p.safetensors"]) == 2
     assert (
-        "workers does not support the train data, because its batches come from a list"
+        "workers cannot be used with the train data, whose batches come from a list"
         in capsys.readouterr().err
     )
 

@@ -257,6 +257,6 @@ def test_what_has_no_equivalent_is_refused():
     la.fit(data)
     with pytest.raises(
         ValueError,
-        match=r"a single number before and after, got 3 numbers in the place of 1\. Pass",
+        match=r"from one single number to another, but 3 number\(s\) would replace 1\. Pass",
     ):
         la.sigma_noise = torch.ones(3)

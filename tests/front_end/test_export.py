@@ -253,9 +253,9 @@ class Scaled(nn.Module):
     ("build", "params", "message"),
     [
         (plain, "all", r"2 layers are Bayesian here: 0, 2\. .* and fit with `params="),
-        (Scaled, "last_layer", "head is a Linear, or operations follow"),
+        (Scaled, "last_layer", "head is a Linear, or other operations follow"),
         (lambda C: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, C)),
-         ["1.weight"], "1 is a LayerNorm, or operations follow"),
+         ["1.weight"], "1 is a LayerNorm, or other operations follow"),
     ],
 )  # fmt: skip
 def test_glm_of_other_layers_is_refused_with_what_to_do(build, params, message, tmp_path):
@@ -282,5 +282,7 @@ def test_a_likelihood_of_a_users_class_is_refused(tmp_path):
     x = case.batches[7]
     la = Laplace(case.model, Own(), params="last_layer")
     la.fit_batches([(x, torch.zeros(7, dtype=torch.long))])
-    with pytest.raises(NotImplementedError, match="predictive of a Own cannot be exported"):
+    with pytest.raises(
+        NotImplementedError, match="predictive distribution of a Own cannot be exported"
+    ):
         la.export(tmp_path / "predictive.pt2", x)

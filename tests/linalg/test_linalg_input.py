@@ -175,7 +175,7 @@ def test_progress_is_shown_on_request(label, capsys):
 
 
 def test_parameters_for_cg_name_the_remedy(unchecked):
-    with pytest.raises(TypeError, match=r"`b` is a dict.*flatten.*`inverse\(A\) @ b`"):
+    with pytest.raises(TypeError, match=r"`b` is a dict.*`inverse\(A\) @ b`.*flatten"):
         cg(A, {"weight": B})
 
 
