@@ -292,7 +292,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
-    """A scikit-learn regressor with standard deviations of a Laplace approximation.
+    """A scikit-learn regressor with standard deviations from a Laplace approximation.
 
     The network returns an output per target, `[n, C]`, or `[n]` for a single one. It is copied and
     trained as by `LaplaceClassifier`.

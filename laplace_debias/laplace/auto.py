@@ -136,7 +136,7 @@ class Auto(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Auto":
-        """Return a copy of the scheme that reads its data as a stream of checked batches."""
+        """Return a copy of the scheme whose batches are checked when they are read."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:

@@ -254,7 +254,7 @@ def _check_same_parameters(
     if saved_mean.numel() != mean.numel():
         raise ValueError(
             f"The posterior in the file has {saved_mean.numel():,} parameters, but the "
-            f"parameters of the same names in the model have {mean.numel():,} entries. "
+            f"corresponding parameters of the model have {mean.numel():,} entries. "
             "Build the model with the layer sizes of the fit."
         )
     if saved_mean.dtype != mean.dtype:

@@ -93,7 +93,7 @@ class GaussianPrior:
         if theta.shape != mean.shape or theta.dtype != mean.dtype or theta.device != mean.device:
             raise ValueError(
                 f"The prior has {len(mean)} entries in {mean.dtype} on {mean.device}, but "
-                f"the parameters of the same names in the model have {len(theta)} entries "
+                f"the model's parameters that the prior names have {len(theta)} entries "
                 f"in {theta.dtype} on {theta.device}. Pass a model of the same sizes, "
                 "dtype and device."
             )
@@ -132,7 +132,7 @@ class GaussianPrior:
         return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
 
     def applied_to(self, fitted: FittedPosterior) -> FittedPosterior:
-        """Return a fit with its prior replaced by this one, without reading data.
+        """Return the fit with this prior in place of its own, without reading data.
 
         Raises:
             ValueError: If the parameters are not those of the prior, or the structure has neither

@@ -1141,7 +1141,7 @@ class Laplace(Predictor):
         token: str | None = None,
         **options: Any,
     ) -> "Laplace":
-        """Read a posterior from a folder or from the Hugging Face Hub (extra `hub`).
+        """Read a posterior from a folder or the Hugging Face Hub (needs the `hub` extra).
 
         Args:
             folder_or_repository: A folder that `save_pretrained` wrote, or the name `"user/name"`

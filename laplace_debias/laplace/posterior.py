@@ -235,8 +235,8 @@ class GaussianPosterior:
         size = len(self.mean)
         if parameters.ndim == 0 or parameters.shape[-1] != size:
             raise ValueError(
-                f"`parameters` has shape {tuple(parameters.shape)}. Pass vectors [..., {size}] of "
-                "all Bayesian parameters."
+                f"`parameters` has shape {tuple(parameters.shape)}. Pass a tensor of shape "
+                f"[..., {size}], whose last dimension contains all Bayesian parameters."
             )
         steps = (parameters - self.mean).reshape(-1, size)
         quadratic = (steps * (self.precision @ steps.T).T).sum(1).double()

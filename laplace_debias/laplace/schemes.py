@@ -91,7 +91,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def opened(self, open_stream: OpenStream) -> "Scheme":
-        """Return a copy of the scheme that reads its data as streams of checked batches."""
+        """Return a copy of the scheme whose batches are checked when they are read."""
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
@@ -134,7 +134,7 @@ class Full(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Full":
-        """Return a copy of the scheme that reads its data as a stream of checked batches."""
+        """Return a copy of the scheme whose batches are checked when they are read."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def check(self, structure: CurvatureStructure) -> None:
@@ -228,7 +228,7 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def opened(self, open_stream: OpenStream) -> "Split":
-        """Return a copy of the scheme that reads its data as streams of checked batches."""
+        """Return a copy of the scheme whose batches are checked when they are read."""
         directions = open_stream(self.directions, "batches of the directions")
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
@@ -279,11 +279,11 @@ class CrossFit(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "CrossFit":
-        """Return a copy of the scheme that reads its data as a stream of checked batches."""
+        """Return a copy of the scheme whose batches are checked when they are read."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Cross-fit the curvature to the data."""
+        """Estimate the curvature from the data by cross-fitting."""
         data = as_stream(self.data)
         return prepared.config.structure.crossfit(prepared.context, data, self.folds)
 

@@ -48,10 +48,10 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
             f"{type(A).__name__} is not symmetric. Entries that must be equal differ "
-            f"by {deviation:.3g}, while the norm of the products is {scale:.3g}. Use its "
+            f"by {deviation:.3g} (the norm of a matrix-vector product is {scale:.3g}). Use its "
             "symmetric part, `0.5 * (A + A.T)`. For singular values, use the "
-            "eigenvalues of `A.T @ A`. If it should be symmetric, check that two "
-            "products with the same vector are equal."
+            "eigenvalues of `A.T @ A`. If it should be symmetric, check that multiplying "
+            "it by the same vector twice gives the same result."
         )
 
 

@@ -81,7 +81,7 @@ def crps(
 def gaussian_interval(
     mean: Real, standard_deviation: Real, level: float = 0.95
 ) -> tuple[Real, Real]:
-    """Compute the ends of the central intervals of a Gaussian predictive.
+    """Compute the ends of central intervals of a Gaussian predictive distribution.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -136,7 +136,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
 def interval_score(
     low: Real, high: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    r"""Compute Winkler's interval score: width, plus a penalty for targets outside.
+    r"""Compute Winkler's interval score: the width plus a penalty if the target is outside.
 
     $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
     with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the

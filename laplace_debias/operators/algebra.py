@@ -162,7 +162,7 @@ class Transpose(Wrapper):
         return self.operator
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the operator, and return its adjoint."""
+        """Convert the dtype or device of the operator, and return the adjoint."""
         # `product` belongs to the operator before its conversion.
         return self.operator.to(*args, **kwargs).T
 

@@ -278,7 +278,7 @@ class Quadratic:
         directions: Float[Tensor, "dim *k"],
         at: Float[Tensor, " dim"] | None = None,
     ) -> Cut:
-        """Restrict the quadratic to the line or (hyper)plane through a position.
+        """Restrict the quadratic to a line or (hyper)plane, given by directions.
 
         Costs one product for each direction, and one for a position other than θ₀; from then on
         any number of points costs none (Figure 1's plane: six numbers).

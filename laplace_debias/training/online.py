@@ -304,8 +304,8 @@ class OnlineCurvature:
         """
         if "options" not in state or "blocks" not in state:
             raise ValueError(
-                f"The state has the entries {list(state)[:5]}, but no options and blocks. Pass "
-                "what OnlineCurvature.state_dict() returned."
+                f"The state has the keys {list(state)[:5]}, but lacks `options` or `blocks`. Pass "
+                "a state that OnlineCurvature.state_dict() returned."
             )
         # A state without the entry is of an earlier version, which measured every batch.
         options = {"every": 1, **state["options"]}

@@ -254,5 +254,5 @@ def test_the_log_density_of_parameters_is_that_of_the_dense_gaussian(curvature):
     (gradient,) = torch.autograd.grad(values.sum(), parameters)
     (expected,) = torch.autograd.grad(dense.log_prob(parameters).sum(), parameters)
     torch.testing.assert_close(gradient, expected)
-    with pytest.raises(ValueError, match=r"has shape \(3,\). Pass vectors \[..., 26\]"):
+    with pytest.raises(ValueError, match=r"has shape \(3,\). Pass a tensor of shape \[..., 26\]"):
         la.posterior.log_prob(torch.ones(3))

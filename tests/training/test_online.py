@@ -280,7 +280,7 @@ def test_a_state_of_another_model_or_run_is_refused():
         OnlineCurvature(model[:1], **OPTIONS).load_state_dict(state)
     with pytest.raises(ValueError, match=r"decay=0.8, but this object has decay=0.5"):
         OnlineCurvature(model, **{**OPTIONS, "decay": 0.5}).load_state_dict(state)
-    with pytest.raises(ValueError, match="no options and blocks"):
+    with pytest.raises(ValueError, match="lacks `options` or `blocks`"):
         OnlineCurvature(model, **OPTIONS).load_state_dict(model.state_dict())
 
 

@@ -724,7 +724,7 @@ class DiagLaplace(StructuredLaplace):
 
 
 class FullLaplace(StructuredLaplace):
-    """A Laplace approximation of all parameters with the complete matrix."""
+    """A Laplace approximation of all parameters with the full curvature matrix."""
 
     hessian_structure = "full"
 
@@ -748,7 +748,7 @@ class DiagLLLaplace(DiagLaplace):
 
 
 class FullLLLaplace(FullLaplace):
-    """A Laplace approximation of the last layer with the complete matrix."""
+    """A Laplace approximation of the last layer with the full curvature matrix."""
 
     subset_of_weights = "last_layer"
 

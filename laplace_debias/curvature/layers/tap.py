@@ -281,8 +281,8 @@ class Tap:
             names = [n for n in self._names[site] if id(self.network.get_parameter(n)) in read]
             if names:
                 faults[site] = NotImplementedError(
-                    f"The outputs of these examples depend on {names}, but the forward pass "
-                    f"calls {site} only for other examples. Exclude these parameters with "
+                    f"The outputs of some examples depend on {names}, although the forward pass "
+                    f"does not call {site} for these examples. Exclude these parameters with "
                     f"`{leaving_out(names)}`."
                 )
             else:

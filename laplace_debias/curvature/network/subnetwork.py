@@ -78,7 +78,7 @@ class Subnetwork(nn.Module):
     indices: Int[Tensor, " entries"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network with the selected entries in their places."""
+        """Run the network after writing the selected entries into its parameters."""
         state = {}
         start = 0
         for name, size in self._sizes.items():

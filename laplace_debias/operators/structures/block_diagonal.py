@@ -66,7 +66,7 @@ class BlockDiagonal(Joined, Generic[Block]):
 
     @property
     def T(self) -> "BlockDiagonal[Any]":  # noqa: N802
-        """The blocks' adjoints."""
+        """The adjoint: the block-diagonal matrix of the blocks' adjoints."""
         return self.map(lambda _, block: block.T)
 
     def _matmat(self, matrix: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ class Likelihood(ABC):
         return self.gradient(outputs, self.sample(outputs, uniforms))
 
     def check_predicted(self, values: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
-        """Require targets that match a predictive distribution's probabilities or means."""
+        """Require targets that have the shape of the predicted probabilities or means."""
         self.check(values, targets)
 
     def marginals(

@@ -196,7 +196,7 @@ class MultiLabel(_Sigmoids):
         return options
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require targets of the outputs' shape that are 0 or 1."""
+        """Require targets that are 0 or 1, in the shape of the outputs."""
         check_length(self.label_weights, outputs.shape[1], "label_weights")
         check_length(self.positive_weights, outputs.shape[1], "positive_weights", single=True)
         if columns_of(targets).shape != outputs.shape:

@@ -204,7 +204,7 @@ class Gaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) / self._loss_sigma(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw targets f + σ ε; ε are the normal quantiles of the given uniform numbers."""
+        """Draw targets f + σ ε, with ε from the normal quantile function of uniform numbers."""
         noise = self._loss_sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
         return outputs + noise
 
@@ -406,7 +406,7 @@ class HeteroscedasticGaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _root_of_fisher(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
-        """Draw targets μ + e^{s/2} ε, where ε are normal quantiles at C uniform numbers."""
+        """Draw targets μ + e^{s/2} ε, with ε from the normal quantile function."""
         mean, log_variance = outputs.chunk(2, -1)
         noise = torch.special.ndtri(uniforms[:, : mean.shape[1]])
         return mean + (log_variance / 2).exp() * noise.to(outputs)
@@ -435,7 +435,7 @@ class HeteroscedasticGaussian(Likelihood):
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the first C outputs, which are the predicted means."""
+        """Return the variances of the first C outputs; these outputs are the means."""
         return variances.chunk(2, -1)[0]
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:

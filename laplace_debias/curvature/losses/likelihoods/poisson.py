@@ -113,7 +113,7 @@ class Poisson(Likelihood):
         return outputs.double().exp().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw counts as the Poisson quantiles of the given uniform numbers."""
+        """Draw counts by applying the Poisson quantile function to uniform numbers."""
         return poisson_quantile(uniforms, outputs.double().exp()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
