@@ -198,7 +198,7 @@ class _LaplaceEstimator(BaseEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
-    """A scikit-learn classifier with probabilities of a Laplace approximation.
+    """A scikit-learn classifier with probabilities from a Laplace approximation.
 
     The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit of the
     second of two labels. Inputs are cast to the dtype of its parameters. The network that you pass
@@ -400,7 +400,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the mean of the targets, `[n]` or `[n, C]`, in the shape that `y` had.
+        """Return the mean of the targets, `[n]` or `[n, C]` like the `y` passed to `fit`.
 
         Args:
             X: Inputs.

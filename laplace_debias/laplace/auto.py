@@ -111,7 +111,7 @@ class Auto(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Batches, folds: int | None) -> "Auto":
-        """Make the scheme for a loader, with the default tolerance."""
+        """Make an `Auto` for a loader, with the default tolerance."""
         return cls(batches)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Auto(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Auto":
-        """Return a copy of the scheme whose batches are checked when they are read."""
+        """Return a copy that checks each batch when it is read."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:

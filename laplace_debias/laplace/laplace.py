@@ -363,7 +363,7 @@ class Laplace(Predictor):
         generator: torch.Generator | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit to explicit batches, and return `self`.
+        """Fit to a list of batches, and return `self`.
 
         Args:
             directions: Batches `(x, y)` that give the eigenvectors.

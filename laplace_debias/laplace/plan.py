@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The peak memory of the fit, in bytes: that of the stage that needs most."""
+        """The peak memory of the fit, in bytes: the largest over its stages."""
         return max(self.stages.values())
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class Plan:
         check_memory(self.peak, self.available, subject)
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan as a dictionary for JSON, with only the number of its blocks."""
+        """Return the plan as a dictionary for JSON; blocks are counted, not listed."""
         summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
         del summary["blocks"]
         return summary

@@ -91,7 +91,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def opened(self, open_stream: OpenStream) -> "Scheme":
-        """Return a copy of the scheme whose batches are checked when they are read."""
+        """Return a copy that checks each batch when it is read."""
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
@@ -125,7 +125,7 @@ class Full(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Batches, folds: int | None) -> "Full":
-        """Make the scheme that reads all batches."""
+        """Make a `Full` that reads all batches."""
         return cls(batches)
 
     @property
@@ -134,7 +134,7 @@ class Full(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Full":
-        """Return a copy of the scheme whose batches are checked when they are read."""
+        """Return a copy that checks each batch when it is read."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def check(self, structure: CurvatureStructure) -> None:
@@ -199,7 +199,7 @@ class Mini(Full):
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """Eigenvectors from one batch, the curvature along them from another (Eq. 9).
+    """A fit of the curvature of one batch along the eigenvectors of another (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` that give the eigenbases.
@@ -214,7 +214,7 @@ class Split(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Sequence[Any], folds: int | None) -> "Split":
-        """Make the scheme whose eigenvectors come from the first batch only."""
+        """Make a `Split` that takes its eigenvectors from the first batch only."""
         return cls(batches[:1], batches[1:])
 
     @property
@@ -228,12 +228,12 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def opened(self, open_stream: OpenStream) -> "Split":
-        """Return a copy of the scheme whose batches are checked when they are read."""
+        """Return a copy that checks each batch when it is read."""
         directions = open_stream(self.directions, "batches of the directions")
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit eigenvectors from one stream of data, the curvature along them from another."""
+        """Fit eigenvectors to one data stream, then the curvature along them to another."""
         directions = as_stream(self.directions)
         magnitudes = as_stream(self.magnitudes)
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
@@ -262,7 +262,7 @@ class CrossFit(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Batches, folds: int | None) -> "CrossFit":
-        """Make the scheme that divides all batches into folds."""
+        """Make a `CrossFit` that divides all batches into folds."""
         return cls(batches, FOLDS if folds is None else folds)
 
     def __post_init__(self) -> None:
@@ -279,7 +279,7 @@ class CrossFit(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "CrossFit":
-        """Return a copy of the scheme whose batches are checked when they are read."""
+        """Return a copy that checks each batch when it is read."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:

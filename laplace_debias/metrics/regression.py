@@ -22,7 +22,7 @@ Real = Float[Tensor, "n *outputs"]
 def gaussian_nll(
     mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    """Compute the negative log-density of a Gaussian predictive, in nats.
+    """Compute the negative log-density of a Gaussian predictive distribution, in nats.
 
     It is `½ log(2πσ²) + (y - μ)²/(2σ²)`; for several outputs it is their mean, not their sum.
 
@@ -61,7 +61,7 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
 def crps(
     mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    """Compute the continuous ranked probability score (CRPS) of a Gaussian predictive.
+    """Compute the continuous ranked probability score (CRPS) of Gaussian predictions.
 
     `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0 it
     is the absolute error, and its units are those of the targets. Arguments and errors are those of

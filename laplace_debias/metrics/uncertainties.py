@@ -130,7 +130,7 @@ def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 
 
 def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
-    """Compute the mean variance of the logits after subtracting their mean over classes.
+    """Compute the mean variance of the logits after centring them over the classes.
 
     It is `(tr Σ - 1ᵀΣ1 / C) / C`. A shift of all logits together changes no probability, so its
     variance does not count.

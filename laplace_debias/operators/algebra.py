@@ -77,7 +77,7 @@ class Scaled(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is positive semi-definite and the number is not negative."""
+        """Whether the operator is positive semi-definite and its multiplier is ≥ 0."""
         return bool(self.scalar >= 0) and self.operator.is_positive_semidefinite
 
     @property
@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the multiple of the inner operator in the given dtype and device."""
+        """Return the same multiple of the inner operator, in the given dtype and device."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
@@ -110,13 +110,13 @@ class Product(Composed):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the factors have the form XᵀX, or XᵀMX with a symmetric M."""
+        """Whether the product has the form XᵀX, or XᵀMX with a symmetric M."""
         pairs = zip(self.factors, reversed(self.factors), strict=True)
         return all(_adjoint(a, b) for a, b in pairs)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the factors have the form XᵀX, or XᵀMX with a positive semi-definite M."""
+        """Whether the product has the form XᵀX, or XᵀMX with a positive semi-definite M."""
         middle = self.factors[len(self.factors) // 2]
         even = len(self.factors) % 2 == 0
         return (even or middle.is_positive_semidefinite) and self.is_symmetric

@@ -314,7 +314,7 @@ class LinearOperator(ABC):
         return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """Return the operator; if it has no dtype or device, in the given ones."""
+        """Return the operator, with the given dtype and device where it has none."""
         return self
 
 

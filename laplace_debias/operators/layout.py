@@ -67,7 +67,7 @@ class ParameterLayout:
     def flatten(
         self, parameters: Mapping[str, Tensor] | Sequence[Tensor]
     ) -> Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]:
-        """Flatten parameters into a vector, or parameters with k columns into a matrix.
+        """Flatten a set of parameters into a vector, or k sets into a matrix of k columns.
 
         Args:
             parameters: By name, or in order; of shapes `[*shape]`, or all `[*shape, k]`.

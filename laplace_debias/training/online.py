@@ -189,7 +189,7 @@ class OnlineCurvature:
 
     @property
     def num_updates(self) -> int:
-        """The number of batches so far, including those that were not measured."""
+        """The number of batches so far, including those whose curvature was not measured."""
         return self._num_updates
 
     @torch.inference_mode(False)

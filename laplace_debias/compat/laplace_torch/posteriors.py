@@ -609,12 +609,12 @@ class Laplace:
 
     @property
     def posterior_precision(self) -> Tensor | LinearOperator:
-        """The posterior precision: a matrix if full, a vector if diagonal, else an operator."""
+        """The posterior precision as a matrix ("full"), a vector ("diag") or an operator."""
         return self._in_shape(self.posterior.posterior.precision)
 
     @property
     def posterior_covariance(self) -> Tensor | LinearOperator:
-        """The posterior covariance: a matrix if full, else an operator."""
+        """The posterior covariance: a matrix if `curvature="full"`, else an operator."""
         covariance = self.posterior.posterior.covariance
         return covariance.to_dense() if self._structure == "full" else covariance
 
@@ -625,7 +625,7 @@ class Laplace:
 
     @property
     def posterior_scale(self) -> Tensor | LinearOperator:
-        """A square root of the covariance: a symmetric matrix if full, a vector if diagonal."""
+        """A root of the covariance, as a symmetric matrix ("full") or vector ("diag")."""
         return self._in_shape(self.posterior.posterior.scale)
 
     def _in_shape(self, operator: LinearOperator) -> Tensor | LinearOperator:
@@ -689,7 +689,7 @@ class Laplace:
 
 
 class StructuredLaplace(Laplace):
-    """A `Laplace` whose structure and subset of the weights are fixed by its class.
+    """A `Laplace` whose class fixes the structure and the subset of the weights.
 
     Args:
         model: The trained network.
@@ -718,7 +718,7 @@ class StructuredLaplace(Laplace):
 
 
 class DiagLaplace(StructuredLaplace):
-    """A Laplace approximation of all parameters with a diagonal structure."""
+    """A diagonal Laplace approximation of all parameters."""
 
     hessian_structure = "diag"
 
@@ -730,19 +730,19 @@ class FullLaplace(StructuredLaplace):
 
 
 class KronLaplace(StructuredLaplace):
-    """A Laplace approximation of all parameters with Kronecker factors."""
+    """A Kronecker-factored Laplace approximation of all parameters."""
 
     hessian_structure = "kron"
 
 
 class LowRankLaplace(StructuredLaplace):
-    """A Laplace approximation of all parameters with leading eigenvectors."""
+    """A Laplace approximation of all parameters by leading curvature eigenvectors."""
 
     hessian_structure = "lowrank"
 
 
 class DiagLLLaplace(DiagLaplace):
-    """A Laplace approximation of the last layer with a diagonal structure."""
+    """A diagonal Laplace approximation of the last layer."""
 
     subset_of_weights = "last_layer"
 
@@ -754,7 +754,7 @@ class FullLLLaplace(FullLaplace):
 
 
 class KronLLLaplace(KronLaplace):
-    """A Laplace approximation of the last layer with Kronecker factors."""
+    """A Kronecker-factored Laplace approximation of the last layer."""
 
     subset_of_weights = "last_layer"
 

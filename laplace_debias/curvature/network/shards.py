@@ -89,7 +89,7 @@ class ShardedBatches(Sampler[list[int]]):
 
     @property
     def shares(self) -> list[range]:
-        """Yield, for each batch, the positions that belong to this process."""
+        """Yield the positions in each batch of the examples that this process reads."""
         shares = []
         for start in range(0, len(self.data), self.batch_size):
             size = min(self.batch_size, len(self.data) - start)
@@ -101,7 +101,7 @@ class ShardedBatches(Sampler[list[int]]):
 
     @property
     def num_examples(self) -> int:
-        """The number of examples that this process reads in a pass."""
+        """The number of examples that this process reads per pass over the data."""
         return sum(map(len, self.shares))
 
     def __len__(self) -> int:

@@ -157,7 +157,7 @@ class CurvatureOperator(NetworkOperator):
 
 
 class Hessian(CurvatureOperator):
-    r"""The Hessian $\nabla^2_\theta L$ of the loss in the parameters.
+    r"""The Hessian $\nabla^2_\theta L$ of the loss with respect to the parameters.
 
     A product is a forward derivative of the gradient. See `CurvatureOperator` for the arguments.
 

@@ -23,7 +23,7 @@ def diagonal(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Estimate a square operator's diagonal from products with vectors, without bias.
+    r"""Estimate a square operator's diagonal without bias, by products with vectors.
 
     - `"hutchinson"`: the mean of $\omega \odot A\omega$ over probes ω of ±1. Intervals of 95 %
       (`Estimate.interval`) cover an entry in 93 to 97 % of runs from 12 products on.

@@ -143,7 +143,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity; if it has no dtype or device, in the given ones."""
+        """Return the identity, with the given dtype and device where it has none."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

@@ -160,7 +160,7 @@ class EigenKronecker(Symmetric):
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch rows columns"]:
-        r"""Compute coordinates along the directions, $U_G^\top V U_A$.
+        r"""Compute coordinates along the eigenvectors, $U_G^\top V U_A$.
 
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
@@ -192,7 +192,7 @@ class EigenKronecker(Symmetric):
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
     ) -> "EigenKronecker":
-        """Keep some eigenvectors of one factor; scale their eigenvalues to keep the trace.
+        """Select some eigenvectors of a factor; scale their eigenvalues to keep the trace.
 
         Args:
             side: 0 for U_G, 1 for U_A, which is not None.
@@ -214,7 +214,7 @@ class EigenKronecker(Symmetric):
         return EigenKronecker(self.U_G, U, magnitudes, trace_A=self.trace_A)
 
     def leading(self, rank: float) -> "EigenKronecker":
-        """Keep only the leading directions of each factor, and preserve the trace.
+        """Keep only the leading eigenvectors of each factor, and preserve the trace.
 
         A side that would keep half of its directions or more keeps all.
 

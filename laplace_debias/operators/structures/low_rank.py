@@ -69,7 +69,7 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether all eigenvalues of the first term and the diagonal's entries are ≥ 0."""
+        """Whether the first term's eigenvalues and the diagonal's entries are all ≥ 0."""
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
 
     @property

@@ -146,7 +146,7 @@ class Likelihood(ABC):
         """Return the distribution of y, averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the mask of the targets that count, `[B]`, or None if all do."""
+        """Return a mask `[B]` of the targets that enter the loss, or None if all do."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
@@ -256,7 +256,7 @@ class Likelihood(ABC):
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Return the name and the mean of the training loss for this likelihood."""
+        """Return the name of this likelihood's training loss, and its mean value."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
@@ -272,7 +272,7 @@ class Likelihood(ABC):
 
     @property
     def is_exportable(self) -> bool:
-        """Whether the predictive has a closed form that can be exported."""
+        """Whether the predictive distribution has a closed form that can be exported."""
         return self.activation is not None or type(self).exported is not Likelihood.exported
 
     def exported(

@@ -79,7 +79,7 @@ class Categorical(Likelihood):
         self.label_smoothing = float(label_smoothing)
 
     def options(self) -> dict[str, Any]:
-        """Return `ignore_index`, and the weights and the label smoothing if given."""
+        """Return `ignore_index`, plus the class weights and label smoothing if given."""
         options: dict[str, Any] = {"ignore_index": self.ignore_index}
         if self.class_weights is not None:
             options["class_weights"] = self.class_weights.tolist()
@@ -139,7 +139,7 @@ class Categorical(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices as targets for scoring predictions."""
+        """Require class indices as targets when predictions are scored."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
                 "Predictions can only be scored with class indices, got class probabilities "
@@ -227,7 +227,7 @@ class Categorical(Likelihood):
         return (omega * self._not_ignored(targets)).unsqueeze(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""Compute the Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
+        r"""Compute the Cholesky factor of $\mathrm{diag}(p) - pp^\top$, with C−1 columns.
 
         With the tail sums $q_j = \sum_{k>j} p_k$ and $q_{-1} = 1$:
         $L_{jj} = \sqrt{p_j q_j / q_{j-1}}$ and, for $i > j$,

@@ -119,7 +119,7 @@ class Gaussian(Likelihood):
         return likelihood
 
     def for_new_fit(self) -> "Gaussian":
-        """Return the likelihood for a new fit, which measures the curvature at `sigma`."""
+        """Return the likelihood for a new fit, with the curvature measured at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
@@ -204,7 +204,7 @@ class Gaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) / self._loss_sigma(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw targets f + σ ε, with ε from the normal quantile function of uniform numbers."""
+        """Draw targets f + σ ε, where ε is the normal quantile of a uniform number."""
         noise = self._loss_sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
         return outputs + noise
 
@@ -225,7 +225,7 @@ class Gaussian(Likelihood):
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the outputs, which are the means of the targets."""
+        """Return the variances of the outputs; the outputs are the targets' means."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ class Gaussian(Likelihood):
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return the mixture of normals with means at the samples and deviation σ."""
+        """Return a mixture of normals, each with a sample as its mean and deviation σ."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
@@ -406,7 +406,7 @@ class HeteroscedasticGaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _root_of_fisher(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
-        """Draw targets μ + e^{s/2} ε, with ε from the normal quantile function."""
+        """Draw targets μ + e^{s/2} ε, where ε is the normal quantile of a uniform number."""
         mean, log_variance = outputs.chunk(2, -1)
         noise = torch.special.ndtri(uniforms[:, : mean.shape[1]])
         return mean + (log_variance / 2).exp() * noise.to(outputs)

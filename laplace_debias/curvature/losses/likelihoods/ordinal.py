@@ -151,12 +151,12 @@ class Ordinal(Likelihood):
         return 1 - upper - lower
 
     def hessian_root(self, outputs: Tensor) -> Float[Tensor, "1 batch 1"]:
-        """Compute the root of the Fisher information, which has one column."""
+        """Compute the square root of the Fisher information; the root has one column."""
         information = (self._log_probs(outputs).exp() * self._scores(outputs).square()).sum(1)
         return information.sqrt().reshape(1, -1, 1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, "batch 1"]:
-        """Compute the derivative of ℓ in f."""
+        """Compute the derivative of ℓ with respect to f."""
         return self._scores(outputs).gather(1, targets.long().unsqueeze(1))
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
