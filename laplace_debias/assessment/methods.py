@@ -234,8 +234,8 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
     scaled = [method.key for method in methods if method.has_temperature]
     if scaled and loaded.likelihood.activation is None:
         raise ValueError(
-            f"The task {loaded.task} has no logits that a temperature could divide. Remove "
-            f"{', '.join(scaled)}."
+            f"The task {loaded.task} has no logits, so a temperature cannot be "
+            f"applied. Remove {', '.join(scaled)}."
         )
     if scaled and loaded.validation is None:
         raise ValueError(

@@ -36,8 +36,8 @@ def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
         if name in sets or not NAME.fullmatch(name):
             raise ValueError(
                 f"The name {name!r} of an OOD set cannot be used for a file. Use letters, "
-                "digits, '.', '_' and '-'. The names test, shift-1, shift-2, ... are "
-                "reserved."
+                "digits, '.', '_' and '-'. These names are reserved: test, shift-1, "
+                "shift-2, ..."
             )
         sets[name] = batches
     return sets

@@ -76,8 +76,8 @@ class LaplaceCallback(TrainerCallback):
         if tune and isinstance(trainer.eval_dataset, Mapping):
             raise ValueError(
                 f"The trainer has {len(trainer.eval_dataset)} evaluation data sets, but a "
-                "posterior is tuned on one. Pass one to the trainer, or use Laplace after the "
-                "training."
+                "posterior can be tuned on only one. Pass one evaluation data set to the "
+                "trainer, or use Laplace after the training."
             )
         self._trainer = trainer
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)

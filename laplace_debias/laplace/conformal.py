@@ -345,9 +345,9 @@ class Conformal:
         if not (is_exclusive or isinstance(predictive, Normal | MultivariateNormal)):
             raise NotImplementedError(
                 f"Predictive distributions of type {type(predictive).__name__} are not "
-                "supported. Use a likelihood with exclusive classes, with two classes, "
-                "or with normal targets. For several labels, use a separate Conformal "
-                "for each label."
+                "supported. Use a likelihood for mutually exclusive classes, for two "
+                "classes, or for normally distributed targets. For several labels, use a "
+                "separate Conformal for each label."
             )
         return predictive
 

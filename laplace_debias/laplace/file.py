@@ -255,7 +255,8 @@ def _check_same_parameters(
         raise ValueError(
             f"The posterior in the file has {saved_mean.numel():,} parameters, but the "
             f"corresponding parameters of the model have {mean.numel():,} entries. "
-            "Build the model with the layer sizes of the fit."
+            "Build the model with the layer sizes that it had when the posterior was "
+            "fitted."
         )
     if saved_mean.dtype != mean.dtype:
         raise ValueError(

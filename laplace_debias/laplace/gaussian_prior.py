@@ -93,9 +93,9 @@ class GaussianPrior:
         if theta.shape != mean.shape or theta.dtype != mean.dtype or theta.device != mean.device:
             raise ValueError(
                 f"The prior has {len(mean)} entries in {mean.dtype} on {mean.device}, but "
-                f"the model's parameters that the prior names have {len(theta)} entries "
-                f"in {theta.dtype} on {theta.device}. Pass a model of the same sizes, "
-                "dtype and device."
+                f"the corresponding parameters of the model have {len(theta)} entries in "
+                f"{theta.dtype} on {theta.device}. Pass a model of the same sizes, dtype "
+                "and device."
             )
         step = theta - mean
         if isinstance(self.precision, Tensor):

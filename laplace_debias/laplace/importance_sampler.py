@@ -91,9 +91,9 @@ class _SampledFold:
         """Return factors for all examples read, with G rescaled to the folds' mean curvature."""
         if not self.weighted_curvature:
             raise ValueError(
-                "In the first round of the fit, the loss has no curvature at any "
-                "example, because the network is certain of all of them. Use "
-                '`mode="full"`.'
+                "In the first round of the fit, the curvature of the loss is zero for "
+                "every example, because the network predicts all of them with certainty. "
+                'Use `mode="full"`.'
             )
         scale = mean_curvature * self.num_read / self.weighted_curvature
         factors: FactorSums = {}

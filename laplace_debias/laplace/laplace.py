@@ -228,7 +228,8 @@ class Laplace(Predictor):
         if joint and config.structure.is_dense:
             raise ValueError(
                 "`joint=True` combines a layer's weight and bias in one block, but "
-                f"`curvature={curvature!r}` is one block of all parameters. Remove `joint=`."
+                f"`curvature={curvature!r}` already puts all parameters in one block. "
+                "Remove `joint=`."
             )
         spec = ModelSpec.checked(model, likelihood_from(likelihood, sigma), batch, class_dim)
         self._state = initial_state(
@@ -378,7 +379,8 @@ class Laplace(Predictor):
         self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
             raise ValueError(
-                "Cross-fitting computes its magnitudes from the folds. Remove `magnitudes=`."
+                "Cross-fitting computes the values of `magnitudes` from the folds. "
+                "Remove `magnitudes=`."
             )
         scheme: Scheme = Full(directions)
         if magnitudes is not None:
@@ -1246,10 +1248,10 @@ class Laplace(Predictor):
         """
         if self._state.parameters is None:
             raise RuntimeError(
-                f'For a {type(self.model).__name__}, `params="last_layer"` finds the last '
-                "layer by running the model on an example, which happens only in the "
-                "first fit. Call `fit(train_loader)` first, or pass the names of the "
-                "parameters, `params=[...]`."
+                '`params="last_layer"` finds the last layer of a '
+                f"{type(self.model).__name__} by running the model on an example. This "
+                "happens only in the first fit. Call `fit(train_loader)` first, or pass "
+                "the names of the parameters, `params=[...]`."
             )
         return self._state.parameters
 

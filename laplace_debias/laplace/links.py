@@ -487,8 +487,8 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
         )
     if checked.name in BRIDGES and likelihood.activation != "softmax":
         raise ValueError(
-            f"`link={checked.name!r}` applies only to exclusive classes, but the likelihood is "
-            f'{type(likelihood).__name__}. Use "probit" or "exact".'
+            f"`link={checked.name!r}` applies only to mutually exclusive classes, but "
+            f'the likelihood is {type(likelihood).__name__}. Use "probit" or "exact".'
         )
     return checked
 

@@ -122,7 +122,7 @@ def plan_fit(
         raise ValueError(
             '`mode="auto"` decides during the fit how many examples it uses, so '
             "`plan` cannot compute its memory in advance. Call `plan` with "
-            '`mode="crossfit"` and `folds=4` instead, which needs the same amount '
+            '`mode="crossfit"` and `folds=4` instead. That fit needs the same amount '
             "of memory."
         )
     if isinstance(loader, Iterator):

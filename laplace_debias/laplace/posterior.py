@@ -90,11 +90,12 @@ class GaussianPosterior:
         """Require one Gaussian over the parameters."""
         if self.num_copies > 1:
             raise ValueError(
-                "This posterior was fitted with `independent_outputs=True`: it has "
-                f"{self.num_copies} distributions of the parameters, one per output, and none "
-                "for all outputs together. To predict, use `predict` with its default method, or "
-                "`functional`. For samples of the parameters, their covariance or their density, "
-                "fit again with `independent_outputs=False`."
+                "This posterior was fitted with `independent_outputs=True`: each of the "
+                f"{self.num_copies} outputs has its own distribution of the parameters, "
+                "and there is no single distribution for all outputs. To predict, use "
+                "`predict` with its default method, or `functional`. For samples of the "
+                "parameters, their covariance or their density, fit again with "
+                "`independent_outputs=False`."
             )
 
     @cached_property
@@ -143,11 +144,12 @@ class GaussianPosterior:
             else:
                 continue
             raise ValueError(
-                f"{reason} for {dtype}, because the curvature is up to {curvature:.3g} and is "
-                f"multiplied by N = {num_data}. Prior and posterior precision must lie between "
-                f"{num_data * tiny:.3g} and {1 / tiny:.3g}. Rescale the inputs, the targets "
-                "and `sigma`, use a different prior precision, or convert the model to a wider "
-                "dtype."
+                f"{reason} for {dtype}, because the curvature has values up to "
+                f"{curvature:.3g}, which are multiplied by N = {num_data}. The prior "
+                "precision and the posterior precision must lie between "
+                f"{num_data * tiny:.3g} and {1 / tiny:.3g}. Rescale the inputs, the targets and "
+                "`sigma`, use a different prior precision, or convert the model to a "
+                "wider dtype."
             )
 
     @property

@@ -31,9 +31,9 @@ class PosteriorPrior(GaussianPrior):
         structure = self.fitted.config.structure
         if structure.takes_inducing:
             raise ValueError(
-                f"A posterior with `curvature={structure.name!r}` cannot be a prior, because its "
-                "directions change with the parameters. Use a different curvature, such as "
-                '"lowrank".'
+                f"A posterior with `curvature={structure.name!r}` cannot be a prior, "
+                "because it is built from Jacobians at its own parameters, and a new fit "
+                'has other Jacobians. Use a different curvature, such as "lowrank".'
             )
 
     def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:

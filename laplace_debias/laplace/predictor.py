@@ -131,9 +131,9 @@ class Predictor(ABC):
         if checked is not None and not method.is_closed:
             raise ValueError(
                 f'`link={link!r}` applies only to `method="glm"` in closed form, that is, '
-                "without samples. Remove `link=`, or remove `method=` and `samples=`. "
-                "The temperature set in la.link still applies: every method divides the "
-                "logits by it."
+                "without samples. To use `link=`, remove `method=` and `samples=`. "
+                "Otherwise, remove `link=`. Every method still divides the logits by the "
+                "temperature set in la.link."
             )
         return checked
 

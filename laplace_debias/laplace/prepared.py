@@ -173,6 +173,7 @@ def check_first_batch(
         num_columns = outputs.shape[1:].numel()
         if fisher.kind == "exact" and outputs.ndim > 2 and num_columns > _MANY_COLUMNS:
             warn(
-                f'`fisher="exact"` needs {num_columns:,} backward passes per example (one per '
-                'class and position). To need only one, use Laplace(..., fisher="mc").'
+                f'`fisher="exact"` needs {num_columns:,} backward passes per example (one '
+                "per class and position). For one backward pass per example, use "
+                'Laplace(..., fisher="mc").'
             )

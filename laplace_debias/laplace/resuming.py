@@ -34,7 +34,8 @@ def check_resumable(
         labels_or_signs = "labels" if fisher.kind == "mc" else "signs"
         raise ValueError(
             f'With `fisher="{fisher.kind}"`, a resumed fit must draw the same random '
-            f"{labels_or_signs} as the interrupted one. To draw the same, {seed_advice}."
+            f"{labels_or_signs} as the interrupted fit. To draw the same "
+            f"{labels_or_signs}, {seed_advice}."
         )
     for source in sources:
         if not isinstance(source, DataLoader):

@@ -65,8 +65,8 @@ class Scheme(ABC):
             folds: The number of folds that was passed, only if the scheme takes it.
         """
         raise NotImplementedError(
-            f"No value of `mode=` stands for {cls.__name__}. Pass an instance of the "
-            f"class, `fit({cls.__name__}(...))`."
+            f"`mode=` has no value for {cls.__name__}. Pass an instance of the class, "
+            f"`fit({cls.__name__}(...))`."
         )
 
     @property
@@ -183,10 +183,10 @@ def _check_has_factors(information: Information) -> None:
     for name, block in information.curvature.blocks.items():
         if getattr(block, "trace_A", None) is None:
             raise ValueError(
-                f"The Kronecker factors of {name} cannot be recovered, because the "
-                "posterior was loaded from a file that an earlier version of the library "
-                "wrote, or it comes from OnlineCurvature. Fit to the earlier and the new "
-                "data together."
+                f"The Kronecker factors of {name} cannot be recovered. Either the "
+                "posterior was loaded from a file written by an earlier version of the "
+                "library, or it was created by OnlineCurvature. Fit to the earlier and "
+                "the new data together."
             )
 
 

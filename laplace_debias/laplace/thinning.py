@@ -89,8 +89,9 @@ def thin_posterior(
     inputs = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
         raise ValueError(
-            "There are too few inputs. Half of the inputs are used to choose what to "
-            "keep, and the other half to measure the error. Pass at least two inputs."
+            "There are too few inputs. Half of the inputs are used to choose the "
+            "eigenvectors to keep, and the other half to measure the resulting "
+            "error. Pass at least two inputs."
         )
     inputs_have_positions = positions is not None and torch.as_tensor(positions).ndim == 2
 

@@ -48,10 +48,11 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
             f"{type(A).__name__} is not symmetric. Entries that must be equal differ "
-            f"by {deviation:.3g} (the norm of a matrix-vector product is {scale:.3g}). Use its "
-            "symmetric part, `0.5 * (A + A.T)`. For singular values, use the "
-            "eigenvalues of `A.T @ A`. If it should be symmetric, check that multiplying "
-            "it by the same vector twice gives the same result."
+            f"by {deviation:.3g} (the norm of a matrix-vector product is {scale:.3g}). Use "
+            "its symmetric part, `0.5 * (A + A.T)`. For singular values, use the "
+            "eigenvalues of `A.T @ A`. If the operator should be symmetric, check "
+            "that it is deterministic: two separate products with the same vector "
+            "must be equal."
         )
 
 
@@ -59,10 +60,10 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Check the shape, dtype, device and entries of an operator's right-hand side."""
     if not isinstance(b, Tensor):
         raise TypeError(
-            f"`{name}` is a {type(b).__name__}. Pass a tensor. If you have named "
-            "parameters, use `inverse(A) @ b`, which accepts them. Or flatten them "
-            "with `A.layout.flatten(...)`, and convert the result, `Solution.x`, "
-            "back to named parameters with `A.layout.unflatten(...)`."
+            f"`{name}` is a {type(b).__name__}. Pass a tensor. For named parameters, "
+            "use `inverse(A) @ b`. Or pass them as one vector, "
+            "`A.layout.flatten(...)`, and convert `Solution.x` back to named "
+            "parameters with `A.layout.unflatten(...)`."
         )
     rows = A.shape[0]
     if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):

@@ -178,7 +178,10 @@ def instability(
         check_real({name: values})
     _check_covariance(covariance, (*mean.shape, *mean.shape[-1:]))
     if mean.shape[-1] < 2:
-        raise ValueError(f"`mean` has shape {list(mean.shape)}. Pass at least two classes.")
+        raise ValueError(
+            f"`mean` has shape {list(mean.shape)}. Pass a mean for each class, with "
+            "at least two classes."
+        )
     return mixture_instability(mean.unsqueeze(0), covariance.unsqueeze(0))
 
 

@@ -160,8 +160,8 @@ class LinearOperator(ABC):
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
         if not isinstance(other, LinearOperator):
             raise TypeError(
-                f"{type(self).__name__} and {type(other).__name__} cannot be added. Wrap a matrix "
-                "as Dense(matrix), a number c as c * Identity(n)."
+                f"{type(self).__name__} and {type(other).__name__} cannot be added. To "
+                "add a matrix, use Dense(matrix). To add a number c, use c * Identity(n)."
             )
         if self.shape != other.shape:
             raise ValueError(
@@ -303,7 +303,7 @@ class LinearOperator(ABC):
             raise TypeError(
                 f"{type(self).__name__} holds no tensors of its own, so it cannot be "
                 "converted. Convert the object that it was built from, such as the "
-                "model, and build it again."
+                "model. Then build it again from the converted object."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         # A copy, as no constructor has to check fields again that fit each other.

@@ -85,8 +85,8 @@ def named_range(operator: Any, name: str) -> range:
     """Return the indices of the rows and columns of a parameter, or of a block, by name."""
     if operator.layout is None:
         raise KeyError(
-            f"{type(operator).__name__} has no layout that names the entries of {name!r}. Index it "
-            "by numbers, or pass a ParameterLayout."
+            f"{type(operator).__name__} has no layout with names for the entries of "
+            f"{name!r}. Index the operator by numbers, or pass a ParameterLayout."
         )
     return operator.layout.range(name)
 

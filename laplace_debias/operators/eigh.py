@@ -66,9 +66,9 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
             return values, vectors
     raise torch.linalg.LinAlgError(
         f"The eigendecomposition of {name}, of shape {tuple(matrix.shape)} in "
-        f"{matrix.dtype}, is not accurate, not even after repeating it in double "
-        "precision and on the CPU. Check the scale of the matrix, and the "
-        "installation of torch and its BLAS."
+        f"{matrix.dtype}, is not accurate. It was repeated in double precision "
+        "and on the CPU, but is still not accurate. Check the scale of the "
+        "matrix, and the installation of torch and its BLAS."
     )
 
 

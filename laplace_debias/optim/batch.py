@@ -48,8 +48,8 @@ class GraphGGN(Symmetric):
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
             raise ValueError(
-                "The closure's loss is not computed from the outputs that it returns. "
-                "Return the same tensor that the loss is computed from."
+                "The closure returns outputs that its loss was not computed from. Return "
+                "the same tensor that the loss is computed from."
             )
         self._slope = slope
 

@@ -77,8 +77,8 @@ def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
     if info > 0:
         smallest = float(eigh(matrix, "the curvature in the subspace")[0][0])
         raise ValueError(
-            f"The quadratic has no minimum, because its smallest curvature is {smallest:.3g}. "
-            "Add damping, or use the GGN instead of the Hessian."
+            "The quadratic function has no minimum, because its smallest curvature "
+            f"is {smallest:.3g}. Add damping, or use the GGN instead of the Hessian."
         )
     return torch.cholesky_solve(right[:, None], factor)[:, 0]
 

@@ -114,9 +114,9 @@ class RunFolder:
         content = read_json(self._record)
         if content.get("format") != FORMAT:
             raise ValueError(
-                f"{self._record} has format {content.get('format')!r}, but this version supports "
-                f"format {FORMAT}. Use the version that wrote the run, or pass a different "
-                "folder."
+                f"{self._record} has format {content.get('format')!r}, but this version "
+                f"supports format {FORMAT}. Use the version of the library that wrote "
+                "this folder, or pass a different folder."
             )
         with _naming_damaged_file(self._record):
             return from_json(RunRecord, content)

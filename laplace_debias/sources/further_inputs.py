@@ -84,8 +84,8 @@ def _from_archive(
     name = next((name for name in ("x", "x_test") if name in arrays), None)
     if name is None:
         raise ValueError(
-            f"{option}: {path} has {', '.join(arrays) or 'no array'}, but no array x or x_test. "
-            "Add one of them."
+            f"{option}: {path} must have an array x or x_test, but has "
+            f"{', '.join(arrays) or 'no array'}. Add one of them."
         )
     x = as_inputs(arrays[name], str(path))
     pixels = None

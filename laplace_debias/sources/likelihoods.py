@@ -39,9 +39,9 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
         likelihood = called(task, likelihood, {}, "task")
     if not isinstance(likelihood, Likelihood):
         raise ValueError(
-            f"The task {task} is a {type(likelihood).__name__}. Pass the import path "
-            "of a Likelihood, of a likelihood class that needs no arguments, or of a "
-            "function that returns a likelihood."
+            f"The task {task} is of type {type(likelihood).__name__}, which is not a "
+            "likelihood. Pass the import path of a Likelihood, of a likelihood class "
+            "that needs no arguments, or of a function that returns a likelihood."
         )
     return likelihood
 

@@ -46,8 +46,8 @@ def load(settings: SourceSettings) -> Loaded:
     train, number = batches_of(splits.train, settings, "train_examples", mixed=True)
     if number is None:
         raise ValueError(
-            "The number of training examples is unknown. Return a data set, or a loader with a "
-            "`dataset` that has a length."
+            "The number of training examples is unknown. Return a data set from your "
+            "function, or a loader whose `dataset` has a length."
         )
     first = next(iter(train), None)
     if first is None:

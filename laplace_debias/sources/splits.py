@@ -154,9 +154,9 @@ def split_by_seed(
     num_train = number - 2 * num_held_out
     if num_held_out < 1 or num_train < 1:
         raise ValueError(
-            f"{number} examples are too few: a fraction {held_out:g} of them is held out for "
-            "validation, and the same for the test. Add examples, or pass data that is already "
-            "split."
+            f"{number} examples are too few: a fraction {held_out:g} of them is held "
+            "out for validation, and another fraction of the same size is held out "
+            "for the test. Add examples, or pass data that is already split."
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
     train, validation, test = order.split([num_train, num_held_out, num_held_out])
@@ -245,9 +245,9 @@ def _unchanged(
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
-                f"{option} cannot be used with the {name}, whose batches come from a "
-                f"{type(batches).__name__}. Change your function to return a data set or "
-                "a plain DataLoader of a data set, or remove this option."
+                f"{option} cannot be used with the {name}, because its batches come from "
+                f"a {type(batches).__name__}. Return a data set, or a plain DataLoader of "
+                "a data set, from your function. Or remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(

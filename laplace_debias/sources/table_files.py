@@ -179,7 +179,7 @@ def _targets(column: Any, classes: list[Any] | None, likelihood: Likelihood, sou
     unknown = [value for value in column.unique().tolist() if value not in number]
     if unknown:
         raise ValueError(
-            f"{source} has {unknown[0]!r}, which does not occur in the training rows. Use only "
-            f"{', '.join(map(str, classes[:10]))}."
+            f"{source} contains the value {unknown[0]!r}, which does not occur in the "
+            f"training rows. Use only {', '.join(map(str, classes[:10]))}."
         )
     return as_targets(column.map(number).to_numpy(dtype=np.int64), likelihood, source)

@@ -78,7 +78,7 @@ def _pickled(path: Path) -> Any:
                 "loaded. Save only the weights: torch.save(model.state_dict(), PATH)."
             ) from error
         raise ValueError(
-            f"{path} is damaged, or is not a file of torch.save. Download or write it again."
+            f"{path} is damaged, or was not written by torch.save. Download or write it again."
         ) from error
 
 

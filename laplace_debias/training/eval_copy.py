@@ -22,9 +22,10 @@ def eval_copy(model: nn.Module) -> nn.Module:
     for name, parameter in copied.named_parameters():
         if name in trainable and parameter.dtype in NARROW:
             raise NotImplementedError(
-                f"{name} is in {parameter.dtype}, and its curvature would be computed on "
-                "a float32 copy that training does not update. Train parameters in "
-                "float32, with torch.autocast around the forward pass."
+                f"{name} has dtype {parameter.dtype}. Its curvature would be computed on "
+                "a float32 copy, but training does not update this copy. Keep the "
+                "parameters in float32 during training, and run the forward pass inside "
+                "torch.autocast."
             )
         parameter.requires_grad_(name in trainable)
     return copied

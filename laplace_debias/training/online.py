@@ -155,8 +155,8 @@ class OnlineCurvature:
         self.every = whole(every, "every")
         if curvature not in RUNNING_MAGNITUDES:
             raise ValueError(
-                f"`curvature={curvature!r}` has no running means of Kronecker factors. Use "
-                f"{' or '.join(map(repr, RUNNING_MAGNITUDES))}."
+                f"`curvature={curvature!r}` does not keep running means of Kronecker "
+                f"factors. Use {' or '.join(map(repr, RUNNING_MAGNITUDES))}."
             )
         check_generator(generator)
         self.model = model
@@ -240,14 +240,14 @@ class OnlineCurvature:
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
             raise RuntimeError(
-                "The loaded state has not been compared with the model yet, because this "
-                "happens only at the next update. Call `update` before `posterior`."
+                "The loaded state has not been compared with the model yet. The next "
+                "update compares them. Call `update` before `posterior`."
             )
         if self._context is None or not self._bases:
             raise RuntimeError(
-                "A posterior needs eigenvectors and curvatures from different batches. "
-                f"With every={self.every}, {self._num_updates} updates are too few. Call "
-                f"`update` at least {self.every + 1} times."
+                "The eigenvectors and the curvatures of a posterior must come from "
+                f"different batches. With every={self.every}, {self._num_updates} updates "
+                f"are not enough for this. Call `update` at least {self.every + 1} times."
             )
         assert self._parameters is not None
         self._check_parameters()
@@ -478,8 +478,9 @@ def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str
     for name, tensors in saved.items():
         if name not in blocks:
             raise ValueError(
-                f"The state has a block {name!r}, but this model does not. Load the state for "
-                "the model and the `params=` that it was saved with."
+                f"The state has a block {name!r}, but this model does not. Load the state "
+                "into an object with the same model and the same `params=` as when it "
+                "was saved."
             )
         block = blocks[name]
         shape_G, shape_A = block.factor_shapes
@@ -487,6 +488,6 @@ def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str
         shapes = [tuple(tensors["G"].shape), tuple(tensors["A"].shape)]
         if shapes != expected:
             raise ValueError(
-                f"The state's factors of {name!r} have the shapes {shapes}, but those of this "
-                f"model have {expected}. Load the state for the model that it was saved with."
+                f"The state's factors of {name!r} have the shapes {shapes}, but those of "
+                f"this model have {expected}. Use the model that the state was saved with."
             )

@@ -106,7 +106,7 @@ def test_workers_of_batches_that_are_taken_as_they_are_are_refused(here, capsys)
     source = ["--model=nets:rows", "--data=nets:batches", "--device=cpu", "--workers=2"]
     assert main(["fit", *source, "--output=p.safetensors"]) == 2
     assert (
-        "workers cannot be used with the train data, whose batches come from a list"
+        "workers cannot be used with the train data, because its batches come from a list"
         in capsys.readouterr().err
     )
 
@@ -121,7 +121,9 @@ def test_sharing_without_kronecker_factors_is_refused(curvature):
 @pytest.mark.parametrize("curvature", ["lowrank", "full"])
 def test_joint_blocks_of_one_block_are_refused(curvature):
     model = nn.Linear(4, 3).eval()
-    with pytest.raises(ValueError, match=r"`joint=True` .* is one block of all parameters"):
+    with pytest.raises(
+        ValueError, match=r"`joint=True` .* already puts all parameters in one block"
+    ):
         Laplace(model, curvature=curvature, joint=True)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC
 
-REMEDY = r"load the full state into it"
+REMEDY = r"load this state dict"
 
 
 @pytest.fixture(autouse=True)

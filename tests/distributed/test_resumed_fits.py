@@ -46,7 +46,7 @@ def test_another_number_and_other_data_are_refused_by_all(processes, tmp_path):
         assert "number of processes was 3, is now 2" in found[1]
     for found in processes.run(3, tasks.resumed, "kfac", {}, folder, 4):
         assert found[0] == "ValueError"
-        assert "the state of a fit whose batches were different" in found[1]
+        assert "the state of an earlier fit, which read different batches" in found[1]
     # It is left as it was.
     expected = processes.run(3, tasks.resumed, "kfac", {}, None)
     found = processes.run(3, tasks.resumed, "kfac", {}, folder)

@@ -257,6 +257,6 @@ def test_what_has_no_equivalent_is_refused():
     la.fit(data)
     with pytest.raises(
         ValueError,
-        match=r"from one single number to another, but 3 number\(s\) would replace 1\. Pass",
+        match=r"The old value has 1 number\(s\), and the new value has 3\. Pass",
     ):
         la.sigma_noise = torch.ones(3)

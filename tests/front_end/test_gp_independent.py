@@ -303,7 +303,8 @@ def test_parameters_have_no_single_distribution():
         lambda: la.posterior.log_prob(la.mean),
     ):
         with pytest.raises(
-            ValueError, match=r"3 distributions of the parameters, .*fit again with"
+            ValueError,
+            match=r"each of the 3 outputs has its own distribution .*fit again with",
         ):
             call()
 

@@ -211,7 +211,9 @@ def test_predict_and_tune_take_the_bridges(name):
     la.tune([(x, y)], link=name)
     assert la.link.name == name
     binary, x, _ = fitted("binary", 1)
-    with pytest.raises(ValueError, match=r"applies only to exclusive classes.*Use \"probit\" or"):
+    with pytest.raises(
+        ValueError, match=r"applies only to mutually exclusive classes.*Use \"probit\" or"
+    ):
         binary.predict(x, link=name)
 
 

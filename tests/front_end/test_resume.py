@@ -340,7 +340,7 @@ def test_other_data_are_refused(folder):
         fit(loader(), folder, seed=4)
     with pytest.raises(
         ValueError,
-        match=r"batches were different .in pass 1 the saved sums contain different batches.. Use",
+        match=r"different batches .in pass 1 over the data, the saved sums contain different",
     ):
         fit(loader(seed=2), folder)
 
@@ -363,7 +363,7 @@ def test_other_batches_behind_the_first_are_refused(folder):
     exchanged = [batches[0], batches[2], batches[1], *batches[3:]]
     with pytest.raises(
         ValueError,
-        match=r"batches were different .in pass 1 the saved sums contain different batches",
+        match=r"different batches .in pass 1 over the data, the saved sums contain different",
     ):
         fit(Breaking(exchanged, -1), folder)
     with pytest.raises(ValueError, match="the data has 3 batches, but the saved sums contain 5"):

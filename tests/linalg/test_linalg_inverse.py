@@ -99,7 +99,7 @@ def test_least_squares_warn_and_refuse_with_a_remedy():
         inverse(A, "lsmr", max_iter=2, tol=1e-12) @ B
     with pytest.raises(ValueError, match=r"`preconditioner` has no effect.*Remove it"):
         inverse(A, "lsmr", preconditioner=Identity(SIZE))
-    with pytest.raises(ValueError, match=r"`tol` is 0.*Pass a relative residual"):
+    with pytest.raises(ValueError, match=r"`tol` is 0.*Pass the largest relative residual"):
         inverse(A, "lsmr", tol=0.0)
     with pytest.raises(ValueError, match=r"`method` is 'lsqr'.*mean 'lsmr'"):
         inverse(A, "lsqr")

@@ -297,7 +297,7 @@ def test_names_are_indices():
     torch.testing.assert_close(A["bias", "weight"].to_dense(), A.operator.matrix[6:8, :6])
     with pytest.raises(KeyError, match=r"no parameter 'gain'. Use one of the names"):
         A["gain", "bias"]
-    with pytest.raises(KeyError, match="has no layout that names the entries"):
+    with pytest.raises(KeyError, match="has no layout with names for the entries"):
         Dense(randn(2, 2))["bias", "bias"]
 
 

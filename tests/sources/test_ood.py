@@ -115,7 +115,7 @@ def test_limits_are_at_most(images):
         ({"x": "nowhere"}, "ood x: the path nowhere does not exist"),
         ({"x": "images/floats.npz"}, r"shape \[3, 8, 8\], but the network takes \[3, 16, 20\]"),
         ({"x": "images/bytes.npz"}, r"shape \[3, 8, 8\], but the network takes \[3, 16, 20\]"),
-        ({"x": "images/none.npz"}, "but no array x or x_test"),
+        ({"x": "images/none.npz"}, "must have an array x or x_test"),
         ({"x": "images/t.csv"}, "is a table, but the network was not trained on a table"),
         ({"x": "images/empty"}, "has no images"),
         ({"x": "builtin:digit"}, "unknown source builtin:digit. Use builtin:digits or"),

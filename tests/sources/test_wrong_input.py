@@ -81,16 +81,16 @@ WRONG = {
     "no state": ([*ROWS, "--checkpoint=empty.pt"], "contains epoch"),
     "damaged": (
         [*ROWS, "--checkpoint=text.pt"],
-        "text.pt is damaged, or is not a file of torch.save",
+        "text.pt is damaged, or was not written by torch.save",
     ),
     # Words that torch's reader takes for instructions: it ends in KeyError, IndexError and others.
     "text": (
         [*ROWS, "--checkpoint=words.pt"],
-        "words.pt is damaged, or is not a file of torch.save",
+        "words.pt is damaged, or was not written by torch.save",
     ),
     "numbers": (
         [*ROWS, "--checkpoint=table.pt"],
-        "table.pt is damaged, or is not a file of torch.save",
+        "table.pt is damaged, or was not written by torch.save",
     ),
     "other file": (
         [*ROWS, "--checkpoint=net.onnx"],

@@ -592,10 +592,10 @@ class Laplace:
         sigma = torch.as_tensor(value, dtype=torch.float64).detach()
         if sigma.numel() != 1 or fitted_sigma.numel() != 1:
             raise ValueError(
-                "After a fit, `sigma_noise` can only be changed from one single number "
-                f"to another, but {sigma.numel()} number(s) would replace "
-                f"{fitted_sigma.numel()}. Pass `sigma_noise=` to the constructor and fit "
-                "again."
+                "After a fit, `sigma_noise` can only be changed if both the old and the "
+                f"new value are single numbers. The old value has {fitted_sigma.numel()} "
+                f"number(s), and the new value has {sigma.numel()}. Pass `sigma_noise=` "
+                "to the constructor and fit again."
             )
         factor = float(sigma) / float(fitted_sigma)
         scaled, _ = evidence.rescaled(fitted, factor, 1.0)

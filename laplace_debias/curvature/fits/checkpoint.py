@@ -222,10 +222,11 @@ class Checkpoint:
 
     def _raise_different_batches(self, difference: str) -> None:
         raise ValueError(
-            f"{self._folder} contains the state of a fit whose batches were different "
-            f"(in pass {self._number} {difference}). Use the same data in the same "
-            "order, or choose a different folder. If the loader shuffles, pass "
-            "`generator=` to the fit to get the same order."
+            f"{self._folder} contains the state of an earlier fit, which read "
+            f"different batches (in pass {self._number} over the data, {difference}). "
+            "Use the same data in the same order, or choose a different folder. If "
+            "the loader shuffles, call the fit with `generator=` to get the same "
+            "order."
         )
 
 

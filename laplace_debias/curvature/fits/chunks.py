@@ -265,9 +265,11 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     num_bytes = num_columns * num_outputs * outputs.element_size()
     if num_bytes > MOST_GRANTED:
         raise ValueError(
-            f"The outputs of one example have shape {tuple(outputs.shape[1:])}. The root of the "
-            f"loss Hessian has {num_columns} columns of this shape, and needs {num_bytes} bytes. "
-            'Use `fisher="signs"` or "mc", which need only one column, or `fisher="empirical"`.'
+            f"The outputs of one example have shape {tuple(outputs.shape[1:])}. The "
+            f"square root of the loss Hessian consists of {num_columns} columns, each "
+            f"of this shape, which together need {num_bytes} bytes. Use "
+            '`fisher="signs"` or "mc", which need only one column, or '
+            '`fisher="empirical"`.'
         )
     return num_columns
 

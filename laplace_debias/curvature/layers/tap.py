@@ -233,10 +233,10 @@ class Tap:
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"The layers with the parameters {sorted(self._dims.uncopied)} look up "
-                "entries once for all examples together, instead of once for each "
-                "example. Pass separate indices for each example, of shape [batch, "
-                "positions], or exclude these parameters with `params=`."
+                f"The layers with the parameters {sorted(self._dims.uncopied)} perform "
+                "one lookup for the whole batch, instead of one lookup per example. Pass "
+                "separate indices for each example, of shape [batch, positions], or "
+                "exclude these parameters with `params=`."
             )
         for layer_call in self.layer_calls:
             if layer_call.x._version != layer_call.version:

@@ -341,9 +341,10 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so it "
-                f"is unknown by which number {type(self._loss).__name__} divides the sum "
-                'over a batch to get the mean. Pass the loss with `reduction="sum"`.'
+                f"Some targets are ignored (`ignore_index={self._ignore_index}`). To get "
+                f"the mean, {type(self._loss).__name__} divides the sum over a batch by a "
+                "number that is unknown in this case. Pass the loss with "
+                '`reduction="sum"`.'
             )
         return float(targets.shape[0])
 

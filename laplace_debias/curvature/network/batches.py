@@ -87,8 +87,9 @@ class BatchReader:
                     f"The function `batch=` returned {came}. Return a pair (inputs, targets)."
                 )
             raise TypeError(
-                "Batches must be pairs (inputs, targets), or mappings or dataclasses with the "
-                f"targets under {', '.join(map(repr, TARGETS))}, got {came}. For other batches, "
+                "Batches must be pairs (inputs, targets), or mappings or dataclasses in "
+                "which the targets have one of the names "
+                f"{', '.join(map(repr, TARGETS))}, got {came}. For other batches, "
                 f"{USE_A_HOOK}. Combine several inputs in a tuple or a dict."
             )
         return _checked(inputs, targets, weights, name)
@@ -248,8 +249,8 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
         )
     if not (weights.isfinite() & (weights >= 0)).all():
         raise ValueError(
-            f"The weights of examples must be finite and at least 0, but {name} contains others. "
-            "Check the third entry of the batches."
+            f"The weights of examples must be finite and at least 0, but {name} "
+            "contains other values. Check the third entry of the batches."
         )
     return inputs, targets, weights
 
@@ -308,9 +309,9 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
         raise ValueError(
             f"{type(candidate).__name__} computes its loss by comparing the label at "
             f"position {last} with the logits of {read}. Pass `batch=`, a function "
-            "that converts a batch to (inputs, targets). It must shift the targets, "
-            "so that each target is at the same position as the output that predicts "
-            "it."
+            "that converts a batch to (inputs, targets). The function must shift the "
+            "targets, so that each target has the same position as the output that "
+            "predicts it."
         )
     return read == [last - 1]
 

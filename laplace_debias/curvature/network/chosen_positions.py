@@ -162,9 +162,9 @@ def _columns(
         if bool((requested < 0).any()):
             raise ValueError(
                 "Negative positions are counted back from the last position that is not "
-                f"padding. For outputs of {length} positions, an attention_mask of shape "
-                f"{tuple(mask.shape)} does not show which position that is. Pass "
-                f"positions from 0 to {length - 1}."
+                "padding. This position cannot be found, because the outputs have "
+                f"{length} positions, but the attention_mask has shape "
+                f"{tuple(mask.shape)}. Pass positions from 0 to {length - 1}."
             )
         mask = None
     is_real = requested.new_ones(batch, length) if mask is None else (mask != 0).long()

@@ -60,10 +60,10 @@ def check_outputs_without_targets(
         raise ValueError(
             f"{type(model).__name__} uses {name!r} to compute its outputs, but a fit "
             "calls the model without the targets. On the first example, the outputs "
-            "were different without them. The forward pass computes one of its "
-            f"inputs (such as decoder_input_ids) from {name!r}. Add this input to the "
-            "batch. Or pass `batch=`, a function that converts a batch to (inputs, "
-            "targets), and include this input in the inputs."
+            "changed without the targets. The model computes a missing input (such "
+            f"as decoder_input_ids) from {name!r}. Add this input to the batch. Or pass "
+            "`batch=`, a function that converts a batch to (inputs, targets) and "
+            "adds this input to the inputs."
         )
 
 

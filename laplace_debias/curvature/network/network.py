@@ -57,11 +57,10 @@ class Network:
         if has_units(model):
             raise NotImplementedError(
                 "fully_shard has split the model over processes. Curvature operators do "
-                "not support such a model (`Laplace` does). Build the model without "
-                "fully_shard on each process, and load the full state into it. Get this "
-                "state with get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)) of "
-                "torch.distributed.checkpoint.state_dict."
+                "not support such a model (`Laplace` does). Get the full state dict with "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)). Then, on each process, "
+                "build the model without fully_shard and load this state dict."
             )
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)

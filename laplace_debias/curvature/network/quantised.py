@@ -156,14 +156,14 @@ def split_over_processes(name: str) -> NotImplementedError:
     """Return the error for a parameter or wrapper that curvature cannot be computed with."""
     return NotImplementedError(
         f"{name} is split over processes (fully_shard, tensor parallelism), but "
-        "each process needs the whole of every Bayesian parameter. Exclude the "
-        "Bayesian layers from fully_shard (ignored_params=, or call it only on "
-        "the other layers), and pass their parameters with params=[...] or "
-        'params="last_layer". Or build the model without fully_shard and load '
-        "the full state into it. Get this state with "
+        "each process needs every Bayesian parameter in full. Exclude the "
+        "Bayesian layers from fully_shard (with ignored_params=, or by calling "
+        "fully_shard only on the other layers), and select these layers with "
+        'params=[...] or params="last_layer". Or get the full state dict with '
         "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)). The data may still be "
-        "divided among the processes."
+        "options=StateDictOptions(full_state_dict=True)), build the model "
+        "without fully_shard, and load this state dict. In both cases, the data "
+        "may still be divided among the processes."
     )
 
 

@@ -108,9 +108,9 @@ class Data:
             )
         if index == -1:
             raise TypeError(
-                f"{type(self._stream.source).__name__} yielded no batch in the second pass, but "
-                "every product needs a pass over the data. Create a new iterator in `__iter__`, "
-                "or pass a list of batches or a DataLoader."
+                f"{type(self._stream.source).__name__} yielded no batch in the second "
+                "pass, but every matrix-vector product reads the data again. Create a "
+                "new iterator in `__iter__`, or pass a list of batches or a DataLoader."
             )
         if index + 1 != len(self.sizes):
             self._refuse(index + 1)

@@ -140,8 +140,9 @@ def largest_variance(
     num_entries = sum(parameter.numel() for parameter in _trainable(unwrapped(model)).values())
     if variances.shape != (num_entries,):
         raise ValueError(
-            f"`variances` has shape {tuple(variances.shape)}, but the model has {num_entries} "
-            'trainable entries. Pass the variances of a posterior with `params="all"`.'
+            f"`variances` has shape {tuple(variances.shape)}, but the model has "
+            f'{num_entries} trainable entries. Fit with `params="all"`, and pass the '
+            "variances of that posterior."
         )
     whole(count, "count", 1, num_entries)
     return variances.topk(count).indices.sort().values

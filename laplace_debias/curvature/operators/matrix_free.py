@@ -285,9 +285,9 @@ class Fisher(CurvatureOperator):
         )
         if not self._loss.has_distribution:
             raise TypeError(
-                "The Fisher needs a distribution of the labels, which only nn.CrossEntropyLoss, "
-                "nn.MSELoss and nn.BCEWithLogitsLoss define. For a different loss, use `GGN` or "
-                "`EmpiricalFisher`."
+                "The Fisher matrix is defined by a distribution of the labels. Only "
+                "nn.CrossEntropyLoss, nn.MSELoss and nn.BCEWithLogitsLoss define such a "
+                "distribution. For a different loss, use `GGN` or `EmpiricalFisher`."
             )
         columns = columns.seeded(generator)
         with collective("a curvature operator's construction"):

@@ -253,8 +253,9 @@ class GpCurvature(DenseCurvature):
         example = context.example
         if not isinstance(example, Tensor):
             raise TypeError(
-                '`curvature="gp"` stores inducing inputs, which must be a tensor, but the inputs '
-                f'are a {type(example).__name__}. Use `curvature="lowrank"`.'
+                '`curvature="gp"` stores inducing inputs. They must be a tensor, but the '
+                f"model's inputs are a {type(example).__name__}. Use "
+                '`curvature="lowrank"`.'
             )
         if isinstance(self.inducing, Tensor):
             shape = tuple(self.inducing.shape)

@@ -153,9 +153,9 @@ class CovarianceRequest:
                 f"The model has {num_outputs} outputs per example, of shape "
                 f"{tuple(outputs.shape[1:])}, and all of them would be differentiated. "
                 "Select fewer outputs: `positions=-1` selects the last token, and "
-                "functional(x, positions=-1, outputs=k) selects its k largest outputs. "
-                "If an embedding shares the weight of the output layer, also exclude "
-                "this weight with `params=`."
+                "functional(x, positions=-1, outputs=k) selects the k largest outputs of "
+                "the last token. If an embedding shares the weight of the output layer, "
+                "also exclude this weight with `params=`."
             )
         if not self.diagonal:
             raise ValueError(

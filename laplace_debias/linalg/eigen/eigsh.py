@@ -254,8 +254,8 @@ def subspace_iteration(
 def _check_products(max_matvecs: int, least: int, reason: str) -> None:
     if max_matvecs < least:
         raise ValueError(
-            f"`max_matvecs` is {max_matvecs}, but at least {least} products are "
-            f"needed, because {reason}. Raise `max_matvecs`, or use "
+            f"`max_matvecs` is {max_matvecs}, but at least {least} matrix-vector "
+            f"products are needed, because {reason}. Raise `max_matvecs`, or use "
             '`method="lanczos"`.'
         )
 
@@ -356,7 +356,9 @@ def eigsh(
             f"{A.shape}."
         )
     if not tol > 0:
-        raise ValueError(f"`tol` is {tol}. Pass a positive relative residual.")
+        raise ValueError(
+            f"`tol` is {tol}. Pass the largest relative residual to accept, a positive number."
+        )
     if max_matvecs is None:
         max_matvecs = max(10_000, 1000 * k) if method == "power" else max(1000, 50 * k)
     whole(max_matvecs, "max_matvecs", minimum=k)

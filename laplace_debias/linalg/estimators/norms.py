@@ -104,7 +104,9 @@ def spectral_norm(
     """
     check_operator(A, generator)
     if not tol > 0:
-        raise ValueError(f"`tol` is {tol}. Pass a positive relative error.")
+        raise ValueError(
+            f"`tol` is {tol}. Pass the largest relative error to accept, a positive number."
+        )
     whole(max_matvecs, "max_matvecs", minimum=2)
     check_finite(A)
     closed_form = exact_spectral_norm(A)

@@ -160,8 +160,9 @@ def _grid(
     if spacing > width:
         least = math.ceil((high - low) / width) + 1
         raise ValueError(
-            f"`width` is {width:.4g}, which is less than the spacing {spacing:.4g} of the grid "
-            f"of {num_points} points. Set `num_points` to {least} or more, or raise `width`."
+            f"`width` is {width:.4g}, but the {num_points} points of the grid are "
+            f"{spacing:.4g} apart, which is too far. Set `num_points` to {least} or more, "
+            "or raise `width`."
         )
     grid = torch.linspace(low, high, num_points, dtype=positions.dtype, device=positions.device)
     return grid, width
@@ -254,9 +255,9 @@ def quadrature_error(
     total = float(error.sum() * (grid[1] - grid[0]))
     if total > _TOLERATED:
         warn(
-            f"`width` is {width:.3g}, which {steps} steps cannot resolve. The estimated "
-            "error of the density, as a fraction of its integral, is "
-            f"{min(total, 2):.0%}. Raise `width` or `num_steps`.",
+            f"`width` is {width:.3g}, which is too small for {steps} steps. The density "
+            f"has an estimated error of {min(total, 2):.0%} (as a fraction of its "
+            "integral). Raise `width` or `num_steps`.",
             RuntimeWarning,
         )
     return error

@@ -64,7 +64,10 @@ def inverse(
         return closed_form
     if method == "lsmr":
         if not 0 < real(tol, "tol") < 1:
-            raise ValueError(f"`tol` is {tol}. Pass a relative residual between 0 and 1.")
+            raise ValueError(
+                f"`tol` is {tol}. Pass the largest relative residual to accept, a number "
+                "between 0 and 1."
+            )
         if max_iter is not None:
             whole(max_iter, "max_iter")
         return LeastSquaresInverse(A, tol, max_iter)

@@ -65,7 +65,10 @@ def neumann(
     check_right_side(A, b, "b")
     whole(num_terms, "num_terms")
     if scale is not None and not scale > 0:
-        raise ValueError(f"`scale` is {scale}. Pass a positive number below 2 / λ_max.")
+        raise ValueError(
+            f"`scale` is {scale}. Pass a positive number below 2 / λ_max, where λ_max "
+            "is the largest eigenvalue."
+        )
     if tol is not None and not real(tol, "tol") > 0:
         raise ValueError(f"`tol` is {tol}. Pass a positive relative residual.")
     num_norm_matvecs = 0

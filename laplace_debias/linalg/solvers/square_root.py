@@ -195,10 +195,10 @@ class InverseRoot(SelfAdjoint):
         least = smallest if self.least is None else self.least
         if smallest < least - rounding * basis.scale:
             raise ValueError(
-                f"{name} has the Ritz value {smallest:.4g}. According to the declarations of "
-                f"its parts, no eigenvalue can be below {least:.4g}. So at least one part "
-                "that is declared positive semi-definite is not. Remove this "
-                "declaration, or add damping."
+                f"{name} has the Ritz value {smallest:.4g}. If all parts that are declared "
+                f"positive semi-definite were so, no eigenvalue could be below {least:.4g}. "
+                "So at least one of these declarations is wrong. Remove it, or add "
+                "damping."
             )
         roots = values.clamp(min=least).sqrt()
         low = math.sqrt(least)

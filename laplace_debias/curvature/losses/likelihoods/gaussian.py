@@ -458,7 +458,7 @@ def _mean_noise(mean: Tensor, variance: Tensor) -> Tensor:
     if not noise.isfinite().all():
         raise ValueError(
             f"The mean of the noise variance overflows {mean.dtype}, because the "
-            "posterior variance of its logarithm is as large as "
+            "logarithm of the noise variance has a posterior variance of up to "
             f"{float(variance.max()):.3g}. Use a larger prior precision (see `tune`), or "
             "predict with `samples=`."
         )
