@@ -272,7 +272,7 @@ def test_before_the_fit_it_is_not_known_and_says_so():
     la = Laplace(two(logits), params="last_layer", prior_precision=torch.tensor([1.0, 2.0]))
     for ask in (lambda: la.param_names, lambda: la.block_names):
         with pytest.raises(
-            RuntimeError, match=r'For a Net, `params="last_layer"` finds.* Call `fit'
+            RuntimeError, match=r'`params="last_layer"` finds the last layer of a Net.* Call `fit'
         ):
             ask()
     with pytest.raises(RuntimeError, match="not fitted"):

@@ -292,7 +292,7 @@ def test_a_state_of_another_model_or_run_is_refused():
         ({"decay": float("nan")}, "`decay` must be greater than 0 and at most 1, got nan"),
         ({"refresh": 0}, "refresh must be"),
         ({"every": 0}, "every must be"),
-        ({"curvature": "full"}, "`curvature='full'` has no running means"),
+        ({"curvature": "full"}, "`curvature='full'` does not keep running means"),
         ({"fisher": "sampled"}, "Unknown fisher='sampled'"),
     ],
 )
