@@ -194,7 +194,7 @@ def test_files_of_other_models_are_refused(fitted, model, tmp_path):
     with pytest.raises(ValueError, match="since the fit: its parameters differ"):
         Laplace.load(path, other)
     other[6] = nn.Linear(6, 4)
-    with pytest.raises(ValueError, match=r"283 parameters, but .* in the model have 290"):
+    with pytest.raises(ValueError, match=r"283 parameters, but .* of the model have 290"):
         Laplace.load(path, other)
     with pytest.raises(ValueError, match="the model does not have these parameters"):
         Laplace.load(path, nn.Sequential(nn.Linear(3, 3)).eval())

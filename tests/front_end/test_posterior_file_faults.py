@@ -176,7 +176,7 @@ def test_an_earlier_format_is_refused_with_what_to_do(la, path):
             lambda m: m.double(),
             r"in torch.float64, but the model is in torch.float32",
         ),
-        ("mean", lambda m: m[:-2], r"has \d+ parameters, but .* in the model have \d+"),
+        ("mean", lambda m: m[:-2], r"has \d+ parameters, but .* of the model have \d+"),
     ],
 )
 def test_a_file_of_another_posterior_is_refused(la, path, name, change, says):

@@ -161,7 +161,9 @@ def test_a_class_that_no_training_row_has(here):
     data = table()[["age", "kind"]]
     data[:20].to_csv(folder / "train.csv", index=False)
     data[20:].replace("red", "blue").to_csv(folder / "test.csv", index=False)
-    with pytest.raises(ValueError, match=r"test\.csv has 'blue', which does not occur"):
+    with pytest.raises(
+        ValueError, match=r"test\.csv contains the value 'blue', which does not occur"
+    ):
         loaded(data=folder, target="kind")
 
 

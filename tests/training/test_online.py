@@ -319,7 +319,7 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
 @pytest.mark.parametrize(("count", "every"), [(0, 1), (1, 1), (3, 3)])
 def test_a_posterior_needs_two_measured_batches(count, every):
     model, data = convolutional(), batches()
-    message = f"With every={every}, {count} updates are too few. Call `update` at least {every + 1}"
+    message = f"With every={every}, {count} updates are not enough for this. Call `update` at least {every + 1}"
     with pytest.raises(RuntimeError, match=message):
         updated(model, data[:count], every=every).posterior(100)
     updated(model, data[: every + 1], every=every).posterior(100)
@@ -380,5 +380,5 @@ def test_replaced_and_half_precision_parameters_are_refused():
     model[0].weight.data = model[0].weight.data.clone()
     with pytest.raises(RuntimeError, match=r"0.weight was moved or replaced"):
         online.update(*data[2])
-    with pytest.raises(NotImplementedError, match=r"0.weight is in torch.bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"0.weight has dtype torch.bfloat16"):
         OnlineCurvature(convolutional().bfloat16())
