@@ -377,7 +377,7 @@ def test_other_batches_behind_the_first_are_refused(folder):
         (
             {"fisher": "mc"},
             loader(shuffle=False),
-            "must draw the same random labels as .* To draw the same labels, pass the same generator=",
+            "the same random labels as .* To draw the same labels, pass the same generator=",
         ),
     ],
 )

@@ -319,7 +319,8 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
 @pytest.mark.parametrize(("count", "every"), [(0, 1), (1, 1), (3, 3)])
 def test_a_posterior_needs_two_measured_batches(count, every):
     model, data = convolutional(), batches()
-    message = f"With every={every}, {count} updates are not enough for this. Call `update` at least {every + 1}"
+    message = f"With every={every}, {count} updates are not enough for this. Call `update` "
+    message += f"at least {every + 1}"
     with pytest.raises(RuntimeError, match=message):
         updated(model, data[:count], every=every).posterior(100)
     updated(model, data[: every + 1], every=every).posterior(100)

@@ -60,42 +60,42 @@ def row_moments(
     row_stride, column_stride = layer.stride
     reach = (kernel_width - 1) * layer.dilation[1] + 1
     num_rows, num_columns = _num_rows_and_positions(layer, x)
-    padded = F.pad(x.contiguous(), layer._reversed_padding_repeated_twice)[:, :, :num_rows]
+    left, right, above, _ = layer._reversed_padding_repeated_twice
+    # Behind the last row that patches read lie rows of zeros, so that each has as many rows below.
+    image = x[:, :, : max(0, num_rows - above)]
+    below = num_rows + kernel_height - 1 - above - image.shape[2]
+    padded = F.pad(image, (left, right, above, below))
     pixels = padded.unfold(3, reach, column_stride)[..., :: layer.dilation[1]]
     channels = x.shape[1]
     size = channels * kernel_width
-    products = x.new_zeros(num_rows, size, kernel_height * size)
     num_together = max(1, _NUMBERS_AT_ONCE // (num_rows * num_columns * size))
+    products: Tensor | None = None
     for part in pixels.split(num_together):
-        rows = part.permute(2, 1, 4, 0, 3).reshape(num_rows, size, -1).contiguous()
-        _add_row_products(products, rows, kernel_height)
-    sizes = channels, kernel_width
-    A = x.new_empty(kernel_height, kernel_height, *sizes, *sizes)
-    last_start = num_rows - kernel_height
-    for i in range(kernel_height):
-        # The rows that this offset of the kernel reads, with those below.
-        total = products[i : i + last_start + 1 : row_stride].sum(0)
-        by_distance = total.unflatten(1, (kernel_height, size)).movedim(1, 0)
-        for k in range(i, kernel_height):
-            product = by_distance[k - i]
-            A[i, k] = product.view(*sizes, *sizes)
-            A[k, i] = product.T.reshape(*sizes, *sizes)
-    return A.permute(2, 0, 3, 4, 1, 5).reshape(size * kernel_height, size * kernel_height)
-
-
-def _add_row_products(
-    products: Float[Tensor, "height size below"],
-    rows: Float[Tensor, "height size columns"],
-    kernel_height: int,
-) -> None:
-    """Add the products of each row with itself and with the rows below."""
-    # A view: rows that are neighbours in the image are neighbours in memory.
-    windows = rows.unfold(0, kernel_height, 1).movedim(-1, 1).flatten(1, 2)
-    num_windows = len(windows)
-    products[:num_windows].baddbmm_(rows[:num_windows], windows.mT)
-    for row in range(num_windows, len(rows)):
-        last_rows = rows[row:].flatten(0, 1)
-        products[row, :, : len(last_rows)].addmm_(rows[row], last_rows.T)
+        rows = part.permute(2, 1, 4, 0, 3).contiguous().view(num_rows + kernel_height - 1, size, -1)
+        # A view: rows that are neighbours in the image are neighbours in memory.
+        windows = rows.unfold(0, kernel_height, 1).movedim(-1, 1).flatten(1, 2)
+        if products is None:
+            products = rows[:num_rows].bmm(windows.mT)
+        else:
+            products.baddbmm_(rows[:num_rows], windows.mT)
+    assert products is not None
+    # For each offset of the kernel, the rows that it reads: a sum of their products over positions.
+    num_starts = num_rows - kernel_height + 1
+    totals = products.unfold(0, num_starts, 1)[..., ::row_stride].sum(-1)
+    by_distance = totals.unflatten(2, (kernel_height, size))
+    # The sum of the upper triangle and its transpose has the diagonal twice.
+    by_distance[:, :, 0].mul_(0.5)
+    # From offset i to offset k ≥ i the distance is k − i. Zeros lie behind the distances, so that a
+    # view that begins one distance earlier with every i has zeros where k < i.
+    num_distances = 2 * kernel_height - 1
+    with_zeros = x.new_zeros(kernel_height, size, num_distances, size)
+    with_zeros[:, :, :kernel_height] = by_distance
+    next_row, *strides = with_zeros.stride()
+    shape = kernel_height, size, kernel_height, size
+    upper = with_zeros.as_strided(shape, (next_row - size, *strides))
+    by_channel = upper.unflatten(3, (channels, -1)).unflatten(1, (channels, -1))
+    matrix = by_channel.permute(1, 0, 2, 4, 3, 5).contiguous().view(kernel_height * size, -1)
+    return matrix + matrix.T
 
 
 def _num_rows_and_positions(layer: nn.Conv2d, x: Tensor) -> tuple[int, int]:
