@@ -416,3 +416,40 @@ def test_convolutions_differentiate_few_numbers_of_all_columns_together(monkeypa
         expected = torch.autograd.grad(outputs, list(values.values()), column, retain_graph=True)
         for name, gradient in zip(values, expected, strict=True):
             oracle.close(gradients[f"{name}.weight"][index], gradient, 1e-12)
+
+
+class ReadsNumbers(torch.autograd.Function):
+    """An identity whose backward pass reads a number, which `torch.vmap` cannot."""
+
+    @staticmethod
+    def forward(ctx, h):
+        """Copy the values."""
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Copy the gradient, unless it is zero."""
+        return gradient.clone() if gradient.abs().sum().item() > 0 else None
+
+
+def test_convolutions_with_python_functions_differentiate_one_column_after_the_other():
+    class Net(Branched):
+        def forward(self, x):
+            """Shape `[B, 5]`."""
+            h = ReadsNumbers.apply(self.first(x).tanh())
+            return self.head(self.second(h).tanh().mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Net().double().eval()
+    names = [f"{layer}.weight" for layer in ("first", "second", "head")]
+    data = [(torch.randn(4, 2, 7, 7, dtype=torch.float64), torch.arange(4))]
+    la = Laplace(model, curvature="diag", params=names).fit(data)
+    x = torch.randn(1, 2, 7, 7, dtype=torch.float64)
+    parameters = [model.get_parameter(name) for name in la.param_names]
+    rows = []
+    for output in model(x)[0]:
+        gradients = torch.autograd.grad(output, parameters, retain_graph=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    J = torch.stack(rows)
+    covariance = J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.T
+    oracle.close(la.functional(x)[1][0], covariance, 1e-10)

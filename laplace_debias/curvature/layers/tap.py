@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
@@ -40,6 +40,8 @@ _MOST_ROUNDS = 4
 # Output gradients up to so many bytes, of all columns and layers, are computed together although
 # the network has convolutions on a CPU.
 _MOST_BYTES_TOGETHER = 2**22
+# A fit checks two columns of two examples: what it does not compute together, no pass may.
+_NUM_CHECKED = 4
 # In the place of a size, where it is not clear which dimension has the examples.
 _UNCLEAR = -1
 
@@ -467,9 +469,11 @@ class Tap:
         """
         if not outputs.requires_grad or not targets:
             return {}
-        num_bytes = len(columns) * len(outputs) * self.output_bytes
         # One cotangent needs no `vmap`, which takes longer than a small network.
-        is_one_by_one = len(columns) == 1 or (self.one_by_one and num_bytes > _MOST_BYTES_TOGETHER)
+        is_one_by_one = len(columns) == 1
+        if self.one_by_one and not is_one_by_one:
+            fits = self._fits_in_cache(outputs, columns)
+            is_one_by_one = not fits or _has_python_functions(outputs)
         passes = list(columns) if is_one_by_one else [columns]
         edges = [z.edge for z in targets.values() if z.edge is not None]
         gradients: dict[int, Tensor] = {}
@@ -482,11 +486,20 @@ class Tap:
         for index, cotangents in enumerate(passes):
             with quiet():
                 keeps_graph = again or index + 1 < len(passes)
-                differentiate = partial(_gradients_at, outputs, edges, keeps_graph)
+                differentiate = partial(
+                    torch.autograd.grad,
+                    outputs,
+                    edges,
+                    allow_unused=True,
+                    retain_graph=keeps_graph,
+                )
+                pass_gradients: Sequence[Tensor | None]
                 if is_one_by_one:
                     pass_gradients = differentiate(cotangents)
-                else:
+                elif self.one_by_one:
                     pass_gradients = _vmapped(differentiate, cotangents)
+                else:
+                    pass_gradients = differentiate(cotangents, is_grads_batched=True)
             reached = {}
             for target, gradient in zip(targets, pass_gradients, strict=True):
                 if gradient is None:
@@ -503,14 +516,28 @@ class Tap:
             del pass_gradients, gradient, reached
         return gradients
 
+    def _fits_in_cache(self, outputs: Tensor, columns: Tensor) -> bool:
+        """Whether the gradients are small, also those with which a fit checks the network."""
+        num_gradients = max(len(columns) * len(outputs), _NUM_CHECKED)
+        return num_gradients * self.output_bytes <= _MOST_BYTES_TOGETHER
 
-def _gradients_at(
-    outputs: Tensor, edges: Sequence[GradientEdge], keeps_graph: bool, cotangents: Tensor
-) -> Sequence[Tensor | None]:
-    """Push cotangents of the outputs back; None at edges that the outputs do not depend on."""
-    return torch.autograd.grad(
-        outputs, edges, grad_outputs=cotangents, allow_unused=True, retain_graph=keeps_graph
-    )
+
+def _has_python_functions(outputs: Tensor) -> bool:
+    """Whether the outputs depend on a `torch.autograd.Function`, whose code may not be vectorised.
+
+    It may read numbers, or, as that of `fully_shard`, call further functions.
+    """
+    nodes = [outputs.grad_fn]
+    visited = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        if node is not None:
+            following = {function for function, _ in node.next_functions} - visited
+            visited |= following
+            nodes += following
+    return False
 
 
 def _vmapped(
