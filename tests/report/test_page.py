@@ -286,7 +286,7 @@ def test_damaged_folders_are_refused_with_what_to_do(run_of_images, tmp_path, sp
     with pytest.raises(error, match=re.escape(told)) as caught:
         write_page(folder)
     assert re.search(
-        r"run the report again|`laplace-debias report|Use the version that", str(caught.value)
+        r"run the report again|`laplace-debias report|Use the version of", str(caught.value)
     )
     assert not (folder / "report.html").exists()
 
