@@ -317,7 +317,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Set the passed precision and noise, then compute the log marginal likelihood.
+        """Compute the log marginal likelihood, after setting the precision and noise.
 
         It is differentiable in both of them.
         """
@@ -736,7 +736,7 @@ class KronLaplace(StructuredLaplace):
 
 
 class LowRankLaplace(StructuredLaplace):
-    """A Laplace approximation of all parameters by leading curvature eigenvectors."""
+    """A Laplace approximation that keeps the curvature's leading eigenvectors."""
 
     hessian_structure = "lowrank"
 

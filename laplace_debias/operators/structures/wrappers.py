@@ -114,7 +114,7 @@ class SubMatrix(Wrapper):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the operator is symmetric and the same rows and columns are selected."""
+        """Whether A is symmetric and the selected rows equal the selected columns."""
         return self.operator.is_symmetric and self.rows.equal(self.columns)
 
     @property
@@ -204,7 +204,7 @@ class Permuted(Wrapper):
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
     def replaced(self, operator: LinearOperator) -> "Permuted":
-        """Return the operator with another A, and the same order of rows and columns."""
+        """Replace A by `operator`, and keep the order of the rows and columns."""
         return Permuted(operator, self.order, self.layout)
 
 

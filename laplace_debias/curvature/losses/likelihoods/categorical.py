@@ -242,8 +242,9 @@ class Categorical(Likelihood):
         return root.movedim(-1, 0)
 
     def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
-        r"""Compute $\epsilon_i L_{ii} - p_i \sum_{j<i}\epsilon_j\sqrt{p_j / (q_{j-1} q_j)}$.
+        r"""Multiply the root of the loss Hessian by random signs ε, without forming the root.
 
+        $$\epsilon_i L_{ii} - p_i \sum_{j<i}\epsilon_j\sqrt{p_j / (q_{j-1} q_j)}$$
         See `hessian_root` for the symbols. A cumulative sum takes the place of the C−1 columns.
         """
         p, diagonal, below = _cholesky(outputs)
