@@ -181,14 +181,14 @@ def page(rows: list[dict[str, object]], worst: float) -> str:
     return (
         "# Shapes of convolutions\n\n"
         "The input factor of a convolution is computed in one of three ways: by unfolding the "
-        "patches, from products of the image with displaced copies of itself, with a correction "
-        "at the border, or from products of the image's rows with the rows below. A cost model "
+        "patches; from products of the image with displaced copies of itself, corrected at the "
+        "border; or from products of the image's rows with the rows below them. A cost model "
         "counts the operations of each way from the shapes and chooses the cheapest one. For 54 "
         "shapes, the table shows how long each way takes, and which way the cost model chooses. In "
         "three dimensions patches are always unfolded.\n\n"
-        "Written by `python -m benchmarks.patch_shapes --docs`. The times are medians of processor "
-        f"time over {_NUM_ROUNDS} rounds. Each round measures all ways in turn, in float32, on "
-        "one thread of an AMD EPYC with 2 cores. The chosen way takes "
+        "`python -m benchmarks.patch_shapes --docs` writes this page. The times are medians of "
+        f"processor time over {_NUM_ROUNDS} rounds. Each round measures all ways in turn, in "
+        "float32, on one thread of an AMD EPYC with 2 cores. The chosen way takes "
         f"at most {worst:.2f} times as long as the fastest one.\n\n{markdown_table(rows)}\n"
     )
 

@@ -40,7 +40,8 @@ _USAGE = """usage: laplace-debias [--help] [--version] command [options]
 
 Fit, tune and evaluate Laplace approximations of trained PyTorch networks."""
 _SECONDS_OF_FIRST_RANK = 1.0
-"""Time in which the first process prints its error before torchrun ends all of them."""
+"""Seconds that other processes wait, so that the first one can print its error before torchrun
+ends all of them."""
 _IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader worker process")
 """The beginning of torch's message about a data set's error in a worker process."""
 _EXPLAINED = (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError, RankError)

@@ -29,13 +29,14 @@ _CRITERIA = {
     "scaled_error": ("misfit of the standard deviations", "{}"),
 }
 _SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
-"""Differences below are too small to matter."""
+"""Differences smaller than these do not matter."""
 _LARGEST_TEMPERATURE = 20.0
-"""Larger temperatures do not correct a confidence that means something."""
+"""With a temperature above this, the network's confidence means nothing."""
 _MOST_OVERCONFIDENCE = 0.1
-"""Training leaves no network far more confident than right on the examples it has learnt."""
+"""A trained network is never over-confident by more than this on its training examples."""
 _LEAST_ABOVE_CHANCE = 0.1
-"""The part of the way from chance to certainty below which nothing was learnt."""
+"""A network that gets less than this fraction of the way from chance to a perfect score has
+learnt nothing."""
 
 
 def conclude(record: RunRecord, measurements: Measurements) -> list[str]:

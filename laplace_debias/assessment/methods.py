@@ -155,7 +155,7 @@ ENSEMBLE = Method(
 MIXTURE = Method(
     key="mixture",
     label="Mixture, last layers",
-    describes="The mean of the predictives of a last-layer posterior of each checkpoint.",
+    describes="The mean of the predictions of last-layer posteriors, one for each checkpoint.",
     posterior=LAST_LAYER.posterior,
     uses_all_checkpoints=True,
 )
@@ -218,7 +218,7 @@ def method_of(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
     """Make the method that uses a posterior."""
-    text = "The posterior of a file, without changes."
+    text = "The posterior as it was saved in a file."
     if isinstance(posterior, PosteriorChoice):
         number = posterior.fit_examples
         limit = "" if number is None else f" (at most {number:,} examples)"

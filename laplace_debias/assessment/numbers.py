@@ -14,7 +14,7 @@ from laplace_debias.laplace.intervals import interval_ends, interval_levels, sin
 from laplace_debias.operators.eigh import eigh
 
 LEVEL = 0.95
-"""Level of the intervals whose ends are columns."""
+"""Level of the intervals whose lower and upper ends are columns of the table."""
 
 
 def number_columns(

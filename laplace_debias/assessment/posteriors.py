@@ -28,9 +28,9 @@ _SELECTIONS = ("all", "weights", "supported", "last_layer")
 _TRAINING_EXAMPLES = 1000
 """Training examples that the network is evaluated on."""
 _THINNING_EXAMPLES = 32
-"""Validation examples by which directions are chosen, and their error is measured."""
+"""Number of validation examples used to choose directions and to measure the resulting error."""
 _THINNING_ERROR = 1e-3
-"""Largest relative error of a standard deviation that fewer directions may cause."""
+"""Largest relative error that dropping directions may cause in a standard deviation."""
 
 
 def fitted_posterior(

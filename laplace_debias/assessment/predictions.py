@@ -33,11 +33,12 @@ from laplace_debias.system.ranks import process_group
 Predictions = dict[str, Tensor]
 
 SCORES = ("mutual_information", "variance", "instability", "energy", "max_logit")
-"""Scores in addition to those of the probabilities: the first three need a posterior, the last two
-the network's own logits."""
+"""Scores in addition to those computed from the probabilities. The first three need a posterior,
+and the last two need the network's own logits."""
 MOST_OUTPUTS = 100
-"""With more outputs the covariance costs too much: only their variances are computed, the common
-part included, and neither mutual information, aleatoric uncertainty nor instability is known."""
+"""With more outputs than this, the covariance costs too much. Only the variances of the outputs
+are computed, including the part that all outputs share. Mutual information, aleatoric uncertainty
+and instability are not known."""
 
 
 def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | None:

@@ -14,7 +14,7 @@ from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.system.checks import imports_of_extra
 
 Recalibration = Callable[[Tensor], Tensor]
-"""From logits to recalibrated logits, `[n, C]`; a single logit is that of class 1."""
+"""A function from logits to recalibrated logits, `[n, C]`. A single logit is that of class 1."""
 
 # The temperature of examples that are all classified correctly is 0.
 _LEAST_TEMPERATURE = 0.5

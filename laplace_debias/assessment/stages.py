@@ -57,16 +57,17 @@ class Member:
 
 
 ANNOUNCED_SECONDS = 60.0
-"""Seconds from which on the expected time is printed before the work."""
+"""If work is expected to take at least this many seconds, the time is printed before it starts."""
 AFFORDED_SECONDS = 600.0
-"""Seconds that limit the examples that a posterior over more than the last layer predicts."""
+"""Seconds allowed for a posterior over more than the last layer. They limit how many examples it
+predicts."""
 FEWEST_EXAMPLES = 100
-"""Examples of each set that are predicted whatever time they take."""
+"""Number of examples of each set that are always predicted, however long this takes."""
 _MEASURED_SECONDS = 2.0
-"""Seconds after which no more examples are taken to measure the time of a prediction."""
+"""Once a timed prediction takes longer than this many seconds, no more examples are timed."""
 _PASSES_OF_TUNING = 3
-"""Predictions that tuning costs per example: two passes at most, each over a grid. On the All-CNN-C
-a pass costs 1.6 (last layer) to 4.2 (all parameters) predictions."""
+"""Cost of tuning per example, in predictions. Tuning makes at most two passes, each over a grid.
+On the All-CNN-C, a pass costs as much as 1.6 (last layer) to 4.2 (all parameters) predictions."""
 
 
 def fit(run: RunWriter) -> dict[str, list[Member]]:
@@ -204,9 +205,9 @@ def _choose_examples(run: RunWriter, la: Laplace, method: Method) -> None:
         if num_all < math.inf:
             time_of_all = f" All examples would take about {duration(seconds * num_all)}."
         run.note(
-            f"{method.label} predicts {examples:,} randomly chosen examples of each set, because "
-            f"this takes about {duration(AFFORDED_SECONDS)}.{time_of_all} To change the number, "
-            "pass --examples."
+            f"{method.label} predicts only {examples:,} randomly chosen examples of each set, to "
+            f"limit the time to about {duration(AFFORDED_SECONDS)}.{time_of_all} To change the "
+            "number, pass --examples."
         )
 
 

@@ -8,9 +8,9 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_f
 from laplace_debias.laplace.evidence import root_between
 
 BOUNDS = (1e-3, 1e3)
-"""Temperatures between which the best is looked for.
+"""The range in which the best temperature is searched for.
 
-Examples that the network has all right want T → 0, a network that is no better than chance T → ∞.
+If the network is right on all examples, the best is T → 0. If it is no better than chance, T → ∞.
 """
 
 

@@ -25,7 +25,7 @@ _WITHOUT_INFLUENCE = {
     "checkpoint",
     "more_checkpoints",
 }
-"""Settings that do not change results. A checkpoint counts by its content, not by its path."""
+"""Settings that do not change results. A checkpoint is identified by its content, not its path."""
 
 _METRICS = {
     "class": ("accuracy", "nll", "brier", "smooth_ece"),

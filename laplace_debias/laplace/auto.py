@@ -48,7 +48,7 @@ _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # A prior precision times this leaves a block no variance.
 _FROZEN = 1e12
 NUM_ERRORS = 1.9
-"""Standard errors that are reported as the error, which the true one rarely exceeds."""
+"""The reported error is this many standard errors, so that the true error rarely exceeds it."""
 
 
 @dataclass(frozen=True)

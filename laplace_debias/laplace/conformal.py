@@ -28,7 +28,7 @@ from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import collective
 
 GroupFunction = Callable[[Any], Tensor]
-"""From inputs to the group of each example, `[B]` integers."""
+"""A function from inputs to the group of each example, integers `[B]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +311,7 @@ class Conformal:
         return {"level": self.level, "quantiles": dict(self.quantiles)}
 
     def load_state_dict(self, state: dict[str, Any]) -> "Conformal":
-        """Restore the result of `state_dict`, and return `self`.
+        """Restore the state that `state_dict` returned, and return `self`.
 
         Raises:
             ValueError: If an entry is missing.

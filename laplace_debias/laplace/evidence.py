@@ -25,7 +25,7 @@ from laplace_debias.laplace.tuning import LOG_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)
-"""The range of δ that is searched."""
+"""The range of the prior precision δ that is searched."""
 # The range of γ = δ k² that is searched with the noise, in powers of ten.
 _RANGE = 20
 
@@ -99,11 +99,11 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
     if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
         return tuning
     if likelihood.sigma.ndim:
-        value = "it is estimated from the residuals of each output"
+        value = "Its value is estimated from the residuals of each output"
     else:
-        value = "1.0 is assumed"
+        value = "Its value is assumed to be 1.0"
     note = (
-        f"`sigma` was not specified and is not tuned here: {value}. Pass `sigma=True` to tune it."
+        f"`sigma` was not specified, and is not tuned here. {value}. Pass `sigma=True` to tune it."
     )
     return replace(tuning, notes=(*tuning.notes, note))
 
@@ -216,15 +216,15 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     if without_curvature:
         notes.append(
             f"{', '.join(without_curvature)}: there is almost no curvature, so the data do not "
-            "determine the prior precision, and the marginal likelihood increases towards 0. The "
-            "prior precision is set to the best value for all parameters together, "
-            f"{together:.3g}."
+            "determine the prior precision. (The marginal likelihood keeps increasing as the prior "
+            "precision approaches 0.) The prior precision is set to the best value for all "
+            f"parameters together, {together:.3g}."
         )
     if without_distance:
         notes.append(
             f"{', '.join(without_distance)}: the parameters are almost equal to the prior's "
-            "mean, so the marginal likelihood increases up to the end of the search range, "
-            f"{BOUNDS[1]:g}."
+            "mean, so the marginal likelihood keeps increasing with the prior precision. The prior "
+            f"precision is set to the end of the search range, {BOUNDS[1]:g}."
         )
     value = float(fitted.log_marginal_likelihood(block_deltas))
     return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=tuple(notes))

@@ -30,8 +30,8 @@ from laplace_debias.system.ranks import process_group
 FORMAT = "laplace-debias/5"
 _FORMATS = ("laplace-debias/4", FORMAT)
 _EARLIER = (
-    "To convert a posterior of an earlier version, or one in a folder, use Laplace.load and "
-    "la.save(path) of version 0.2.0."
+    "To convert a posterior that is in a folder, or was saved by an earlier version, load it with "
+    "version 0.2.0 (Laplace.load), and save it to a file there (la.save)."
 )
 _USER_CLASS = "own"
 _INPUTS = "inputs"

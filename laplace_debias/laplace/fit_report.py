@@ -55,10 +55,10 @@ class FitReport:
         curve = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
         largest_block = max(self.error_by_block, key=self.error_by_block.__getitem__)
         return (
-            f"The fit used {self.num_examples:,} examples, drawn from {self.num_read:,}, in "
-            f"{self.seconds:.3g} s, and ended by {self.ended_by}. The standard deviations of the "
+            f"The fit read {self.num_read:,} examples and used {self.num_examples:,} of them. It "
+            f"took {self.seconds:.3g} s (ended by {self.ended_by}). The standard deviations of the "
             f"outputs are within {self.error:.1%} of those of a fit to all the data. With twice "
             f"the examples, they would be within about {self.error_with_twice_the_examples:.1%}. "
-            f"By multiples of the prior precision: {curve}. The block that contributes most to "
-            f"the error is {largest_block}."
+            f"At multiples of the prior precision, the error is {curve}. The block that "
+            f"contributes most to the error is {largest_block}."
         )

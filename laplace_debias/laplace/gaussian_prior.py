@@ -132,7 +132,7 @@ class GaussianPrior:
         return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
 
     def applied_to(self, fitted: FittedPosterior) -> FittedPosterior:
-        """Return the fit with this prior in place of its own, without reading data.
+        """Replace the prior of a fit by this prior, without reading data.
 
         Raises:
             ValueError: If the parameters are not those of the prior, or the structure has neither

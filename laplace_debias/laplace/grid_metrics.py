@@ -23,13 +23,13 @@ from laplace_debias.laplace.links import Link
 from laplace_debias.metrics.checks import check_classification
 
 MIN_EXAMPLES = 100
-"""With fewer examples the simplest link is kept."""
+"""With fewer examples than this, the simplest link is kept."""
 _TIE_IN_PAIRED_ERRORS = 0.25
-"""Two settings count as equally good if they differ by less than this part of the paired standard
-error."""
+"""Two settings count as equally good if they differ by less than this fraction of the paired
+standard error."""
 TIE_IN_STANDARD_ERRORS = 1e-3
-"""They also do if they differ by less than this part of the best setting's standard error, because
-the paired error of two nearly identical settings is nearly zero."""
+"""Two settings also count as equally good if they differ by less than this fraction of the best
+setting's standard error, because the paired error of nearly identical settings is nearly zero."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from laplace_debias.curvature.network.shards import FAR
 from laplace_debias.system.ranks import Ranks
 
 NUM_FOLDS = 4
-"""Folds, whose differences give the error."""
+"""Number of folds. The error is estimated from the differences between them."""
 # Inputs at which the standard deviations of outputs are compared.
 _NUM_PROBES = 16
 Factors = dict[Block, Factor]

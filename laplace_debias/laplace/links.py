@@ -23,7 +23,7 @@ from laplace_debias.curvature.losses.likelihoods.base import probit
 from laplace_debias.operators.eigh import eigh
 
 MOST_CLASSES = 100
-"""For more classes the default is the probit: their covariances cost too much."""
+"""With more classes than this, the default is the probit link, as covariances cost too much."""
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
 
@@ -383,8 +383,8 @@ def _log_bridge(mean: Logits, variances: Logits) -> Logits:
 
 
 RequiredMoments = Literal["variances", "differences", "covariance"]
-"""The part of the outputs' covariance that a predictive depends on; `"differences"`: covariances of
-differences of outputs."""
+"""The part of the outputs' covariance that a predictive depends on. `"differences"` stands for
+the covariances of differences between outputs."""
 
 
 @dataclass(frozen=True)
@@ -407,9 +407,9 @@ FORMULAS = {
     "bridge": Formula(bridge, "covariance"),
     "bridge_norm": Formula(bridge_norm, "covariance"),
 }
-"""By their names; `"probit"` (MacKay, 1992) shrinks each logit by its own variance."""
+"""The formulas by name. `"probit"` (MacKay, 1992) shrinks each logit by its own variance."""
 BRIDGES = ("bridge", "bridge_norm")
-"""The formulas of a Dirichlet distribution, for exclusive classes only."""
+"""The formulas that use a Dirichlet distribution. They apply only to mutually exclusive classes."""
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,9 @@ def plan_fit(
         )
     if isinstance(loader, Iterator):
         raise TypeError(
-            "This iterator can be read only once. A call of `plan` reads the first "
-            "batch of it, so the fit would miss that batch. Pass a DataLoader or a "
-            "list of batches."
+            "This iterator can be read only once. `plan` would read its first batch, "
+            "and the fit would then miss that batch. Pass a DataLoader or a list of "
+            "batches."
         )
     scheme = MODES[mode]
     num_batches: int | None = 1

@@ -88,7 +88,7 @@ def _section(facts: Mapping[str, str], evaluation: Report | None) -> str:
         "```python",
         "from laplace_debias import Laplace",
         "",
-        "# The folder or repository of this card, and the network with the weights of the fit.",
+        "# `folder` is this folder or repository; `model` is the network that was fitted.",
         "la = Laplace.from_pretrained(folder, model)",
         "predictive = la.predict(inputs)",
         "```",

@@ -22,7 +22,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 
 FOLDS = 2
-"""How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
+"""Default number of folds of cross-fitting. More were no better in the study of debiasing."""
 # From data and a description of it, which errors show, to checked pairs.
 OpenStream = Callable[[Batches, str], Stream]
 
@@ -65,7 +65,7 @@ class Scheme(ABC):
             folds: The number of folds that was passed, only if the scheme takes it.
         """
         raise NotImplementedError(
-            f"`mode=` has no value for {cls.__name__}. Pass an instance of the class, "
+            f"{cls.__name__} cannot be selected with `mode=`. Pass an instance of the class, "
             f"`fit({cls.__name__}(...))`."
         )
 
@@ -199,7 +199,7 @@ class Mini(Full):
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """A fit of the curvature of one batch along the eigenvectors of another (Eq. 9).
+    """A fit that takes eigenvectors from one batch and measures the curvature on another (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` that give the eigenbases.
@@ -233,7 +233,7 @@ class Split(Scheme):
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit eigenvectors to one data stream, then the curvature along them to another."""
+        """Fit eigenvectors to one data stream, then measure the curvature along them on another."""
         directions = as_stream(self.directions)
         magnitudes = as_stream(self.magnitudes)
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
@@ -241,7 +241,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Cross-fitting: measure a fold's curvature along the other folds' eigenvectors.
+    """Cross-fitting: for each fold, the curvature along the eigenvectors of the other folds.
 
     See `curvature.fits.crossfit`.
 

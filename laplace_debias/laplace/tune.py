@@ -172,8 +172,8 @@ def _with_noise_per_output(
     ]
     if noise.is_at_end:
         notes.append(
-            "The noise of an output is at the end of the range that was searched: compared with "
-            "it, the variance of the output is too large or too small."
+            "The noise of an output is at an end of the range that was searched. In comparison, "
+            "the posterior's variance of this output is too large or too small."
         )
     result = replace(
         result, sigma=noise.sigma.tolist(), value=noise.nll, notes=(*result.notes, *notes)
@@ -382,8 +382,8 @@ def _notes_on_lower_scores(
     if not -lowest["difference"] > TIE_IN_STANDARD_ERRORS * standard_error:
         return []
     lower_score = (
-        f'The score of "{lowest["name"]}" is lower by {-lowest["difference"]:.2g}, but it was not '
-        "chosen."
+        f'The score of "{lowest["name"]}" is better (lower by {-lowest["difference"]:.2g}), but '
+        "this option was not chosen."
     )
     if num_examples < MIN_EXAMPLES and is_default:
         rule = (
@@ -423,7 +423,7 @@ def _notes_on_temperature_ends(link: Link) -> list[str]:
     temperature = link.temperature
     if temperature == TEMPERATURES[0]:
         end = "smallest"
-        reason = "The posterior is wide, or the network is far under-confident."
+        reason = "The posterior is wide, or the network is strongly under-confident."
     elif temperature == TEMPERATURES[-1]:
         end = "largest"
         reason = "Check that these data are like those of the fit."

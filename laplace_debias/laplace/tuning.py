@@ -11,12 +11,12 @@ from laplace_debias.system.shown import aligned, html_table
 Row = dict[str, Any]
 
 LOG_EVIDENCE = "log_marginal_likelihood"
-"""The metric that is maximised without data."""
+"""The metric that is maximised when tuning uses no validation data."""
 
 
 _COLUMNS = ("name", "prior_precision", "temperature", "difference", "half_width")
 _WIDE = 1e6
-"""Largest over smallest value of a range that is certain to contain a trained network's best."""
+"""Ratio of the ends of a range that is certain to contain a trained network's best value."""
 
 
 class Comparison(list[Row]):
@@ -157,7 +157,8 @@ class Tuning:
                 if not self._is_chosen(row)
             ]
             sentences.append(
-                f"Alternatives minus this choice, with 95 % intervals: {'; '.join(differences)}."
+                "Scores of the alternatives minus the score of this choice, with 95 % intervals: "
+                f"{'; '.join(differences)}."
             )
         return " ".join([*sentences, *self.notes])
 

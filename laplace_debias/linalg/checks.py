@@ -48,7 +48,7 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
             f"{type(A).__name__} is not symmetric. Entries that must be equal differ "
-            f"by {deviation:.3g} (the norm of a matrix-vector product is {scale:.3g}). Use "
+            f"by {deviation:.3g}, and the norm of a matrix-vector product is {scale:.3g}. Use "
             "its symmetric part, `0.5 * (A + A.T)`. For singular values, use the "
             "eigenvalues of `A.T @ A`. If the operator should be symmetric, check "
             "that it is deterministic: two separate products with the same vector "

@@ -47,26 +47,27 @@ _REMEDIES = {
     Status.NEGATIVE_CURVATURE: (
         "The operator has negative curvature along `negative_direction`, so it is not positive "
         "definite and the quadratic has no minimum. Use the GGN instead of the Hessian, add "
-        "damping, or follow that direction. `x` is the last iterate before it."
+        "damping, or follow that direction. `x` is the last iterate before this direction was met."
     ),
     Status.ZERO_CURVATURE: (
-        "The operator is singular along `negative_direction`, on which the right-hand side is not "
-        "zero, so there is no solution. Add damping. `x` is the last iterate before it."
+        "The operator is singular along `negative_direction`, but the right-hand side is not zero "
+        "in this direction, so there is no solution. Add damping. `x` is the last iterate before "
+        "this direction was met."
     ),
     Status.INDEFINITE_PRECONDITIONER: (
-        "The preconditioner is not positive definite, because it maps a residual to a vector "
-        "with which the residual has no positive inner product. Pass a symmetric positive "
-        "definite approximation of the operator's inverse."
+        "The preconditioner is not positive definite, because the inner product of a residual "
+        "and the preconditioned residual is not positive. Pass a symmetric positive definite "
+        "approximation of the operator's inverse."
     ),
     Status.BREAKDOWN: (
         "A product, or the preconditioned residual, contains NaN or Inf. Look for them in the "
         "operator's data and parameters and in the preconditioner, or compute in float64. `x` is "
         "the last finite iterate."
     ),
-    Status.STOPPED: "Stopped by your rule, or because the other run ended.",
+    Status.STOPPED: "The run was ended by the rule in `stop`, or because the other run ended.",
     Status.EXHAUSTED: (
-        "Every direction has been used. For more directions, run the first quadratic for more "
-        "iterations."
+        "The run has used every direction of the first quadratic. For more directions, run the "
+        "first quadratic for more iterations."
     ),
     Status.DIVERGED: "The iteration diverges; `x` is the best iterate. Use a smaller step.",
 }

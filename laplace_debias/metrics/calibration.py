@@ -19,10 +19,10 @@ Probs = Float[Tensor, "n *classes"]
 Labels = Integer[Tensor, " n"]
 
 _STEPS = 24
-"""Bisections: the bandwidth of the smooth error is found to 2⁻²⁴."""
+"""Number of bisections, which find the bandwidth of the smooth error to within 2⁻²⁴."""
 
 _NEAR_ONE = 0.999
-"""Confidence above which the other classes' probabilities are added up."""
+"""Confidence above which the error probability is the sum of the other classes' probabilities."""
 
 
 def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:

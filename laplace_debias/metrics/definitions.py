@@ -177,7 +177,10 @@ CLASSIFICATION_METRICS = (
         "aurc",
         "AURC",
         _aurc_statistic,
-        meaning="Error rate on the most confident examples, averaged over how many are kept.",
+        meaning=(
+            "Error rate if only the most confident examples are kept, averaged over the share that "
+            "is kept."
+        ),
         is_main=True,
     ),
 )
@@ -325,7 +328,10 @@ OOD_METRICS = (
         _aupr_statistic,
         "higher",
         interval=AREA_INTERVAL,
-        meaning="Mean precision of detecting OOD examples. For a random score it is their share.",
+        meaning=(
+            "Mean precision of detecting OOD examples. With a random score it equals the share of "
+            "OOD examples."
+        ),
     ),
     Metric(
         "aupr_in",
@@ -333,13 +339,19 @@ OOD_METRICS = (
         _aupr_in_statistic,
         "higher",
         interval=AREA_INTERVAL,
-        meaning="Mean precision of detecting test examples. For a random score it is their share.",
+        meaning=(
+            "Mean precision of detecting test examples. With a random score it equals the share of "
+            "test examples."
+        ),
     ),
     Metric(
         "fpr95",
         "FPR95",
         _fpr95_statistic,
-        interval=f"{AREA_INTERVAL} Too narrow near 1 for fewer than some 200 OOD examples.",
+        interval=(
+            f"{AREA_INTERVAL} With fewer than about 200 OOD examples, the interval of a value near "
+            "1 is too narrow."
+        ),
         meaning="Share of test examples mistaken for OOD if 95 % of OOD examples are detected.",
     ),
 )
@@ -446,7 +458,7 @@ REGRESSION_METRICS = (
         _scaled_error_statistic,
         "ideal",
         interval=ROOT_INTERVAL,
-        meaning="Root mean square error in predicted standard deviations. It should be 1.",
+        meaning="Root mean square of error / predicted standard deviation. It should be 1.",
         is_main=True,
     ),
     Metric(
@@ -478,7 +490,10 @@ REGRESSION_METRICS = (
         "Quantile calibration error",
         _quantile_statistic,
         interval=NO_INTERVAL,
-        meaning="Mean difference between levels and the shares of targets below their quantiles.",
+        meaning=(
+            "Mean difference between the level of a quantile and the share of targets below this "
+            "quantile."
+        ),
     ),
 )
 
@@ -495,7 +510,7 @@ MOMENT_METRICS = (
     *(metric for metric in REGRESSION_METRICS if metric.name in _MOMENTS),
     MEAN_ABSOLUTE_ERROR,
 )
-"""Metrics of the mean and the standard deviation of any predictive of numbers."""
+"""Metrics of numbers that need only the predictive mean and standard deviation."""
 
 METRICS: dict[str, Metric] = {
     metric.name: metric

@@ -7,12 +7,18 @@ from typing import Literal
 from laplace_debias.metrics.statistics import Statistic
 
 MEAN_INTERVAL = (
-    "For the mean over many test examples, by Student's t corrected for skewness (Hall)."
+    "The interval of a mean over many test examples, by Student's t with Hall's correction for "
+    "skewness."
 )
-SHARE_INTERVAL = "For the share among many test examples (Wilson)."
-ROOT_INTERVAL = "Root of the interval for the mean square over many test examples (Hall's t)."
-AREA_INTERVAL = "For many examples of both kinds, by the normal approximation of the logit."
-NO_INTERVAL = "None: no interval is known that has its nominal coverage."
+SHARE_INTERVAL = "Wilson's interval of a share of many test examples."
+ROOT_INTERVAL = (
+    "The square root of the interval of the mean square, by Student's t with Hall's correction."
+)
+AREA_INTERVAL = (
+    "The interval for many test and OOD examples, by the normal approximation of the metric's "
+    "logit."
+)
+NO_INTERVAL = "None, because no known interval has its nominal coverage."
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Report(dict[str, Interval]):
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each metric, for JSON."""
+        """Return a list with one dictionary per metric, for JSON."""
         return [
             {
                 "metric": name,

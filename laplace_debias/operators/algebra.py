@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the same multiple of the inner operator, in the given dtype and device."""
+        """Return the operator. If it has no dtype or device of its own, it takes the given ones."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 

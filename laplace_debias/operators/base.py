@@ -251,11 +251,11 @@ class LinearOperator(ABC):
         )
 
     def to_dense(self) -> Float[Tensor, "rows columns"]:
-        """Compute the matrix, `[rows, columns]`, by a product for each column."""
+        """Compute the matrix, `[rows, columns]`, with one product per column."""
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> Any:
-        """Convert to a `LinearOperator` of SciPy.
+        """Convert to a SciPy `LinearOperator`.
 
         It takes and returns NumPy arrays, and computes products on the operator's own device.
         Arrays of another real dtype are converted. Gradients do not flow through.
@@ -314,7 +314,7 @@ class LinearOperator(ABC):
         return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """Return the operator, with the given dtype and device where it has none."""
+        """Return the operator. If it has no dtype or device of its own, it takes the given ones."""
         return self
 
 

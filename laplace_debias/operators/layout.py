@@ -47,7 +47,7 @@ class ParameterLayout:
 
     @property
     def size(self) -> int:
-        """D, the number of entries of all parameters."""
+        """D, the total number of entries of all parameters."""
         return sum(self.sizes)
 
     def range(self, name: str) -> range:

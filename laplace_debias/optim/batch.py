@@ -48,8 +48,8 @@ class GraphGGN(Symmetric):
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
             raise ValueError(
-                "The closure returns outputs that its loss was not computed from. Return "
-                "the same tensor that the loss is computed from."
+                "The closure returns outputs on which its loss does not depend. Return the same "
+                "tensor from which the loss is computed."
             )
         self._slope = slope
 
@@ -122,7 +122,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 _SUFFICIENT_DECREASE = 1e-2
-"""The fraction of the decrease predicted by the slope that Armijo's condition requires."""
+"""Armijo's condition requires this fraction of the decrease that the slope predicts."""
 _BACKTRACK = 0.8
 """The factor that the step is multiplied by until the condition is met."""
 _MAX_BACKTRACKS = 30

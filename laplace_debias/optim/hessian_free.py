@@ -48,7 +48,7 @@ class StepReport:
 
 
 class DebiasedHessianFree(Optimizer):
-    r"""A Hessian-free optimiser with directions and step sizes from different batches.
+    r"""A Hessian-free optimiser that measures the lengths of its steps on a second batch.
 
     A step minimises the batch's quadratic, with the generalised Gauss-Newton matrix (GGN) and
     damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by

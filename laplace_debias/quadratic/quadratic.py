@@ -146,7 +146,7 @@ class Quadratic:
         progress: bool = False,
         batch: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> "Quadratic":
-        r"""Build the quadratic of a loss on data, at the model's parameters (Eq. 1, 2).
+        r"""Build the quadratic model of a loss on data, at the network's parameters (Eq. 1, 2).
 
         Value and gradient take one pass over the data, and every product with the curvature takes
         another pass. The model is not changed.

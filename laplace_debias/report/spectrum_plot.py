@@ -14,7 +14,7 @@ _DECADES = 6
 """Decades of density shown below its peak."""
 
 _BAND = 2
-"""Standard errors on either side of the density that are shaded."""
+"""Half-width of the shaded band around the density, in standard errors."""
 
 
 def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:

@@ -32,7 +32,7 @@ from laplace_debias.system.shown import plain
 Record = TypeVar("Record")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Names of methods and sets, which name files and parts of figures."""
+"""Pattern for names of methods and sets, which also name files and parts of figures."""
 _METADATA = b"laplace_debias"
 _AGAIN = "Run `laplace-debias report` again with the same settings to resume the run"
 _OURS = (

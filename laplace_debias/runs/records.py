@@ -23,7 +23,7 @@ _TARGETS_BY_TASK: dict[str, TargetKind] = {
     "regression": "numbers",
     "heteroscedastic": "numbers",
 }
-"""Targets of the tasks that runs of earlier versions have, which do not state them."""
+"""Kinds of targets by task, for runs of earlier versions, which do not state the kind."""
 FORMAT = 1
 """The version of the files."""
 TEST = "test"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 Image = Float[np.ndarray, "height width channels"]
 Kind = Callable[[Image, int, Generator], Image]
-"""From an image in [0, 1], a severity and random numbers to the image corrupted."""
+"""A function from an image in [0, 1], a severity and a generator to the corrupted image."""
 
 
 def corrupt(
@@ -195,4 +195,4 @@ KINDS: Mapping[str, Kind] = {
         *(_fog, _brightness, _contrast, _pixelate, _jpeg_compression),
     )
 }
-"""Kinds whose distance to the clean image grows with the severity, for grey and tiny images too."""
+"""Kinds of corruption that change any image, even a grey or tiny one, more at higher severity."""

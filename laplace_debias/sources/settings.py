@@ -19,7 +19,7 @@ BUILT_IN_OOD = ("digits", "patches")
 """Out-of-distribution sets that need no file: `--ood.NAME=builtin:digits`."""
 
 NOT_COMPARED = dict.fromkeys(("ood", "ood_examples", "corruptions"), "for `report` and `evaluate`")
-"""Options of sets that only `report` and `evaluate` read, which others have no use for."""
+"""Data-set options that only `report` and `evaluate` read. Other commands do not use them."""
 
 _LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_examples")
 

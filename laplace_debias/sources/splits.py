@@ -135,7 +135,7 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
 def split_by_seed(
     number: int, seed: int = 0, held_out: float = 0.2
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " validation"], Int64[Tensor, " test"]]:
-    """Split data into training, validation and test sets as the command line does.
+    """Split data into training, validation and test sets, in the same way as the command line.
 
     Train a network on the first part of it, so that the other two are held out.
 

@@ -21,7 +21,7 @@ from laplace_debias.sources.targets import as_targets
 
 SUFFIXES = (".csv", ".parquet")
 MOST_CLASSES = 20
-"""Whole numbers with at most so many different values are taken for classes."""
+"""Whole numbers with at most this many different values are treated as classes."""
 
 
 def table_files(path: Path) -> dict[str, Path] | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
-"""Whether this process works for itself, although there is a process group."""
+"""Whether this process works independently, even though there is a process group."""
 
 # Announced in place of the number of a parameter.
 _WAITS = -1
@@ -87,7 +87,7 @@ def full_value(parameter: Tensor) -> Tensor:
             return sharded.full_tensor()
         if IS_ALONE.get():
             raise RuntimeError(
-                "The model's parameters are sharded, so no single process can run it within "
+                "The model's parameters are sharded, so no single process can run the model within "
                 "alone(). Call the method on all processes, outside of alone()."
             )
         gatherings = _gatherings()

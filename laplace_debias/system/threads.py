@@ -30,10 +30,10 @@ class Lock:
 
 
 FORWARD_MODE = threading.RLock()
-"""Held while forward-mode derivatives are taken (`torch.func.jvp`), or such a function recorded.
+"""Lock for computing or recording forward-mode derivatives (`torch.func.jvp`).
 
-torch has one level of forward-mode differentiation for the whole process: the first thread that
-leaves it takes the tangents of all others with it, without an error.
+torch has one level of forward-mode differentiation for the whole process. The first thread that
+leaves this level discards the tangents of all other threads, without an error.
 """
 
 # Held while the global generator is exchanged: for the time of one batch's reading.

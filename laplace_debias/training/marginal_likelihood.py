@@ -143,7 +143,7 @@ def marginal_likelihood_training(
     check_prior_precision(delta, 1)
     refuse_ranks(
         "marginal_likelihood_training",
-        "Train on one process, or call tune_evidence after a training on several.",
+        "train on one process, or call tune_evidence after training on several",
     )
     initial = likelihood_from(likelihood, sigma)
     tunes_noise = initial.has_sigma and initial.is_assumed

@@ -44,7 +44,7 @@ from laplace_debias.training.running import (
 )
 
 MODE = "online"
-"""The name of the fit, which the posterior shows."""
+"""The name of this kind of fit, as the posterior displays it."""
 
 
 class OnlineCurvature:
@@ -296,7 +296,7 @@ class OnlineCurvature:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             ValueError: If the state has other options or is of another model, or is no state of

@@ -67,7 +67,7 @@ def test_as_many_examples_are_predicted_as_ten_minutes_allow(
     if notes:
         every = duration(seconds * 1250)
         assert notes[0].startswith(
-            f"Laplace, all parameters predicts {number} randomly chosen examples"
+            f"Laplace, all parameters predicts only {number} randomly chosen examples"
         )
         assert (
             f"All examples would take about {every}. To change the number, pass --examples."

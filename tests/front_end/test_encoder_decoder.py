@@ -240,7 +240,7 @@ def test_a_wrapper_that_computes_outputs_from_the_labels_is_rejected():
     model = NamesItsInputs().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     la = Laplace(model, curvature="diag", class_dim=-1)
-    with pytest.raises(ValueError, match="uses 'labels' to compute its outputs"):
+    with pytest.raises(ValueError, match="uses the targets 'labels' to compute its outputs"):
         la.fit_batches([token_batch()])
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -254,7 +254,7 @@ def test_labels_of_inputs_to_predict_are_not_left_out_either():
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     la = Laplace(model, curvature="diag", class_dim=-1).fit_batches([(inputs, batch["labels"])])
     la.predict(inputs)
-    with pytest.raises(ValueError, match="uses 'labels' to compute its outputs"):
+    with pytest.raises(ValueError, match="uses the targets 'labels' to compute its outputs"):
         la.predict(batch)
 
 
@@ -262,7 +262,7 @@ def test_labels_of_inputs_to_predict_are_not_left_out_either():
 def test_operators_reject_it_too(operator):
     model = NamesItsInputs().eval()
     loss = torch.nn.CrossEntropyLoss()
-    with pytest.raises(ValueError, match="uses 'labels' to compute its outputs"):
+    with pytest.raises(ValueError, match="uses the targets 'labels' to compute its outputs"):
         operator(model, loss, [token_batch()]).to_dense()
 
 

@@ -235,7 +235,7 @@ def test_wrong_arguments_are_refused(arguments, error, match):
 
 
 def test_an_iterator_is_refused():
-    with pytest.raises(TypeError, match="would miss that batch"):
+    with pytest.raises(TypeError, match="would then miss that batch"):
         Laplace(convolutions()).plan(iter(images()))
 
 

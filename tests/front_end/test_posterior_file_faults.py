@@ -156,12 +156,12 @@ def test_a_file_of_format_4_is_read():
 def test_an_earlier_format_is_refused_with_what_to_do(la, path):
     texts, tensors = read_sealed(path)
     texts["format"] = "laplace-debias/3"
-    says = r"its format is 'laplace-debias/3'.* To convert .* of version 0\.2\.0"
+    says = r"its format is 'laplace-debias/3'.* To convert .* with version 0\.2\.0"
     for write in (write_sealed, lambda to, told, values: save_file(values, to, told)):
         write(path, texts, tensors)
         with pytest.raises(ValueError, match=says):
             Laplace.load(path, la.model)
-        says = r"it has no checksum.* To convert .* of version 0\.2\.0"
+        says = r"it has no checksum.* To convert .* with version 0\.2\.0"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def in_time():
         ("nothing", FileNotFoundError, "The file .* does not exist. Check the path"),
         ("below a file", FileNotFoundError, "The file .* does not exist. Check the path"),
         ("dangling link", FileNotFoundError, "The file .* does not exist. Check the path"),
-        ("folder", IsADirectoryError, r"is a folder. Pass the path of a file.* of version 0\.2\.0"),
+        ("folder", IsADirectoryError, r"is a folder. Pass the path of a file.*version 0\.2\.0"),
         ("pipe", ValueError, "a device or a pipe"),
         ("device", ValueError, "a device or a pipe"),
         ("empty", ValueError, "is damaged, or is not a posterior file"),

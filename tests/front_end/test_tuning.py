@@ -368,7 +368,8 @@ def test_it_reads_well():
         f"(standard error {error:.2g}). Values from {low:.3g} to {high:.3g} score the same, "
         "within one standard error."
     )
-    assert "Alternatives minus this choice, with 95 % intervals: network: +" in found.message
+    beginning = "Scores of the alternatives minus the score of this choice, with 95 % intervals"
+    assert f"{beginning}: network: +" in found.message
     assert "+0 ± 0" not in found.message  # The choice is not compared with itself.
     assert float(found) == found.prior_precision
 
@@ -410,7 +411,7 @@ def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
     assert lowest["difference"] < 0
     assert few.link == Link("pairwise")
     (note,) = few.notes
-    score = f'The score of "{lowest["name"]}" is lower by {-lowest["difference"]:.2g}'
+    score = f'The score of "{lowest["name"]}" is better (lower by {-lowest["difference"]:.2g})'
     assert note.startswith(score)
     assert "fewer than 100 examples (here 80)" in note
     assert note in str(few)
@@ -624,7 +625,7 @@ def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
         la = Laplace(model, "regression").fit(data)
     found = la.tune(data, grid=[1.0, 2.0])
     assert found.sigma is None
-    assert "1.0 is assumed" in found.message
+    assert "assumed to be 1.0" in found.message
     off = la.tune(data, sigma=False)
     assert off.sigma is None
     assert "assumed" not in off.message

@@ -87,6 +87,6 @@ def test_lsmr_of_an_indefinite_hessian(indefinite):
     assert eigenvalues[0] < 0 < eigenvalues[-1]
     options = {"atol": 1e-14, "btol": 1e-14, "conlim": 0, "maxiter": 2000}
     expected = curvlinops.LSMRInverseLinearOperator(theirs, **options) @ B
-    actual = inverse(ours, "lsmr", tol=1e-12, max_iter=2000) @ B
+    actual = inverse(ours, "lsmr", tol=1e-14, max_iter=2000) @ B
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(ours.to_dense() @ actual, B, rtol=0, atol=1e-9)

@@ -184,7 +184,7 @@ class Laplace:
         self.prior_precision = prior_precision
 
     def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
-        """Fit to all data of a loader.
+        """Fit the posterior to all the data in a loader.
 
         Args:
             train_loader: Batches `(x, y)`.
@@ -278,7 +278,7 @@ class Laplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw outputs of the linearised network, or of the network with drawn weights."""
+        """Draw outputs, either of the linearised network or of networks with sampled weights."""
         pred_type = self._checked_pred_type(pred_type)
         if pred_type == "gp":
             pred_type = "glm"
@@ -297,7 +297,7 @@ class Laplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw probabilities of classes, or outputs of a regression."""
+        """Draw class probabilities, or the outputs of a regression."""
         draws = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
         return draws.softmax(-1) if self.likelihood == "classification" else draws
 
@@ -317,7 +317,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood, after setting the precision and noise.
+        """Set the prior precision and noise if given, and compute the log marginal likelihood.
 
         It is differentiable in both of them.
         """
@@ -405,7 +405,7 @@ class Laplace:
         link_approx: str = "probit",
         progress_bar: bool = False,
     ) -> None:
-        """Choose the prior precision by marginal likelihood or by a held-out grid search.
+        """Choose the prior precision by marginal likelihood, or by grid search on held-out data.
 
         A bounded search finds the optimum of the marginal likelihood. On held-out data the
         metric is the NLL of the predictive, for a regression with its noise.
@@ -491,7 +491,7 @@ class Laplace:
 
     @property
     def prior_precision(self) -> Float[Tensor, " precisions"]:
-        """The prior precision, `[1]`, one per block, or one per parameter."""
+        """The prior precision: a single value `[1]`, one per block, or one per parameter."""
         if self._precisions is not None:
             return self._precisions
         return self._fit.prior_precision.reshape(-1)

@@ -32,7 +32,7 @@ from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.shown import warn
 
 EVERY = 60.0
-"""Seconds after which a pass is saved again."""
+"""Least number of seconds between two saves of a pass."""
 
 _IDENTITY = "fit.json"
 

@@ -37,7 +37,7 @@ DENSE_BLOCK = "parameters"
 # With several processes the first one decomposes it.
 _ON_FIRST = {DENSE_BLOCK: 0}
 KEPT_ROWS = 2**30
-"""Bytes of Jacobian rows that are kept to compute eigenvectors; more are compressed."""
+"""Jacobian rows for eigenvectors are kept up to this many bytes, and compressed beyond it."""
 
 # Lanczos iterations for a k-th or less of the eigenpairs of a matrix with at least so many rows;
 # below, all eigenpairs take less time.

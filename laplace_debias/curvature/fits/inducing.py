@@ -27,7 +27,7 @@ from laplace_debias.operators import eigh as decomposition
 from laplace_debias.system.ranks import Ranks
 
 BlockRows = Mapping[Block, Float[Tensor, "rows d"]]
-"""Jacobian rows of several outputs, in double precision, by the block of their columns."""
+"""A mapping from each block to its columns of the Jacobian rows of several outputs, in float64."""
 _DOUBLE_BYTES = 8
 
 

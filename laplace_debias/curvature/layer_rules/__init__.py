@@ -29,7 +29,7 @@ LAYER_RULES: dict[str, LayerRule] = {
     "recurrent": RecurrentRule(),
     "Hugging Face Conv1D": HuggingFaceConv1DRule(),
 }
-"""The rules of all layer types. A rule that is added last goes before the others."""
+"""The rules of all layer types. Rules that are added later take precedence."""
 
 __all__ = ["GENERIC", "LAYER_RULES", "WIDE", "Block", "LayerRule", "Site", "layer_rule"]
 

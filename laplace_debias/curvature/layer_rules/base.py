@@ -17,9 +17,9 @@ from laplace_debias.system.memory import ROOM
 # above.
 _DENSE_UP_TO = 1024
 WIDE = 8192
-"""A factor of more outputs (or inputs) than this is diagonal.
+"""The Kronecker factor of a layer's outputs (or inputs) is diagonal if they are more than this.
 
-A dense factor of a vocabulary of 50,000 would be 10 GB in single precision.
+A dense factor for a vocabulary of 50,000 would take 10 GB in single precision.
 """
 
 # Unfolded activations are made in slices of at most so many numbers.

@@ -61,4 +61,4 @@ class GenericRule(LayerRule):
 
 
 GENERIC = GenericRule()
-"""The rule of all parameters that no layer's rule holds for."""
+"""The rule for all parameters to which no layer's rule applies."""

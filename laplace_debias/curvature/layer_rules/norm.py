@@ -94,8 +94,8 @@ class ChannelNormRule(NormRule):
         if layer.running_mean is None:
             return (
                 "keeps no running statistics, so an example's output depends on the other "
-                "examples of its batch, and the curvature per example is not defined. Train the "
-                "model with `track_running_stats=True`."
+                "examples of its batch. The curvature of one example is therefore not defined. "
+                "Train the model with `track_running_stats=True`."
             )
         if layer.training:
             return (

@@ -32,7 +32,7 @@ class Rotated(NamedTuple):
 
 
 Jacobians = Callable[[BlockRecord, Tensor | None, Tensor | None], Iterator[Rotated]]
-"""A function of a record and directions that yields rotated Jacobians."""
+"""A function that takes a block's record and directions, and yields rotated Jacobians."""
 
 
 def rotated_jacobians(

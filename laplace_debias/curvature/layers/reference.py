@@ -28,7 +28,7 @@ from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.ranks import process_group
 
 FIRST_EXAMPLES = 16
-"""Examples of the first batch that are run where not all of a model is used by two."""
+"""Number of examples of the first batch that are run if two examples do not use all of a model."""
 # Examples that are run at a time behind these.
 _AT_ONCE = 128
 

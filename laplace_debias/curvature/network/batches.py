@@ -36,7 +36,7 @@ from laplace_debias.system.threads import Randomness
 BatchHook = Callable[[Any], tuple[Any, Any]]
 
 TARGETS = ("labels", "label", "label_ids", "targets", "target", "y")
-"""Entries of a batch with names that are its targets."""
+"""Names by which an entry of a batch is recognised as its targets."""
 
 USE_A_HOOK = (
     "pass `batch=`, a function that converts a batch to (inputs, targets), such as `batch=lambda "
@@ -267,7 +267,7 @@ def _named(batch: Any) -> dict[str, Any] | None:
 
 
 IGNORED = -100
-"""The label of a position that does not count, as Hugging Face and `F.cross_entropy` have it."""
+"""The label of ignored positions, the same as in Hugging Face and in `F.cross_entropy`."""
 
 
 @torch.inference_mode(False)

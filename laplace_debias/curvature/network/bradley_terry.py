@@ -8,7 +8,7 @@ from laplace_debias.system.checks import check_is
 
 
 class BradleyTerry(nn.Module):
-    r"""A reward model that returns the logit of preferring a pair's first input.
+    r"""A reward model that returns the logit for preferring the first of two inputs.
 
     $$p(a \succ b) = \sigma(r(a) - r(b))$$
 

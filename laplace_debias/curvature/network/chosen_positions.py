@@ -25,7 +25,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.memory import is_out_of_memory
 
 Positions = int | Sequence[int] | Tensor
-"""One position, the same ones for every example `[p]`, or a choice for each of them `[B, p]`."""
+"""One position, positions for all examples `[p]`, or positions for each example `[B, p]`."""
 
 # Under which the positions are among the inputs.
 _NAME = "_chosen_positions"

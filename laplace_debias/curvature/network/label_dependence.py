@@ -14,8 +14,8 @@ from laplace_debias.system.memory import is_out_of_memory
 
 _ROUNDINGS = 2.0**10
 _LARGEST_TOLERANCE = 0.05
-"""Differences of outputs, relative to the largest of them, that count as rounding: so many units of
-the model's precision, and at most this much."""
+"""Differences between outputs count as rounding if they are at most `_ROUNDINGS` units of the
+model's precision, relative to the largest output, and never if they are larger than this."""
 
 
 @torch.inference_mode(False)
@@ -58,9 +58,9 @@ def check_outputs_without_targets(
         return
     if not _are_close(outputs_with, outputs_without, model):
         raise ValueError(
-            f"{type(model).__name__} uses {name!r} to compute its outputs, but a fit "
-            "calls the model without the targets. On the first example, the outputs "
-            "changed without the targets. The model computes a missing input (such "
+            f"{type(model).__name__} uses the targets {name!r} to compute its outputs, but a fit "
+            "calls the model without the targets. For the first example, the outputs with and "
+            "without the targets differ. The model computes a missing input (such "
             f"as decoder_input_ids) from {name!r}. Add this input to the batch. Or pass "
             "`batch=`, a function that converts a batch to (inputs, targets) and "
             "adds this input to the inputs."

@@ -25,9 +25,9 @@ from laplace_debias.system.memory import ROOM, is_out_of_memory
 from laplace_debias.system.shown import warn
 
 MEMORY_BOUND = 2**27
-"""Bytes on a processor, unless a user says otherwise."""
+"""Memory limit on a CPU, in bytes, if the user sets none."""
 MOST_GRANTED = 2**32
-"""Bytes up to which what one example needs is granted without being asked for."""
+"""If one example needs more than the default limit, up to this many bytes are used."""
 # Answers that are kept before they are read: a pass over wrong data ends early, and an answer takes
 # half a kilobyte of the device's memory.
 _MOST_KEPT = 1024

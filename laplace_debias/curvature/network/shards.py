@@ -89,7 +89,7 @@ class ShardedBatches(Sampler[list[int]]):
 
     @property
     def shares(self) -> list[range]:
-        """Yield the positions in each batch of the examples that this process reads."""
+        """The positions of the examples that this process reads, one range per batch."""
         shares = []
         for start in range(0, len(self.data), self.batch_size):
             size = min(self.batch_size, len(self.data) - start)

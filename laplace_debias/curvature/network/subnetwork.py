@@ -19,11 +19,11 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.checks import check_is, whole
 
 EntrySelection = Mapping[str, Bool[Tensor, "..."]] | Tensor | Sequence[int]
-"""Masks by parameters' names, or indices into all trainable parameters, flattened."""
+"""Masks keyed by parameter name, or indices into the flat vector of all trainable parameters."""
 
 
 class Subnetwork(nn.Module):
-    """A network with a single trainable parameter: the vector of selected entries.
+    """A network whose only trainable parameter is the vector of the selected weights.
 
     `Laplace(Subnetwork(model, entries), curvature="full")` is a posterior over single entries, with
     the others fixed. Everything that a posterior can do, it can do; a file is loaded with

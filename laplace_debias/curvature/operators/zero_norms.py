@@ -15,10 +15,10 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 
 _NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward")
-"""Nodes of torch's graphs that belong to a norm, by the beginning of their names."""
+"""Prefixes of the names of those nodes in torch's graphs that belong to a norm."""
 
 _PIECEWISE_LINEAR = (0.0, 1.0, float("inf"), -float("inf"))
-"""Orders of norms whose second derivative is 0 almost everywhere, as that of a ReLU."""
+"""Orders of norms whose second derivative is 0 almost everywhere, like that of a ReLU."""
 
 
 def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels) -> bool:

@@ -20,7 +20,7 @@ CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
 NumRows = Mapping[Block, Sequence[int | None]]
 NO_ROWS: NumRows = {}
 EIGH_MATRICES = 5
-"""Matrices of a factor's size while it is decomposed, the factor included."""
+"""Number of matrices of a factor's size in memory while it is decomposed, including the factor."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,12 @@ from laplace_debias.curvature.structures.dense import (
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 _QR_MATRICES = 3
-"""Matrices `[D, D]` while few Jacobian rows are decomposed, the directions included."""
+"""Number of `[D, D]` matrices in memory, including the directions, while few Jacobian rows are
+decomposed."""
 
 _CROSSFIT_MATRICES = EIGH_MATRICES + 2
-"""Matrices `[D, D]` while the kept Jacobian rows of all folds are decomposed."""
+"""Number of `[D, D]` matrices in memory while the kept Jacobian rows of all folds are
+decomposed."""
 
 
 @dataclass(frozen=True)

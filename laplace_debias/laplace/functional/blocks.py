@@ -33,8 +33,8 @@ _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
 # Entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
 FEW_OUTPUTS = 32
-"""Up to this number of outputs, a last layer has few pairs of outputs, whose moments due to each
-direction are kept."""
+"""Up to this number of outputs, a last layer has few pairs of outputs, so the moments that each
+direction contributes are kept."""
 # Products of this many columns are summed afterwards. Libraries compute each entry of a product on
 # one part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)

@@ -22,7 +22,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import collective, process_group
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
-"""Indices of outputs, one choice per example `[B, k]`, or the number of the largest ones."""
+"""Indices of the chosen outputs of each example, `[B, k]`, or k for the k largest outputs."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 _SLICE = 2**22
 
 MomentKind = Literal["variances", "covariance", "difference variances"]
-"""The second moments of outputs: a vector of variances, their matrix of covariances, or a matrix of
-the variances of the differences of every two outputs."""
+"""The second moments of outputs: a vector of variances, a covariance matrix, or a matrix of the
+variances of the differences between pairs of outputs."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 _BOUND_STEPS = 12
-"""Lanczos steps that bound the spectrum for the shift of ARPACK and subspace iteration."""
+"""Number of Lanczos steps to bound the spectrum, which ARPACK and subspace iteration shift."""
 
 
 def select(
@@ -285,7 +285,7 @@ METHODS = {
 }
 _SCIPY_NAMES = {"LA": "largest", "SA": "smallest", "LM": "magnitude"}
 _SMALL = 32
-"""The greatest number of columns of an operator that is multiplied out."""
+"""The greatest number of columns of an operator that is computed as a dense matrix."""
 
 
 def eigsh(
@@ -299,7 +299,7 @@ def eigsh(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> EigenPairs:
-    r"""Compute the k extreme eigenpairs of a symmetric operator, from its products.
+    r"""Compute the k extreme eigenpairs of a symmetric operator by products with vectors.
 
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
       device. Once all pairs have converged, a random direction orthogonal to them starts again, so

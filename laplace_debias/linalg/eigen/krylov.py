@@ -12,10 +12,10 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 
 _PASSES = 5
-"""Orthogonalisations at most; two nearly always do."""
+"""The greatest number of orthogonalisation passes. Two are nearly always enough."""
 
 _ROTATION_ELEMENTS = 2**22
-"""Entries of the part of the basis that is rotated at once, to bound the memory of a restart."""
+"""Number of basis entries that are rotated at a time, to bound the memory of a restart."""
 
 
 class KrylovBasis:

@@ -15,7 +15,7 @@ _MISS = 1e-4
 """Probability that either bound of `has_missed_nothing` overlooks an eigenvalue."""
 
 _OVERLAP = 0.1
-"""The greatest part of a missed eigenvector that the vectors kept for a check may contain."""
+"""The greatest overlap with a missed eigenvector that the vectors kept for a check may have."""
 
 
 class CompletenessCheck:

@@ -11,7 +11,7 @@ from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 
 ValueAndError = tuple[Tensor, Tensor, Tensor]
-"""A value, its standard error, and the degrees of freedom of that."""
+"""A value, its standard error, and the degrees of freedom of the standard error."""
 
 
 def xtrace(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:

@@ -23,7 +23,7 @@ def frobenius_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Compute the Frobenius norm of an operator, from its products.
+    r"""Compute the Frobenius norm of an operator by products with vectors.
 
     The square, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean over
     spherical probes; the norm is its root, with the standard error of the square over twice the

@@ -57,15 +57,15 @@ class RunningMoments:
 
 
 _MAX_PROBES = 16
-"""Probes that are kept with their products for the degrees of freedom: 120 pairs."""
+"""Probes kept with their products, to estimate the degrees of freedom from 120 pairs."""
 
 _MAX_ELEMENTS = 2**26
-"""Entries of the products kept at most: 256 MiB in float32, and the probes as much."""
+"""The greatest number of product entries kept: 256 MiB in float32, and as much for the probes."""
 
 _MIN_PROBES = 4
 
 _MAX_IMAGES = 32
-"""Probes whose images are kept for the variance of squared norms: 496 pairs."""
+"""Probes whose images are kept, to estimate the variance of squared norms from 496 pairs."""
 
 
 class QuadraticForms:

@@ -171,7 +171,7 @@ def _grid(
 OnScale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _TOLERATED = 0.1
-"""Integral of the quadrature's error above which there is a warning; that of a density is 1."""
+"""Integral of the quadrature's error above which a warning is issued (a density has integral 1)."""
 
 
 def moments(

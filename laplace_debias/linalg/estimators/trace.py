@@ -23,7 +23,7 @@ def trace(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Estimate the trace of a square operator from its products.
+    r"""Estimate the trace of a square operator by products with vectors.
 
     All methods are unbiased, for operators that are not symmetric too.
 

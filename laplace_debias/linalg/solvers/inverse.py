@@ -38,8 +38,10 @@ def inverse(
     Args:
         A: Operator `[n, n]`.
         method: `"cg"` or `"lsmr"`; a closed form uses no method and none of the options.
-        tol: The residual relative to the right-hand side at which a solve ends. With `"lsmr"` also
-            the relative residual of the normal equations, for a singular operator.
+        tol: The relative residual at which a solve ends. With `"cg"` it is relative to the
+            right-hand side b, and with `"lsmr"` to `‖b‖ + ‖A‖ ‖x‖`, where x is the solution.
+            LSMR also ends if the relative residual of the normal equations is below `tol`, as it
+            is for a singular operator.
         max_iter: Steps at most: for `"cg"` as there, for `"lsmr"` by default 10 n.
         preconditioner: For `"cg"`: an approximate inverse, an operator or a function.
 
@@ -142,4 +144,4 @@ class LeastSquaresInverse(Wrapper):
 
 
 _STEP_LIMIT = 7
-"""The status with which LSMR ends at its greatest number of steps."""
+"""The status that LSMR returns when it reaches its greatest number of steps."""

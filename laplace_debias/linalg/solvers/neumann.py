@@ -106,8 +106,8 @@ def neumann(
             "a `preconditioner`, or use `cg`."
         ),
         Status.DIVERGED: (
-            f"The series diverges, because the residual grew to {growth:.3g} times the "
-            f"right-hand side with scale {scale:.3g}. Set `scale` below 2 / λ_max. If the "
+            f"The series diverges with the scale {scale:.3g}, because the residual grew to "
+            f"{growth:.3g} times the right-hand side. Set `scale` below 2 / λ_max. If the "
             "operator has negative eigenvalues, add damping."
         ),
     }

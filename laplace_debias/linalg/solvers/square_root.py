@@ -195,10 +195,9 @@ class InverseRoot(SelfAdjoint):
         least = smallest if self.least is None else self.least
         if smallest < least - rounding * basis.scale:
             raise ValueError(
-                f"{name} has the Ritz value {smallest:.4g}. If all parts that are declared "
-                f"positive semi-definite were so, no eigenvalue could be below {least:.4g}. "
-                "So at least one of these declarations is wrong. Remove it, or add "
-                "damping."
+                f"{name} has the Ritz value {smallest:.4g}, but no eigenvalue can be below "
+                f"{least:.4g} if its parts are positive semi-definite as declared. So at least one "
+                "of these declarations is wrong. Remove it, or add damping."
             )
         roots = values.clamp(min=least).sqrt()
         low = math.sqrt(least)

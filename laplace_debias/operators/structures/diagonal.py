@@ -143,7 +143,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity, with the given dtype and device where it has none."""
+        """Return the identity. If it has no dtype or device of its own, it takes the given ones."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

@@ -144,7 +144,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
-        """The eigenvalues, each repeated once for every eigenvector that shares it."""
+        """The eigenvalues, with multiplicity: one for each eigenvector."""
         *_, d_out, d_in = self.sizes
         return self.in_frame[..., :d_out, :d_in]
 
@@ -192,7 +192,7 @@ class EigenKronecker(Symmetric):
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
     ) -> "EigenKronecker":
-        """Select some eigenvectors of a factor; scale their eigenvalues to keep the trace.
+        """Drop some eigenvectors of a factor, and replace their eigenvalues by the mean of these.
 
         Args:
             side: 0 for U_G, 1 for U_A, which is not None.

@@ -114,7 +114,7 @@ class SubMatrix(Wrapper):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether A is symmetric and the selected rows equal the selected columns."""
+        """Whether the operator is symmetric and the selected rows equal the selected columns."""
         return self.operator.is_symmetric and self.rows.equal(self.columns)
 
     @property

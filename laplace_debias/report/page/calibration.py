@@ -137,7 +137,10 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
     ax.set(xlim=(0, 1), ylim=(0, None))
     ax.set(xlabel="Share of examples kept", ylabel="Wrong among those kept")
     percent_axes(ax.xaxis, ax.yaxis)
-    alt = f"Error rate against the share of examples kept; of all examples: {', '.join(ends)}."
+    alt = (
+        "Error rate against the share of examples that are kept. Error rate on all examples: "
+        f"{', '.join(ends)}."
+    )
     return panel.finish(title, alt)
 
 
@@ -165,7 +168,7 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
         shares.append(f"{look.label} {100 * observed[-1]:.0f} %")
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="Level of the interval", ylabel="Targets within it")
     percent_axes(ax.xaxis, ax.yaxis)
-    alt = f"Coverage against level; of the 95 % interval: {', '.join(shares)}."
+    alt = f"Coverage against level. Coverage of the 95 % interval: {', '.join(shares)}."
     return panel.finish("Coverage of intervals", alt)
 
 

@@ -20,12 +20,13 @@ _LEAST = 0.005
 _GROUPS = {
     "most_uncertain": (
         "Most uncertain",
-        "“{method}” is least certain of these. If you are unsure as well, the doubt is justified.",
+        "The examples with the least certain predictions of “{method}”. If you cannot tell the "
+        "class either, the uncertainty is justified.",
     ),
     "most_confidently_wrong": (
         "Most confidently wrong",
-        "Mistakes of which “{method}” is most certain. First look for wrong labels, then for what "
-        "these examples have in common.",
+        "The wrong predictions in which “{method}” is most confident. First look for wrong labels, "
+        "then for what these examples have in common.",
     ),
 }
 

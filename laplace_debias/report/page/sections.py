@@ -116,7 +116,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     ax.set(xlim=(0, edges[-1]), xlabel=_UNCERTAINTIES[score], yticks=[])
     ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
     ax.spines["left"].set_visible(False)
-    alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
+    alt = f"Histograms of the uncertainty of test and {data}. Medians: {'; '.join(medians)}."
     return panel.finish(data, alt)
 
 
@@ -210,7 +210,7 @@ def sweep(run: Run, look: Look) -> Picture | None:
     ]
     panel.note(ax, look.key, x, value, texts)
     note = "; ".join(remarks)
-    alt = f"{label} against prior precision of {look.label}; {note}."
+    alt = f"{label} of {look.label} against the prior precision; {note}."
     return panel.finish(look.label, alt, method=look.key, note=note)
 
 

@@ -30,7 +30,7 @@ _THEME = {
         if name not in ("black", "yellow")
     },
 }
-"""CSS variables of the page by the colours in which pictures are drawn."""
+"""The page's CSS variable for each colour that is used in the pictures."""
 
 _MARKERS = {
     "o": "M12 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",

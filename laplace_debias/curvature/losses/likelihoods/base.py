@@ -78,7 +78,7 @@ class Likelihood(ABC):
         return self
 
     def for_same_curvature(self) -> "Likelihood":
-        """Return the likelihood under which the curvature of a fit was measured."""
+        """Return the likelihood that was used to measure the curvature of a fit."""
         return self
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Likelihood(ABC):
         | Float[Tensor, "*batch outputs"]
         | None,
     ) -> Distribution:
-        """Return the distribution of y for Gaussian or exactly known outputs.
+        """Return the distribution of the target for outputs that are Gaussian, or known exactly.
 
         Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
         σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
@@ -215,7 +215,7 @@ class Likelihood(ABC):
     def epistemic_variances(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Float[Tensor, "*batch targets"]:
-        """Compute the variance of each target's mean, given the moments of the outputs.
+        """Compute how much the mean of each target varies, from the moments of the outputs.
 
         Raises:
             TypeError: If targets are not numbers.
@@ -256,7 +256,7 @@ class Likelihood(ABC):
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Return the name of this likelihood's training loss, and its mean value."""
+        """Return the mean training loss, as its name and the module that computes it."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
@@ -313,7 +313,7 @@ RESHAPE_TARGETS = (
     "Reshape the targets in the data, or pass `batch=`, a function that converts a batch to "
     "(inputs, targets)."
 )
-"""Advice for targets that do not fit the outputs, whatever a batch is."""
+"""Advice for targets that do not match the outputs, for batches of any form."""
 
 
 def columns_of(targets: Tensor, ndim: int = 2) -> Tensor:

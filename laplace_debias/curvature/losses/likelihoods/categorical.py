@@ -92,7 +92,7 @@ class Categorical(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Compute the cross-entropy, averaged over the examples."""
+        """Return the mean cross-entropy of the examples, as its name and a PyTorch module."""
         return "mean cross-entropy", nn.CrossEntropyLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
@@ -208,7 +208,7 @@ class Categorical(Likelihood):
         return targets.long() != self.ignore_index
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
-        """Compute ω, the class weights averaged over the smoothed target."""
+        """Compute the weight ω of each example: the mean class weight of its smoothed target."""
         weights = self.class_weights
         if weights is not None:
             weights = weights.to(targets.device, non_blocking=True)

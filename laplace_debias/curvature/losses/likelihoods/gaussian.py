@@ -106,7 +106,7 @@ class Gaussian(Likelihood):
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
-        """The noise σ of the loss whose curvature was computed.
+        """The noise σ at which the curvature of the loss was computed.
 
         It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
         """
@@ -119,11 +119,11 @@ class Gaussian(Likelihood):
         return likelihood
 
     def for_new_fit(self) -> "Gaussian":
-        """Return the likelihood for a new fit, with the curvature measured at `sigma`."""
+        """Return the likelihood for a new fit, which measures the curvature at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
-        """Return the likelihood with `curvature_sigma` as the noise of its predictions."""
+        """Return a likelihood whose predictions have the noise `curvature_sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
 
     def options(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Gaussian(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Return the squared error, averaged over examples and targets."""
+        """Return the mean squared error, as its name and a PyTorch module."""
         return "mean squared error", nn.MSELoss()
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
@@ -209,7 +209,7 @@ class Gaussian(Likelihood):
         return outputs + noise
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return the normal distribution with the covariance of the outputs plus σ² I."""
+        """Add the noise to the covariance of the outputs, and return the normal distribution."""
         noise = self._sigma(mean).square().expand(mean.shape)
         return noisy_normal(mean, covariance, noise, f"sigma = {self.sigma.tolist()}")
 
@@ -221,11 +221,11 @@ class Gaussian(Likelihood):
         return self.predictive(mean, covariance)
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
-        """Return normal distributions with the variances of the outputs plus σ², `[B, C]`."""
+        """Add the noise to the outputs' variances, and return normal distributions, `[B, C]`."""
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the outputs; the outputs are the targets' means."""
+        """Return the variances unchanged, because each output is the mean of a target."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ class Gaussian(Likelihood):
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return a mixture of normals, each with a sample as its mean and deviation σ."""
+        """Return a mixture of normals with the samples as means and the standard deviation σ."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
@@ -435,7 +435,7 @@ class HeteroscedasticGaussian(Likelihood):
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the first C outputs; these outputs are the means."""
+        """Return the variances of the first C outputs, which are the means of the targets."""
         return variances.chunk(2, -1)[0]
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Ordinal(Likelihood):
         return {"thresholds": self.thresholds.tolist()}
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return 1, the number of outputs, and check the number of thresholds."""
+        """Check the number of thresholds, and return the number of outputs, which is 1."""
         if num_targets != self.num_classes:
             raise ValueError(
                 f"The data has {num_targets} classes, but {len(self.thresholds)} thresholds "

@@ -55,7 +55,7 @@ class Poisson(Likelihood):
     variances_suffice = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require counts in the shape of the outputs, or `[B]` for one output."""
+        """Require that the targets are counts and have the shape of the outputs."""
         self.check_predicted(outputs, targets)
         largest = outputs.max()
         limit = math.log(torch.finfo(outputs.dtype).max)
@@ -91,7 +91,7 @@ class Poisson(Likelihood):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return the number of outputs, one for each count."""
+        """Return the number of outputs, which is the number of counts per example."""
         return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
