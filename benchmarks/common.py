@@ -293,8 +293,8 @@ def tables(rows: Sequence[Row]) -> str:
             "`la.predict(x).probs`, the program that `la.export` writes, and this program after "
             "`torch.compile`.",
             markdown_table(_served_table(cells)),
-            "Milliseconds for a fit and its first prediction, with other curvatures. EKFAC is "
-            "compared with K-FAC of laplace-torch, which has no EKFAC.",
+            "Milliseconds for a fit and its first prediction, for other values of `curvature=`. "
+            "EKFAC is compared with K-FAC of laplace-torch, which has no EKFAC.",
             markdown_table(_structure_table(cells)),
             f"Milliseconds of the K-FAC factors of {_BATCH} examples, without eigendecompositions.",
             markdown_table(_factor_table(cells)),

@@ -46,7 +46,7 @@ _METAVARS: Mapping[Any, str] = {
 }
 _COMMON = {
     "--config FILE": "A YAML file of these options. Options on the command line override it.",
-    "--print_config": "Print the settings as such a file, and do nothing else.",
+    "--print_config": "Print the settings in the form of a settings file, and do nothing else.",
 }
 _BOOLEANS = {"true": True, "false": False}
 

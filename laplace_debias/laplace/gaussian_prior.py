@@ -114,8 +114,8 @@ class GaussianPrior:
         self.check_parameters(parameters)
         if not isinstance(structure, (DiagonalCurvature, FullCurvature)):
             raise ValueError(
-                "A prior precision per parameter cannot be added to curvature="
-                f'{structure.name!r}. Use curvature="diag" or "full", or a single prior_precision=.'
+                f"With curvature={structure.name!r}, the prior precision cannot have a value per "
+                'parameter. Use curvature="diag" or "full", or pass one number as prior_precision=.'
             )
         assert isinstance(self.precision, Tensor)
         delta = self.precision.double().min()
@@ -151,7 +151,7 @@ class GaussianPrior:
         return replace(fitted, posterior=posterior, num_targets=None)
 
     def check_parameters(self, parameters: ParameterBlocks) -> None:
-        """Require that a fit's parameters are those of the prior."""
+        """Require that a fit and the prior have the same parameters."""
         names = list(self.param_names)
         if names != parameters.names or len(self.mean) != parameters.size:
             raise ValueError(

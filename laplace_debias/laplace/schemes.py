@@ -241,7 +241,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Cross-fitting: for each fold, the curvature along the eigenvectors of the other folds.
+    """A fit that measures the curvature of each fold along eigenvectors of the other folds.
 
     See `curvature.fits.crossfit`.
 

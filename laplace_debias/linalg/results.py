@@ -38,7 +38,7 @@ _REMEDIES = {
     Status.CONVERGED: "The residual is below the tolerance, so nothing needs to be changed.",
     Status.UNVERIFIED: (
         "The residuals are below the tolerance, but the search for further eigenpairs did not "
-        "finish. To be sure, raise `max_matvecs`."
+        "finish, so eigenpairs may be missing. Raise `max_matvecs`."
     ),
     Status.MAX_ITER: (
         "The residual is not below the tolerance after `max_iter` iterations. Raise `max_iter` or "
@@ -66,8 +66,8 @@ _REMEDIES = {
     ),
     Status.STOPPED: "The run was ended by the rule in `stop`, or because the other run ended.",
     Status.EXHAUSTED: (
-        "The run has used every direction of the first quadratic. For more directions, run the "
-        "first quadratic for more iterations."
+        "The run has used all directions that the run of the first quadratic computed. For more "
+        "directions, compute more iterations in that run."
     ),
     Status.DIVERGED: "The iteration diverges; `x` is the best iterate. Use a smaller step.",
 }

@@ -142,7 +142,7 @@ CLASSIFICATION_METRICS = (
         lambda probs, labels: _mean(entropy(probs), lowest=0),
         better=None,
         unit="nats",
-        meaning="Mean uncertainty of the predictive.",
+        meaning="Mean uncertainty of the predictive distribution.",
         over_labels="sum",
     ),
     Metric(
@@ -178,8 +178,8 @@ CLASSIFICATION_METRICS = (
         "AURC",
         _aurc_statistic,
         meaning=(
-            "Error rate if only the most confident examples are kept, averaged over the share that "
-            "is kept."
+            "Mean error rate on the most confident examples, over all shares of examples that "
+            "could be kept."
         ),
         is_main=True,
     ),
@@ -329,8 +329,8 @@ OOD_METRICS = (
         "higher",
         interval=AREA_INTERVAL,
         meaning=(
-            "Mean precision of detecting OOD examples. With a random score it equals the share of "
-            "OOD examples."
+            "Mean precision with which OOD examples are detected. For a random score, it is the "
+            "share of OOD examples."
         ),
     ),
     Metric(
@@ -340,8 +340,8 @@ OOD_METRICS = (
         "higher",
         interval=AREA_INTERVAL,
         meaning=(
-            "Mean precision of detecting test examples. With a random score it equals the share of "
-            "test examples."
+            "Mean precision with which test examples are detected. For a random score, it is the "
+            "share of test examples."
         ),
     ),
     Metric(

@@ -96,7 +96,7 @@ def evaluate_multilabel(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Evaluate the calibration and the OOD detection of the probabilities of independent labels.
+    """Evaluate predicted probabilities of independent labels: their calibration and OOD detection.
 
     Every label of every example is one binary problem, of which examples are drawn, not labels one
     by one. The accuracy is torchmetrics' `multilabel_accuracy` with `average="micro"`.

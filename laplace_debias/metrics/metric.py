@@ -6,18 +6,10 @@ from typing import Literal
 
 from laplace_debias.metrics.statistics import Statistic
 
-MEAN_INTERVAL = (
-    "The interval of a mean over many test examples, by Student's t with Hall's correction for "
-    "skewness."
-)
-SHARE_INTERVAL = "Wilson's interval of a share of many test examples."
-ROOT_INTERVAL = (
-    "The square root of the interval of the mean square, by Student's t with Hall's correction."
-)
-AREA_INTERVAL = (
-    "The interval for many test and OOD examples, by the normal approximation of the metric's "
-    "logit."
-)
+MEAN_INTERVAL = "Student's t with Hall's correction for skewness, for many test examples."
+SHARE_INTERVAL = "Wilson's interval, for many test examples."
+ROOT_INTERVAL = "The root of an interval of the mean square (Student's t with Hall's correction)."
+AREA_INTERVAL = "A normal approximation of the metric's logit, for many test and OOD examples."
 NO_INTERVAL = "None, because no known interval has its nominal coverage."
 
 

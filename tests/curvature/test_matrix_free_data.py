@@ -256,7 +256,7 @@ OF_DATA = {
     "no iterable": (3, TypeError, "iterable"),
     "empty": ([], ValueError, "empty"),
     "no pairs": ([X], TypeError, "pairs"),
-    "sizes": ([(X, LABELS[:3])], ValueError, "targets of shape"),
+    "sizes": ([(X, LABELS[:3])], ValueError, "its targets have the shape"),
     "shared iterator": (Shared, TypeError, "Shared yielded no batch in the second pass"),
     "nan": ([(X / 0 * 0, LABELS)], ValueError, "NaN"),
     "dtype": ([(X.float(), LABELS)], TypeError, "Convert"),

@@ -432,11 +432,39 @@ class ReadsNumbers(torch.autograd.Function):
         return gradient.clone() if gradient.abs().sum().item() > 0 else None
 
 
-def test_convolutions_with_python_functions_differentiate_one_column_after_the_other():
+def reading_hook(gradient):
+    """A hook of a tensor whose code reads a number, as a logger of gradients does."""
+    return gradient * (2.0 if gradient.abs().max().item() > 0 else 1.0)
+
+
+def functions_in_python(h):
+    return ReadsNumbers.apply(h)
+
+
+def hooks_of_tensors(h):
+    if h.requires_grad:
+        h.register_hook(reading_hook)
+    return h
+
+
+@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors])
+def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(within):
+    class Net(nn.Sequential):
+        def forward(self, x):
+            """Shape `[B, 5]`."""
+            return self[1](within(self[0](x).tanh()))
+
+    data = [(torch.randn(4, 3), torch.arange(4))]
+    with pytest.raises(NotImplementedError, match=r"reads a number from a gradient.*Remove"):
+        Laplace(Net(nn.Linear(3, 6), nn.Linear(6, 5)).eval()).fit(data)
+
+
+@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors])
+def test_convolutions_with_code_that_reads_numbers_differentiate_one_column_after_the_other(within):
     class Net(Branched):
         def forward(self, x):
             """Shape `[B, 5]`."""
-            h = ReadsNumbers.apply(self.first(x).tanh())
+            h = within(self.first(x).tanh())
             return self.head(self.second(h).tanh().mean((2, 3)))
 
     torch.manual_seed(0)

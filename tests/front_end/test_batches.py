@@ -190,7 +190,7 @@ def test_a_loaded_posterior_takes_a_hook(tmp_path):
             {"pixels": X, "labels": Y[:5]},
             None,
             ValueError,
-            r"6 inputs, but targets of shape \(5,\)",
+            r"6 inputs, but its targets have the shape \(5,\)",
         ),
         ((X, Y), lambda batch: batch[0], TypeError, r"returned Tensor.* Return a pair"),
     ],

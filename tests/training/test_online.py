@@ -310,7 +310,7 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
         online.update(x[:0], y[:0])
     with pytest.raises(ValueError, match="NaN or Inf"):
         online.update(x * torch.inf, y)
-    with pytest.raises(ValueError, match="11 inputs, but targets"):
+    with pytest.raises(ValueError, match="11 inputs, but its targets"):
         online.update(x, y[:3])
     assert online.num_updates == 4
     assert torch.equal(dense(online.posterior(100)), before)

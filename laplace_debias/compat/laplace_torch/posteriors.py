@@ -689,7 +689,7 @@ class Laplace:
 
 
 class StructuredLaplace(Laplace):
-    """A `Laplace` whose class fixes the structure and the subset of the weights.
+    """A `Laplace` with a structure and a subset of the weights that its class determines.
 
     Args:
         model: The trained network.

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -497,9 +497,17 @@ class Tap:
                 if is_one_by_one:
                     pass_gradients = differentiate(cotangents)
                 elif self.one_by_one:
-                    pass_gradients = _vmapped(differentiate, cotangents)
+                    together = partial(differentiate, retain_graph=True)
+                    try:
+                        pass_gradients = _vmapped(together, cotangents)
+                    except RuntimeError as error:
+                        if is_out_of_memory(error):
+                            raise
+                        # A tensor's hook may read numbers, which `torch.vmap` does not support.
+                        pass_gradients = _stacked([together(column) for column in cotangents])
                 else:
-                    pass_gradients = differentiate(cotangents, is_grads_batched=True)
+                    with _explained_reading():
+                        pass_gradients = differentiate(cotangents, is_grads_batched=True)
             reached = {}
             for target, gradient in zip(targets, pass_gradients, strict=True):
                 if gradient is None:
@@ -540,6 +548,22 @@ def _has_python_functions(outputs: Tensor) -> bool:
     return False
 
 
+@contextmanager
+def _explained_reading() -> Iterator[None]:
+    """Explain the error of a backward pass that reads numbers of several gradients together."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "item" not in str(error):
+            raise
+        raise NotImplementedError(
+            "The backward pass of the model reads a number from a gradient (`.item()`, or `if`), "
+            "in a hook of a tensor or in a `torch.autograd.Function`. This is not supported, "
+            "because the gradients of several outputs are computed together. Remove the hook "
+            "before the call, or use tensor operations such as `torch.where` in it."
+        ) from error
+
+
 def _vmapped(
     differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
 ) -> list[Tensor | None]:
@@ -556,6 +580,14 @@ def _vmapped(
 
     reached = iter(torch.vmap(reached_gradients)(columns))
     return [next(reached) if is_tensor else None for is_tensor in is_reached]
+
+
+def _stacked(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """Stack the gradients of all columns; None where the outputs do not depend on a target."""
+    return [
+        None if gradients[0] is None else torch.stack(gradients)
+        for gradients in zip(*by_column, strict=True)
+    ]
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:

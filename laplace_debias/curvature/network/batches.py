@@ -231,8 +231,8 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
     size = num_examples(inputs)
     if targets.ndim == 0 or size != len(targets):
         raise ValueError(
-            f"{name} contains {size} inputs, but targets of shape {tuple(targets.shape)}. Pass "
-            "one target per input."
+            f"{name} contains {size} inputs, but its targets have the shape "
+            f"{tuple(targets.shape)}. Pass one target per input."
         )
     if weights is None:
         return inputs, targets

@@ -25,7 +25,7 @@ Block = TypeVar("Block", bound=LinearOperator)
 
 @dataclass(eq=False, repr=False)
 class BlockDiagonal(Joined, Generic[Block]):
-    """A matrix of named square blocks along its diagonal, in order.
+    """A matrix with named square blocks along its diagonal.
 
     `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns. Blocks
     without a dtype or device of their own take those of the others.

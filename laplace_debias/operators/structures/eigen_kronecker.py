@@ -192,7 +192,7 @@ class EigenKronecker(Symmetric):
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
     ) -> "EigenKronecker":
-        """Drop some eigenvectors of a factor, and replace their eigenvalues by the mean of these.
+        """Drop some eigenvectors of a factor, and give them the mean of their eigenvalues.
 
         Args:
             side: 0 for U_G, 1 for U_A, which is not None.

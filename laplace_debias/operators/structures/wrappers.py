@@ -114,12 +114,12 @@ class SubMatrix(Wrapper):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the operator is symmetric and the selected rows equal the selected columns."""
+        """Whether the sub-matrix is known to be symmetric."""
         return self.operator.is_symmetric and self.rows.equal(self.columns)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is positive semi-definite and the selection is symmetric."""
+        """Whether the sub-matrix is known to be positive semi-definite."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
@@ -189,7 +189,7 @@ class Permuted(Wrapper):
 
     @property
     def T(self) -> "Permuted":  # noqa: N802
-        """The adjoint, with its rows and columns permuted in the same way."""
+        """The adjoint, permuted like the operator."""
         return self.replaced(self.operator.T)
 
     def _matmat(self, matrix: Tensor) -> Tensor:

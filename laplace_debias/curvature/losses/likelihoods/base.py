@@ -78,7 +78,7 @@ class Likelihood(ABC):
         return self
 
     def for_same_curvature(self) -> "Likelihood":
-        """Return the likelihood that was used to measure the curvature of a fit."""
+        """Return the likelihood as it was when the curvature was measured."""
         return self
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Likelihood(ABC):
         | Float[Tensor, "*batch outputs"]
         | None,
     ) -> Distribution:
-        """Return the distribution of the target for outputs that are Gaussian, or known exactly.
+        """Return the distribution of the target, for outputs that are Gaussian or have no variance.
 
         Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
         σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
@@ -215,7 +215,7 @@ class Likelihood(ABC):
     def epistemic_variances(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Float[Tensor, "*batch targets"]:
-        """Compute how much the mean of each target varies, from the moments of the outputs.
+        """Compute the variance of the mean of each target, given the moments of the outputs.
 
         Raises:
             TypeError: If targets are not numbers.
@@ -256,7 +256,7 @@ class Likelihood(ABC):
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Return the mean training loss, as its name and the module that computes it."""
+        """Return the name of the training loss, and the module that computes its mean."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":

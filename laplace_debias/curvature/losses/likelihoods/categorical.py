@@ -92,7 +92,7 @@ class Categorical(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Return the mean cross-entropy of the examples, as its name and a PyTorch module."""
+        """Return the name of the mean cross-entropy, and a PyTorch module that computes it."""
         return "mean cross-entropy", nn.CrossEntropyLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
@@ -208,7 +208,7 @@ class Categorical(Likelihood):
         return targets.long() != self.ignore_index
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
-        """Compute the weight ω of each example: the mean class weight of its smoothed target."""
+        """Compute the weight ω of each example from the class weights."""
         weights = self.class_weights
         if weights is not None:
             weights = weights.to(targets.device, non_blocking=True)

@@ -119,7 +119,7 @@ class Gaussian(Likelihood):
         return likelihood
 
     def for_new_fit(self) -> "Gaussian":
-        """Return the likelihood for a new fit, which measures the curvature at `sigma`."""
+        """Return the likelihood for a new fit, whose curvature is measured at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
@@ -152,7 +152,7 @@ class Gaussian(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Return the mean squared error, as its name and a PyTorch module."""
+        """Return the name of the mean squared error, and a PyTorch module that computes it."""
         return "mean squared error", nn.MSELoss()
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
@@ -234,7 +234,7 @@ class Gaussian(Likelihood):
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return a mixture of normals with the samples as means and the standard deviation σ."""
+        """Return a mixture of normal distributions with the noise σ, one around each sample."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
