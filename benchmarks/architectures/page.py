@@ -18,14 +18,14 @@ Batches have {EXAMPLES} examples, and there are three classes (thirteen tokens f
 Every trainable parameter has a block, and all probabilities are finite, unless a line below the
 table states otherwise.
 
-- **blocks**: the number of blocks of supported layers. A number after a plus sign counts
-  further blocks, which are computed from the gradients of each example. They are for class
-  tokens, position tables, tied weights, and for types of layer that only one library defines.
+- **blocks**: the number of blocks of supported layers and, after a plus sign, of all other
+  blocks. Those are computed from the gradients of each example. They are for class tokens,
+  position tables, tied weights, and for types of layer that only one library defines.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
   gradient. It includes two steps that are needed once per fit: the check of every block, and the
   eigendecompositions.
-- **each further batch**: the time that each batch after the first adds to a fit (a quarter of
-  the difference between fits to five batches and to one), divided by the time of a gradient.
+- **each further batch**: the time that each batch after the first adds to a fit, divided by the
+  time of a gradient. It is a quarter of the difference between fits to five batches and to one.
   [Benchmarks](benchmarks.md) measure larger networks.
 - **predict**: the time to predict the batch with exact functional variances, divided by the time of
   a gradient.

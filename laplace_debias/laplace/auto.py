@@ -140,7 +140,7 @@ class Auto(Scheme):
         return replace(self, data=open_stream(self.data, "data"))
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
-        """Return N, either as passed or inferred from the loader."""
+        """Return the number of training examples N."""
         return training_size(self.data, num_data, self.mode, reads_all=False)
 
     def check(self, structure: CurvatureStructure) -> None:

@@ -219,7 +219,7 @@ class Split(Scheme):
 
     @property
     def sources(self) -> Sequence[Batches]:
-        """The data for the eigenvectors, and the data for the curvature along them."""
+        """Two data streams: one for the eigenvectors, and one for the curvature."""
         return [self.directions, self.magnitudes]
 
     def check(self, structure: CurvatureStructure) -> None:

@@ -77,7 +77,7 @@ class Scaled(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the inner operator is positive semi-definite and its multiplier is at least 0."""
+        """Whether the scaled operator is known to be positive semi-definite."""
         return bool(self.scalar >= 0) and self.operator.is_positive_semidefinite
 
     @property
@@ -139,7 +139,7 @@ class Product(Composed):
 
 @dataclass(eq=False, repr=False)
 class Transpose(Wrapper):
-    """The adjoint of an operator, given a function that computes its products.
+    """The adjoint of an operator. Its products are computed by a given function.
 
     Args:
         operator: The operator, `[m, n]`.
@@ -162,7 +162,7 @@ class Transpose(Wrapper):
         return self.operator
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the operator's dtype or device, and return its adjoint."""
+        """Return the adjoint with a different dtype or device."""
         # `product` belongs to the operator before its conversion.
         return self.operator.to(*args, **kwargs).T
 

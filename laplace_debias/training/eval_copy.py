@@ -22,8 +22,8 @@ def eval_copy(model: nn.Module) -> nn.Module:
     for name, parameter in copied.named_parameters():
         if name in trainable and parameter.dtype in NARROW:
             raise NotImplementedError(
-                f"{name} has dtype {parameter.dtype}. Its curvature would be computed on "
-                "a float32 copy, but training does not update this copy. Keep the "
+                f"{name} has dtype {parameter.dtype}. The curvature needs the "
+                "parameters in float32, but training updates them in a narrower dtype. Keep the "
                 "parameters in float32 during training, and run the forward pass inside "
                 "torch.autocast."
             )

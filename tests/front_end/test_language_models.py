@@ -285,7 +285,7 @@ def test_outputs_at_positions_that_are_not_there(small):
 def test_a_mask_that_is_none_of_the_positions(small):
     x = inputs_of(batch_of("left"))
     causal = torch.ones(T, T).tril().bool().expand(B, 1, T, T)
-    with pytest.raises(ValueError, match="This position cannot be found"):
+    with pytest.raises(ValueError, match="The ends are unknown"):
         small.predict({**x, "attention_mask": causal}, positions=-1)
     tokens = x["input_ids"]
     close(small.predict(tokens, positions=-1).probs, small.predict(tokens).probs[:, -1])

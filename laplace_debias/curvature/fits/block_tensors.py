@@ -36,9 +36,9 @@ def check_finite(sums: Mapping[Block, Factor]) -> None:
             layer = f"layer {block.layer!r}" if block.layer else "the model"
             raise ValueError(
                 f"The curvature of {block.name} contains NaN or Inf. The inputs of {layer}, or "
-                "the gradients with respect to its outputs, contain Inf or overflow when they "
-                "are squared. Remove Inf from the data, rescale the data, or convert the model "
-                "to a wider dtype."
+                "the gradients with respect to its outputs, contain Inf, or their squares are "
+                "too large for the dtype. Remove Inf from the data, rescale the data, or convert "
+                "the model to a wider dtype."
             )
 
 

@@ -161,10 +161,10 @@ def _columns(
     if mask is not None and mask.shape != (batch, length):
         if bool((requested < 0).any()):
             raise ValueError(
-                "Negative positions are counted back from the last position that is not "
-                "padding. This position cannot be found, because the outputs have "
-                f"{length} positions, but the attention_mask has shape "
-                f"{tuple(mask.shape)}. Pass positions from 0 to {length - 1}."
+                "Negative positions are counted from the end of each sequence. The ends are "
+                f"unknown, because the outputs have {length} positions, but the "
+                f"attention_mask has shape {tuple(mask.shape)}. Pass positions from 0 to "
+                f"{length - 1}."
             )
         mask = None
     is_real = requested.new_ones(batch, length) if mask is None else (mask != 0).long()

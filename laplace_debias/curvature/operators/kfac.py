@@ -223,7 +223,7 @@ class KFAC(Permuted):
 
 
 class EKFAC(KFAC):
-    r"""The operator `[D, D]` with K-FAC's eigenvectors and the exact curvature along each.
+    r"""The exact curvature along the eigenvectors of K-FAC, as an operator `[D, D]`.
 
     $\Lambda_{ij} = \frac1c \sum_n \sum_k ((U_G^\top \sum_t g_{kt} a_t^\top\, U_A)_{ij})^2$, the
     diagonal of the `GGN` in K-FAC's eigenbasis, so that the trace is that of the `GGN` (on the data

@@ -94,7 +94,7 @@ class Likelihood(ABC):
     def hessian_root(
         self, outputs: Float[Tensor, "batch outputs"]
     ) -> Float[Tensor, "columns batch outputs"]:
-        """Compute the columns s_k, `[K, B, C]`, for which `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
+        """Compute a square root of the loss Hessian, with `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
 
     def signed_root(
         self,

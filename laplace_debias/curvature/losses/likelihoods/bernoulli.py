@@ -115,7 +115,7 @@ class Bernoulli(_Sigmoids):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return 1: a single logit describes two classes."""
+        """Return 1, because a single logit describes two classes."""
         if num_targets > 2:
             raise ValueError(
                 f"The data has {num_targets} classes, but binary classification needs two. Use "

@@ -92,7 +92,7 @@ class Categorical(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Return the name of the mean cross-entropy, and a PyTorch module that computes it."""
+        """Return the name of the training loss, and the module that computes its mean."""
         return "mean cross-entropy", nn.CrossEntropyLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:

@@ -127,7 +127,7 @@ class Gaussian(Likelihood):
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
 
     def options(self) -> dict[str, Any]:
-        """Return σ (None for the default of 1), and whether it was estimated or tuned."""
+        """Return the noise σ, or None for the default of 1, and how σ was determined."""
         # Whether it was given steers `tune`.
         if self.is_assumed and self.sigma.ndim == 0:
             return {"sigma": None}
@@ -152,7 +152,7 @@ class Gaussian(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Return the name of the mean squared error, and a PyTorch module that computes it."""
+        """Return the name of the training loss, and the module that computes its mean."""
         return "mean squared error", nn.MSELoss()
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
