@@ -430,6 +430,6 @@ def _notes_on_temperature_ends(link: Link) -> list[str]:
     else:
         return []
     return [
-        f"The best temperature is the {end} that was tried, {temperature:g}. {reason} To try "
+        f"The best temperature, {temperature:g}, is the {end} of those tried. {reason} To try "
         f"other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
     ]

@@ -48,8 +48,8 @@ class GraphGGN(Symmetric):
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
             raise ValueError(
-                "The closure returns outputs on which its loss does not depend. Return the same "
-                "tensor from which the loss is computed."
+                "The closure returns outputs that did not take part in computing its loss. Compute "
+                "the loss from the tensor that the closure returns."
             )
         self._slope = slope
 

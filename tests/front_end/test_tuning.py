@@ -97,8 +97,8 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
     [
-        (0.1, 3.0, "largest that was tried, 4. Check"),
-        (8.0, 0.3, "smallest that was tried, 0.5. The posterior"),
+        (0.1, 3.0, "4, is the largest of those tried. Check"),
+        (8.0, 0.3, "0.5, is the smallest of those tried. The posterior"),
     ],
 )
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
@@ -106,7 +106,7 @@ def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end
     la = Laplace(model).fit([(x, y)])
     found = la.tune([(x, y)], grid=[1e6])
     (note,) = found.notes
-    assert f"The best temperature is the {end}" in note
+    assert f"The best temperature, {end}" in note
     assert note in found.message
     given = la.tune([(x, y)], grid=[1e6], link=found.link)
     assert given.notes == ()
