@@ -47,8 +47,8 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
         raise ValueError(f"{name} is too large for float64. Pass a smaller number.") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{name} must consist of real numbers, but is {reprlib.repr(value)}, of type "
-            f"{type(value).__name__}. Pass a float or a tensor."
+            f"{name} must be a real number or several real numbers, but is {reprlib.repr(value)}, "
+            f"of type {type(value).__name__}. Pass a float or a tensor."
         ) from error
 
 
