@@ -130,10 +130,9 @@ class Predictor(ABC):
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
-                f'`link={link!r}` applies only to `method="glm"` in closed form, that is, '
-                "without samples. To use `link=`, remove `method=` and `samples=`. "
-                "Otherwise, remove `link=`. Every method still divides the logits by the "
-                "temperature set in la.link."
+                f"`link={link!r}` applies only to the closed form, without `method=` and "
+                "`samples=`. Remove these two arguments, or remove `link=`. (The temperature of "
+                "la.link applies to every method.)"
             )
         return checked
 

@@ -139,7 +139,7 @@ class Product(Composed):
 
 @dataclass(eq=False, repr=False)
 class Transpose(Wrapper):
-    """The adjoint of an operator. Its products are computed by a given function.
+    """The adjoint of an operator, whose products a given function computes.
 
     Args:
         operator: The operator, `[m, n]`.

@@ -245,9 +245,9 @@ def _unchanged(
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
-                f"{option} cannot be used with the {name}, because its batches come from "
-                f"a {type(batches).__name__}. Return a data set, or a plain DataLoader of "
-                "a data set, from your function. Or remove this option."
+                f"{option} cannot be used with the {name}, because your function returns the "
+                f"{name} as a {type(batches).__name__}. Return a data set, or a plain DataLoader "
+                "of a data set. Or remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(

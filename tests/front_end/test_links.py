@@ -258,7 +258,7 @@ def test_a_link_that_has_no_use_is_refused():
         with pytest.raises(ValueError, match="Pass a positive number"):
             Link("probit", wrong)
     for options in ({"method": "nn"}, {"samples": 5}, {"method": "map"}):
-        with pytest.raises(ValueError, match='applies only to `method="glm"` in closed form'):
+        with pytest.raises(ValueError, match="applies only to the closed form"):
             la.predict(x, link="probit", **options)
     regression, x, y = fitted("regression")
     for call in (

@@ -337,7 +337,8 @@ def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):
     found = loaded(model="nets:rows", data="own:parts", batch_size=4, train_examples=10)
     assert [len(batch) for batch, _ in found.train] == [4, 4, 2]
     with pytest.raises(
-        ValueError, match="test_examples cannot be used with the test data, because its batches"
+        ValueError,
+        match="test_examples cannot be used with the test data, because your",
     ):
         loaded(model="nets:rows", data="own:make", test_examples=3)
 

@@ -307,11 +307,10 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            f"{type(candidate).__name__} computes its loss by comparing the label at "
-            f"position {last} with the logits of {read}. Pass `batch=`, a function "
-            "that converts a batch to (inputs, targets). The function must shift the "
-            "targets, so that each target has the same position as the output that "
-            "predicts it."
+            f"The labels of {type(candidate).__name__} cannot be matched with its outputs, because "
+            f"its loss compares the label at position {last} with the logits of {read}. Pass "
+            "`batch=`, a function that converts a batch to (inputs, targets), and shift the "
+            "targets in it, so that each target has the position of the output that predicts it."
         )
     return read == [last - 1]
 

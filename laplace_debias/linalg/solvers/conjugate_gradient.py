@@ -117,7 +117,7 @@ def debiased_cg(
     callback: Callable[[Iterate, Iterate], object] | None = None,
     progress: bool = False,
 ) -> DebiasedSolution:
-    r"""Run conjugate gradients with the step sizes of a second quadratic (Eq. 8).
+    r"""Run conjugate gradients, with step sizes that minimise a second quadratic (Eq. 8).
 
     $$\tilde\tau_t = -s_{\tilde B}(\tilde x_t; d_t) / c_{\tilde B}(d_t), \qquad
     \tilde x_{t+1} = \tilde x_t + \tilde\tau_t d_t, \qquad \tilde x_0 = x_0$$
