@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
+from torch.nn import functional
 
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -95,9 +96,13 @@ def mass_above(
         Angelopoulos, Bates, Malik, Jordan. Uncertainty sets for image classifiers using conformal
         prediction. ICLR, 2021. Both without their randomisation.
     """
-    ordered, order = probs.double().sort(dim=-1, descending=True)
+    ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(1, probs.shape[-1] + 1, dtype=torch.float64, device=probs.device)
-    scores = ordered.cumsum(-1) - ordered + penalty * (ranks - free_rank).clamp(min=0)
+    above = ordered.cumsum(-1) - ordered
+    # No class of several equally probable ones is above another.
+    is_tied = functional.pad(ordered.diff(dim=-1) == 0, (1, 0))
+    above = above.masked_fill(is_tied, 0).cummax(-1).values
+    scores = above + penalty * (ranks - free_rank).clamp(min=0)
     by_class = torch.empty_like(scores)
     return by_class.scatter(-1, order, scores)
 
@@ -112,7 +117,7 @@ def conformal_quantile(
     """
     num_scores = len(scores)
     # Rounded, because a product such as 10 · 0.9 may end above the whole number.
-    rank = math.ceil(round((num_scores + 1) * level, 9))
+    rank = max(1, math.ceil(round((num_scores + 1) * level, 9)))
     if rank > num_scores:
         least = math.ceil(round(level / (1 - level), 9))
         raise ValueError(

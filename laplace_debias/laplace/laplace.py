@@ -884,6 +884,7 @@ class Laplace(Predictor):
         prediction = PredictionMethod(method, samples, generator, positions)
         return LinkedFit(self._fitted, None).marginals(x, prediction)
 
+    @torch.inference_mode(False)
     def thin(
         self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
     ) -> Thinning:
@@ -1076,6 +1077,7 @@ class Laplace(Predictor):
         export(self._unchanged_fit, Path(path), example, link)
 
     @classmethod
+    @torch.inference_mode(False)
     def load(
         cls,
         path: str | Path,

@@ -534,14 +534,11 @@ def tempered_predictive(
 ) -> Distribution:
     """Return p(y) by a formula at several temperatures, with batch shape `[temperatures, B]`.
 
-    Without a covariance all formulas but the bridges are the softmax, or the sigmoid.
+    Without a covariance every formula is the softmax, or the sigmoid.
     """
     if covariance is None:
-        if name in BRIDGES:
-            covariance = torch.diag_embed(torch.zeros_like(mean))
-        else:
-            name = "probit"
-            covariance = torch.zeros_like(mean)
+        name = "probit"
+        covariance = torch.zeros_like(mean)
     if name == "pairwise" and likelihood.activation == "softmax":
         logits = tempered_pairwise(mean, covariance, temperatures)
         return likelihood.predictive(logits, None)
@@ -554,6 +551,7 @@ def tempered_predictive(
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def normal_points(dimension: int) -> Float[Tensor, "draws dimension"]:
     """Return standard normal Sobol points, which are the same at every call."""
     # The best of a few seeds for two classes; for more they are alike.

@@ -1,8 +1,9 @@
 """The modes of `Laplace.fit`, and what each reads from a loader."""
 
+import copy
 import itertools
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -48,7 +49,7 @@ def scheme_of_mode(
         check_resumable(resume, state.config.fisher, generator, [loader])
     stream = state.spec.stream(loader, state.device, generator)
     with stream.randomness:
-        batches = list(itertools.islice(stream.source, num_batches))
+        batches = [_copied(batch) for batch in itertools.islice(stream.source, num_batches)]
     num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(
@@ -56,3 +57,12 @@ def scheme_of_mode(
             "a smaller batch size or more data."
         )
     return scheme.from_batches(batches, folds), size
+
+
+def _copied(batch: Any) -> Any:
+    """Copy a batch, since a loader may write the next one into the same memory."""
+    try:
+        return copy.deepcopy(batch)
+    except RuntimeError:
+        # A tensor with a graph cannot be copied, and was made for this batch alone.
+        return batch

@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 from torchmetrics import Metric
@@ -73,8 +74,17 @@ class _OverBatches(Metric):
             else:
                 whole(value, name)
         super().__init__(**options)
+        self._is_in_forward = False
         for number in range(self._num_inputs):
             self.add_state(f"given_{number}", [], dist_reduce_fx="cat")
+
+    def forward(self, *batch: Tensor) -> Float[Tensor, ""]:
+        """Add a batch, and return its value; NaN for a batch that has none by itself."""
+        self._is_in_forward = True
+        try:
+            return super().forward(*batch)
+        finally:
+            self._is_in_forward = False
 
     def update(self, *batch: Tensor) -> None:
         """Add a batch of the function's arguments; of scores `[n]` and 1 if OOD, else 0."""
@@ -87,7 +97,14 @@ class _OverBatches(Metric):
         batches = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
         if isinstance(batches[0], list) and not batches[0]:
             raise ValueError(f"{type(self).__name__} has no examples. Call `update` first.")
-        return self._function(*map(dim_zero_cat, batches), **self._options)
+        examples = [dim_zero_cat(batch) for batch in batches]
+        try:
+            return self._function(*examples, **self._options)
+        except ValueError:
+            # A batch may have OOD examples only, or none.
+            if self._is_in_forward:
+                return torch.tensor(torch.nan, device=examples[0].device)
+            raise
 
 
 def _check_labelled_scores(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:

@@ -243,7 +243,7 @@ class OnlineCurvature:
                 "The loaded state has not been compared with the model yet. The next "
                 "update compares them. Call `update` before `posterior`."
             )
-        if self._context is None or not self._bases:
+        if self._context is None or not self._magnitudes.sums.parts:
             raise RuntimeError(
                 "The eigenvectors and the curvatures of a posterior must come from "
                 f"different batches. With every={self.every}, {self._num_updates} updates "
@@ -274,7 +274,7 @@ class OnlineCurvature:
         blocks = {}
         for block, factors in self._factors.parts.items():
             tensors = dict(zip(("G", "A"), factors, strict=True))
-            if block in self._bases:
+            if block in self._magnitudes.sums.parts:
                 for name, value in self._bases[block]._asdict().items():
                     if value is not None:
                         tensors[name] = value
@@ -427,7 +427,9 @@ class OnlineCurvature:
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(self._context, factors, self._factors.weight)
         for block, basis in self._bases.items():
-            self._magnitudes.rotate(block, overlaps_of_bases(bases[block], basis))
+            # There are none if the batch after the last refresh was rejected.
+            if block in self._magnitudes.sums.parts:
+                self._magnitudes.rotate(block, overlaps_of_bases(bases[block], basis))
         self._bases = bases
         self._sums.squares = self._magnitudes.accumulator(self._sums.context, bases)
 

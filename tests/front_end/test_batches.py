@@ -205,3 +205,58 @@ def test_what_is_not_clear_is_asked(batch, hook, error, says):
 def test_a_hook_must_be_a_function(unchecked):
     with pytest.raises(TypeError, match=r"batch must be Callable or None, got str"):
         Laplace(model(), batch="label")
+
+
+class Image(torch.Tensor):
+    """A tensor of a data library, whose operations keep its class."""
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_tensors_of_a_subclass_are_fitted_and_predicted_like_plain_ones(curvature, params):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)]
+    network = nn.Sequential(*layers).double().eval()
+    x = torch.randn(12, 1, 4, 4, dtype=torch.float64)
+    y = torch.randint(3, (12,))
+    plain = Laplace(network, curvature=curvature, params=params).fit([(x, y)])
+    images, labels = x.as_subclass(Image), y.as_subclass(Image)
+    la = Laplace(network, curvature=curvature, params=params).fit([(images, labels)])
+    expected = plain.posterior.curvature.to_dense()
+    assert type(la.posterior.curvature.to_dense()) is torch.Tensor
+    torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
+    covariance = la.functional(images)[1]
+    assert type(covariance) is torch.Tensor
+    torch.testing.assert_close(covariance, plain.functional(x)[1])
+    torch.testing.assert_close(la.predict(images).probs, plain.predict(x).probs)
+
+
+class Reusing:
+    """A loader that writes every batch into the same memory."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        x, y = (torch.empty_like(tensor) for tensor in self.batches[0])
+        for inputs, targets in self.batches:
+            x.copy_(inputs)
+            y.copy_(targets)
+            yield x, y
+
+
+@pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit", "auto"])
+def test_a_loader_may_write_every_batch_into_the_same_memory(mode):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    x = torch.randn(32, 4, dtype=torch.float64)
+    batches = list(zip(x.split(8), torch.randint(3, (32,)).split(8), strict=True))
+    expected, actual = (
+        Laplace(network).fit(data, mode=mode, num_data=32) for data in (batches, Reusing(batches))
+    )
+    torch.testing.assert_close(
+        actual.posterior.curvature.to_dense(), expected.posterior.curvature.to_dense()
+    )

@@ -225,3 +225,17 @@ def test_wrong_calls_have_remedies(classifier):
     several = Laplace(model, "multilabel", curvature="diag").fit([(data[0], labels)])
     with pytest.raises(NotImplementedError, match="a separate Conformal for each label"):
         Conformal(several).calibrate([(data[0], labels)])
+
+
+def test_equally_probable_classes_have_the_same_score():
+    probs = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]])
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for scores, row in zip(expected, probs.double(), strict=True):
+        for k in range(3):
+            scores[k] = row[row > row[k]].sum()
+    torch.testing.assert_close(mass_above(probs), expected)
+
+
+def test_a_level_near_zero_takes_the_smallest_score():
+    scores = torch.tensor([0.3, 0.1, 0.2])
+    assert float(conformal_quantile(scores, 1e-12)) == pytest.approx(0.1)

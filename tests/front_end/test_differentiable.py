@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from laplace_debias import Laplace, Mixture
+from laplace_debias.laplace.links import normal_points
 
 
 def fitted(likelihood="classification", **options):
@@ -71,3 +72,25 @@ def test_other_predictions_keep_no_graph_and_options_are_refused():
         la.predict(x, "map", differentiable=True)
     with pytest.raises(ValueError, match="Remove `diagonal="):
         la.functional(x, diagonal=True, differentiable=True)
+
+
+@pytest.mark.parametrize("make", ["load", "thin", "exact link"])
+def test_what_is_made_in_inference_mode_can_be_differentiated_outside(make, tmp_path):
+    la, x = fitted()
+    link = None
+    normal_points.cache_clear()
+    with torch.inference_mode():
+        if make == "load":
+            la.save(tmp_path / "p.safetensors")
+            la = Laplace.load(tmp_path / "p.safetensors", la.model)
+        elif make == "thin":
+            la.thin(x)
+        else:
+            link = "exact"
+            la.predict(x, link=link)
+    x = x[:3].clone().requires_grad_()
+    probs = la.predict(x, differentiable=True, link=link).probs
+    (gradient,) = torch.autograd.grad(probs[:, 0].sum(), x)
+    assert gradient.isfinite().all()
+    theta = la.posterior.mean.clone().requires_grad_()
+    la.posterior.log_prob(theta).backward()

@@ -459,3 +459,31 @@ def test_inputs_for_which_the_last_layer_is_not_the_last_operation_are_different
         expected = expected.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(covariance, expected)
     assert torch.equal(mean, la.functional(100 * x)[0])
+
+
+class Preallocated(nn.Module):
+    """A regression that writes its outputs into a tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("out", torch.zeros(5, 2), persistent=False)
+
+    def forward(self, x):
+        """Shape `[B, 2]`."""
+        outputs = self.layer(x)
+        if torch.is_grad_enabled():
+            return outputs
+        return self.out[: len(x)].copy_(outputs)
+
+
+def test_a_later_prediction_does_not_change_an_earlier_one():
+    torch.manual_seed(0)
+    model = Preallocated().eval()
+    x = torch.randn(10, 4)
+    la = Laplace(model, "regression", sigma=1.0).fit([(x, torch.randn(10, 2))])
+    first = la.predict(x[:5], method="map").mean
+    before = first.clone()
+    la.predict(x[5:], method="map")
+    assert first.equal(before)
+    assert first.equal(model.layer(x[:5]))

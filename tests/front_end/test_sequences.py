@@ -226,3 +226,32 @@ def test_another_ignore_index_survives_saving(decoder, data, tmp_path):
     seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
     one, two = loaded.sample(3, seeds[0]), la.sample(3, seeds[1])
     torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+class Sets(nn.Module):
+    """Sets of vectors, `[B, n, 3]`, to logits; a batch may have empty sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        return self.head(torch.tanh(self.elements(x)).sum(1))
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("sizes", [(2, 0), (0, 2)])
+def test_a_batch_may_have_no_positions(curvature, sizes):
+    torch.manual_seed(0)
+    model = Sets().double().eval()
+    data = [(torch.randn(4, n, 3, dtype=torch.float64), torch.randint(3, (4,))) for n in sizes]
+    options = {"curvature": curvature, "params": ["elements.weight"]}
+    la = Laplace(model, **options).fit(data)
+    filled = Laplace(model, **options).fit([data[sizes.index(2)]])
+    # Empty sets add nothing, and count among the examples: in both factors of K-FAC.
+    share = 0.25 if curvature == "kfac" else 0.5
+    torch.testing.assert_close(
+        la.posterior.curvature.to_dense(), share * filled.posterior.curvature.to_dense()
+    )

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
@@ -644,3 +645,23 @@ def test_a_noise_that_cannot_be_tuned_on_data_says_so():
     la = Laplace(model, "binary").fit([(x, (y > 0).double())])
     with pytest.raises(ValueError, match="but the likelihood is Bernoulli"):
         la.tune([(x, (y > 0).double())], sigma=True)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("link", ["probit", "bridge", "bridge_norm"])
+def test_the_choice_is_compared_with_the_network_itself(link, params):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 3
+    x = torch.randn(300, 4, dtype=torch.float64)
+    y = Categorical(logits=0.6 * model(x)).sample()
+    la = Laplace(model, params=params).fit([(x[:100], y[:100])])
+    x, y = x[100:], y[100:]
+    found = la.tune([(x, y)], link=link)
+    rows = {row["name"]: row["nll"] for row in found.compared}
+    logits = model(x).detach()
+    of_temperatures = [F.cross_entropy(logits / T, y).item() for T in TEMPERATURES]
+    assert rows["network"] == pytest.approx(F.cross_entropy(logits, y).item(), abs=1e-6)
+    assert rows["temperature scaling"] == pytest.approx(min(of_temperatures), abs=1e-6)

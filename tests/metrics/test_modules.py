@@ -148,3 +148,19 @@ def test_three_processes_have_the_values_of_one(tmp_path):
     expected = {kind.__name__: value.item() for kind, _, value in cases()}
     for rank in range(3):
         assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("cls", OOD_METRICS)
+def test_a_batch_of_one_kind_has_no_value_but_counts(cls):
+    scores = torch.tensor([0.2, 0.1, 0.4, 0.9, 0.3])
+    is_ood = torch.tensor([0, 0, 1, 1, 0])
+    metric = cls()
+    assert metric(scores[:2], is_ood[:2]).isnan()
+    assert metric(scores[2:4], is_ood[2:4]).isnan()
+    metric(scores[4:], is_ood[4:])
+    expected = OOD_METRICS[cls](scores[is_ood == 0], scores[is_ood == 1])
+    torch.testing.assert_close(metric.compute(), expected)
+    metric.reset()
+    metric.update(scores[:2], is_ood[:2])
+    with pytest.raises(ValueError, match="empty"):
+        metric.compute()

@@ -383,3 +383,29 @@ def test_replaced_and_half_precision_parameters_are_refused():
         online.update(*data[2])
     with pytest.raises(NotImplementedError, match=r"0.weight has dtype torch.bfloat16"):
         OnlineCurvature(convolutional().bfloat16())
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize(
+    "rejected",
+    [
+        (torch.randn(8, 2, 4, dtype=torch.float64), torch.full((8,), 7)),
+        (torch.full((8, 2, 4), torch.nan, dtype=torch.float64), torch.zeros(8).long()),
+        (torch.randn(0, 2, 4, dtype=torch.float64), torch.zeros(0).long()),
+    ],
+)
+def test_a_rejected_batch_at_the_first_refresh_leaves_the_running_means(rejected, every):
+    data = batches((8,) * 9)
+    expected, online = (updated(convolutional(), data[:every], every=every) for _ in range(2))
+    with pytest.raises(ValueError, match=r"label|NaN|example"):
+        online.update(*rejected)
+    with pytest.raises(RuntimeError, match="must come from different batches"):
+        online.posterior(100)
+    online.state_dict()
+    for x, y in data[every:]:
+        expected.update(x, y)
+        online.update(x, y)
+    torch.testing.assert_close(
+        online.posterior(100).posterior.curvature.to_dense(),
+        expected.posterior(100).posterior.curvature.to_dense(),
+    )

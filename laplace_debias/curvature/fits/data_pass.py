@@ -1,7 +1,7 @@
 """One pass over data: batches become records of the blocks, and an accumulator sums them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.inputs import tensors_of, with_tensors
 from laplace_debias.curvature.network.outputs import Faults
 
 
@@ -32,6 +33,11 @@ class _NumberedBatch:
     def num_examples(self) -> int:
         """The number of examples."""
         return len(self.tensors[1])
+
+    def copied(self) -> "_NumberedBatch":
+        """Copy the tensors, since a loader may write the next batch into the same memory."""
+        copies = (with_tensors(part, map(torch.clone, tensors_of(part))) for part in self.tensors)
+        return replace(self, tensors=tuple(copies))
 
     def precedes(self, batch: "_NumberedBatch") -> bool:
         """Whether the two batches can be concatenated.
@@ -91,12 +97,13 @@ class DataPass:
             # is in the sums, but the sums are only saved when no batch waits.
             if checkpoint.has(batch.tensors):
                 continue
-            waiting.append(batch)
             num_waiting += batch.num_examples
-            if num_waiting >= runner.num_joined_examples:
-                self._run_batches(runner, waiting)
-                waiting = []
-                num_waiting = 0
+            if num_waiting < runner.num_joined_examples:
+                waiting.append(batch.copied())
+                continue
+            self._run_batches(runner, [*waiting, batch])
+            waiting = []
+            num_waiting = 0
         if runner is not None and waiting:
             self._run_batches(runner, waiting)
         self._faults.read()

@@ -83,7 +83,8 @@ def _gradients(
     num_rows = num_vectors * num_positions
     masks = _without_padding(record.layer, block, record.inputs, record.masks)
     if masks is None:
-        return columns_by_call, num_rows, num_positions
+        # No positions count as one: their sum is zero.
+        return columns_by_call, num_rows, max(1, num_positions)
     weights = _num_positions(masks).to(columns_by_call[0]).clamp_min(1).rsqrt()
     weighted_rows = []
     for columns, mask in zip(columns_by_call, masks, strict=True):
@@ -199,5 +200,5 @@ def _mean_activations(
         sums.append(torch.cat(slice_sums))
     total = torch.stack(sums).sum(0)
     if masks is None:
-        return total / num_positions
+        return total / max(1, num_positions)
     return total / _num_positions(masks).clamp_min(1).view(-1, *[1] * (total.ndim - 1))

@@ -328,7 +328,7 @@ class LayerRule:
         The caller makes `extra` numbers for each example on top of the activations.
         """
         numbers = self.unfolded_size(layer, block, x) + extra
-        step = max(1, _SLICE * ROOM[x.device.type] // numbers)
+        step = max(1, _SLICE * ROOM[x.device.type] // max(1, numbers))
         for start in range(0, x.shape[0], step):
             yield slice(start, min(start + step, x.shape[0]))
 

@@ -192,7 +192,7 @@ def _looked_up(record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None) -> I
     num_positions = sum(by_call.shape[1] for by_call in indices)
     # A slice has up to `step · num_positions` different indices.
     numbers = num_positions * block.shape[0] * record.num_columns
-    step = max(1, math.isqrt(_SLICE // numbers))
+    step = max(1, math.isqrt(_SLICE // max(1, numbers)))
     for start in range(0, record.num_examples, step):
         examples = slice(start, min(start + step, record.num_examples))
         ids = torch.cat([by_call[examples] for by_call in indices], dim=1)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.layers.calls import ModuleCall
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, without_subclass
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,11 @@ class LayerOutput:
     @classmethod
     def from_tensor(cls, z: Tensor) -> "LayerOutput":
         """Return the place of a tensor in the graph."""
-        edge = get_gradient_edge(z) if z.requires_grad else None
+        edge = None
+        if z.requires_grad:
+            # A subclass of tensors would record the view by which torch finds the place of a leaf.
+            with torch._C.DisableTorchFunctionSubclass():
+                edge = get_gradient_edge(z)
         return cls(edge, z.shape, z.dtype, z.device)
 
     @property
@@ -323,7 +327,7 @@ class OperandRecorder(TorchFunctionMode):
             if not isinstance(factor, Tensor):
                 factor = output.new_full((), 1.0 if factor is None else factor)
             parameter = operand if operand._base is None else operand._base
-            x = rows(factor.detach().expand(output.shape))
+            x = rows(without_subclass(factor.detach()).expand(output.shape))
             name = self._names[id(parameter)]
             self._layer_calls.append(LayerCall(name, x, layer_output, x._version))
         # The forward pass goes on with a copy, which it may overwrite.

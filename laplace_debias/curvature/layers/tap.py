@@ -25,7 +25,14 @@ from laplace_debias.curvature.layers.recorder import (
     RecordedCalls,
 )
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, quiet, take
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    call,
+    num_examples,
+    quiet,
+    take,
+    without_subclass,
+)
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import (
     SavedAttributes,
@@ -215,7 +222,7 @@ class Tap:
             output = output.detach().requires_grad_()
         merged = self._dims.merged.get(path, 1)
         is_merged = merged > 1 and len(x) == merged * self._batch
-        recorded_x = x.detach()
+        recorded_x = without_subclass(x.detach())
         z = output
         if is_merged:
             # Windows or frames that are merged into the examples are positions of them.

@@ -23,6 +23,7 @@ from laplace_debias.curvature.network.inputs import (
     num_examples,
     take,
     tensors_of,
+    without_subclass,
 )
 from laplace_debias.curvature.network.label_dependence import check_outputs_without_targets
 from laplace_debias.curvature.network.quantised import can_require_grad
@@ -223,6 +224,7 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
             f"Targets must be a tensor, got {type(targets).__name__}. Convert an array or a "
             f"list with `torch.as_tensor`.{advice if isinstance(targets, list) else ''}"
         )
+    targets = without_subclass(targets)
     if targets.is_nested:
         raise TypeError(
             "Targets are a nested tensor. Pad them with `torch.nested.to_padded_tensor(y, "

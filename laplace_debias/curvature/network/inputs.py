@@ -104,9 +104,10 @@ def returned_outputs(
     try:
         if parameters is None:
             with layer_by_layer():
-                return logits_of(model(*arguments, **named))
+                return without_subclass(logits_of(model(*arguments, **named)))
         with differentiable(model):
-            return logits_of(functional_call(model, dict(parameters), arguments, named))
+            outputs = functional_call(model, dict(parameters), arguments, named)
+            return without_subclass(logits_of(outputs))
     except ValueError as error:
         # Statistics over the batch, of a single example.
         if "more than 1 value per channel" in str(error):
@@ -432,6 +433,16 @@ def tensors_of(inputs: Any) -> list[Tensor]:
     elif not isinstance(inputs, (tuple, list)):
         inputs = (inputs,)
     return list(filter(torch.is_tensor, inputs))
+
+
+def without_subclass(tensor: Tensor) -> Tensor:
+    """Return a tensor without its class, such as an image of a data library.
+
+    Classes that define what an operation computes, such as distributed tensors, are kept.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
 
 
 def mark_of(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> str:

@@ -157,7 +157,8 @@ def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"
     with torch.no_grad():
         outputs = call(network, x)
     check_outputs(outputs)
-    return outputs
+    # The model may write its next outputs into the same tensor.
+    return outputs.clone()
 
 
 def _as_indices(

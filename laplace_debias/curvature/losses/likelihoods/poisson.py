@@ -292,6 +292,7 @@ class PoissonMixture(_Counts, MixtureSameFamily):
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(False)
 def _hermite(size: int = _NUM_NODES) -> tuple[Tensor, Tensor]:
     """Nodes and weights of Gauss-Hermite quadrature, float64."""
     nodes, weights = np.polynomial.hermite.hermgauss(size)
