@@ -10,7 +10,7 @@ entry.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,16 +85,15 @@ def resolve(
     mixed = take(x, slice(0, FIRST_EXAMPLES)) if reference.is_partial else None
     calls: dict[str, tuple[str, ...]] = {}
     owners = owners_of_parameters(network)
-    verified = set[tuple[str, Site]]()
     for block in curvature_blocks(network, used, joint, sharing):
         if len(block.calls) == 1:
             calls[block.name] = ()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls)
-        wrong = _wrong(tap, blocks, verified, references, mixed)
+        # All blocks, since a site that moves may change what the tap records at the others.
+        wrong = _wrong(tap, blocks, references, mixed)
         if not wrong:
             return Resolved(blocks, calls, unused)
-        verified.update((block.name, block.site) for block in blocks if block not in wrong)
         lost: dict[str, Exception] = {}
         for block, error in wrong.items():
             outer = enclosing_module(network, block.calls) if block.calls else None
@@ -118,7 +117,6 @@ def resolve(
 def _wrong(
     tap: Tap,
     blocks: Sequence[Block],
-    verified: Collection[tuple[str, Site]],
     references: Sequence[Reference],
     mixed: Inputs | None,
 ) -> dict[Block, Exception]:
@@ -144,9 +142,7 @@ def _wrong(
         compared = [
             block
             for block in blocks
-            if block.site not in faults
-            and (block.name, block.site) not in verified
-            and reference.gradients.keys() >= set(block.parameters)
+            if block.site not in faults and reference.gradients.keys() >= set(block.parameters)
         ]
         wrong |= _different(tap, blocks, compared, outputs, reference)
     for block in blocks:
