@@ -81,8 +81,9 @@ class DataPass:
         for batch in _numbered(data, first):
             if runner is None:
                 runner = ChunkRunner(self.accumulator, batch.tensors[0])
-            num_together = num_waiting + batch.num_examples
-            is_small = num_together <= runner.num_joined_examples
+            with self._faults.during_batch(batch.number):
+                num_joined = runner.num_joined_examples(batch.tensors[0])
+            is_small = num_waiting + batch.num_examples <= num_joined
             if waiting and not (is_small and waiting[-1].precedes(batch)):
                 self._run_batches(runner, waiting)
                 waiting = []
@@ -93,7 +94,7 @@ class DataPass:
                 continue
             waiting.append(batch)
             num_waiting += batch.num_examples
-            if num_waiting >= runner.num_joined_examples:
+            if num_waiting >= num_joined:
                 self._run_batches(runner, waiting)
                 waiting = []
                 num_waiting = 0
