@@ -1,5 +1,6 @@
 """Chunks: parts of a batch whose output gradients fit the memory bound."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, reached_examples
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
+from laplace_debias.curvature.layers.tap import has_python_functions
 from laplace_debias.curvature.network.batches import weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
+from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.system.memory import is_out_of_memory
 
 # The memory bound divided by the memory of a chunk's output gradients, by device type. On a CPU
@@ -58,26 +61,40 @@ class Chunk:
         return first, Chunk(slice(middle, self.examples.stop), self.added)
 
 
+@dataclass(frozen=True)
+class _ExampleSize:
+    """The memory that an example needs, and how many examples are run together.
+
+    Attributes:
+        num_columns: The number of columns of output gradients that are computed together.
+        num_bytes: The bytes of these columns.
+        num_examples: The number of examples in a chunk.
+        num_joined_examples: The number of examples up to which batches are run together; 0 for
+            none.
+    """
+
+    num_columns: int
+    num_bytes: int
+    num_examples: int
+    num_joined_examples: int
+
+
 class ChunkRunner:
     """A runner that passes batches forward and back through the network, chunk by chunk.
 
-    The size of a chunk keeps the output gradients within the memory bound. A chunk for which there
-    is not enough memory is run again by halves; every record is added once.
+    The size of a chunk keeps the output gradients within the memory bound. An example of each shape
+    is run to find out what it needs. A chunk for which there is not enough memory is run again by
+    halves; every record is added once.
 
     Args:
         accumulator: It is given the records.
-        x: The inputs of the first batch, one of which is run to find out what an example needs.
-
-    Attributes:
-        num_joined_examples: The number of examples up to which batches are run together; 0 for
-            none.
+        x: The inputs of the first batch.
     """
 
     def __init__(self, accumulator: Accumulator, x: Inputs) -> None:
         self._accumulator = accumulator
         self._context = accumulator.context
         context = self._context
-        tap = context.tap
         outputs, num_joined_examples = run_example(context, x)
         self._positions: PositionFinder | None = None
         if accumulator.needs_positions:
@@ -85,11 +102,42 @@ class ChunkRunner:
                 context.network,
                 context.blocks,
                 context.cotangents,
-                layer_calls=tap.layer_calls,
+                layer_calls=context.tap.layer_calls,
                 outputs=outputs,
             )
+        # The most bytes of output gradients in a chunk, after memory ran out.
+        self._most_bytes = sys.maxsize
+        self._sizes = {_example_shapes(x): self._size(outputs, num_joined_examples)}
+        # Processors convolve images in this layout in less time.
+        self._is_channels_last = _supports_channels_last(context, x, outputs)
+        context.tap.forget()
+
+    def num_joined_examples(self, x: Inputs) -> int:
+        """Return the number of examples up to which batches are run together; 0 for none."""
+        return self._size_of(x).num_joined_examples
+
+    def _size_of(self, x: Inputs) -> _ExampleSize:
+        """Return what an example of these inputs needs. The first one of each shape is run."""
+        shapes = _example_shapes(x)
+        if shapes not in self._sizes:
+            try:
+                outputs, num_joined_examples = run_example(self._context, x)
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error):
+                    raise _not_enough_memory(Chunk(slice(0, 1)), error) from error
+                raise
+            self._sizes[shapes] = self._size(outputs, num_joined_examples)
+            if self._is_channels_last:
+                self._is_channels_last = _supports_channels_last(self._context, x, outputs)
+            self._context.tap.forget()
+        return self._sizes[shapes]
+
+    def _size(self, outputs: Tensor, num_joined_examples: int) -> _ExampleSize:
+        """Compute what an example needs, from its outputs in the last forward pass of the tap."""
+        context = self._context
+        tap = context.tap
         num_columns = _num_columns(context, outputs)
-        column_bytes = tap.output_bytes + accumulator.row_bytes
+        column_bytes = tap.output_bytes + self._accumulator.row_bytes
         bound = granted(
             context.memory_bound,
             column_bytes,
@@ -97,15 +145,13 @@ class ChunkRunner:
             context.device,
         )
         num_columns = min(num_columns, bound // column_bytes)
-        if accumulator.takes_single_columns and tap.one_by_one:
+        if self._accumulator.takes_single_columns and tap.one_by_one:
             num_columns = 1
-        self._num_columns = num_columns
+        num_bytes = num_columns * column_bytes
         chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
-        self._num_examples = max(1, chunk_bound // (num_columns * column_bytes))
-        self.num_joined_examples = min(num_joined_examples, self._num_examples)
-        # Processors convolve images in this layout in less time.
-        self._is_channels_last = tap.one_by_one and isinstance(x, Tensor) and x.ndim == 4
-        tap.forget()
+        num_examples = max(1, chunk_bound // num_bytes)
+        num_joined_examples = min(num_joined_examples, num_examples)
+        return _ExampleSize(num_columns, num_bytes, num_examples, num_joined_examples)
 
     def run(self, batch: tuple[Any, ...], first_index: int, totals: DataTotals) -> None:
         """Run a batch and add it to the totals.
@@ -117,14 +163,18 @@ class ChunkRunner:
             RuntimeError: If memory runs out for one example, or while a record is added.
         """
         _check_weights(self._context.blocks, batch)
+        size = self._size_of(batch[0])
         pending = [Chunk(slice(0, len(batch[1])))]
         while pending:
-            chunk, remaining = pending.pop().split(self._num_examples)
+            num_fitting = max(1, self._most_bytes // size.num_bytes)
+            chunk, remaining = pending.pop().split(min(size.num_examples, num_fitting))
             if remaining is not None:
                 pending.append(remaining)
             added = set(chunk.added)
             try:
-                self._run_chunk(batch, first_index, chunk, added=added, totals=totals)
+                self._run_chunk(
+                    batch, first_index, chunk, size.num_columns, added=added, totals=totals
+                )
                 continue
             except UnfinishedSumError as error:
                 if not is_out_of_memory(error.cause):
@@ -138,7 +188,7 @@ class ChunkRunner:
                     raise
             # Outside `except`, whose error keeps the chunk's tensors alive.
             if is_too_large:
-                self._num_examples = chunk.size // 2
+                self._most_bytes = chunk.size // 2 * size.num_bytes
             else:
                 self._is_channels_last = False
             if self._accumulator.row_bytes:
@@ -152,6 +202,7 @@ class ChunkRunner:
         batch: tuple[Any, ...],
         first_index: int,
         chunk: Chunk,
+        num_columns: int,
         added: set[RecordKey],
         totals: DataTotals,
     ) -> None:
@@ -181,7 +232,7 @@ class ChunkRunner:
         if weights is not None:
             root_weights = weights.sqrt()
             columns = scale_examples(columns, root_weights, 1)
-        column_groups = columns.split(self._num_columns)
+        column_groups = columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
             for record in context.backend.backward(outputs, group, keeps_graph):
@@ -236,6 +287,55 @@ def run_example(context: FitContext, x: Inputs) -> tuple[Tensor, int]:
     input_bytes = sum(tensor.nbytes for tensor in tensors_of(example))
     num_fitting = _JOINED_BYTES // (input_bytes + sum(activation_bytes))
     return outputs, min(num_fitting, _MOST_JOINED_EXAMPLES)
+
+
+def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
+    """Return the shapes of one example of some inputs."""
+    return tuple(tensor.shape[1:] for tensor in tensors_of(x))
+
+
+def _supports_channels_last(context: FitContext, x: Inputs, outputs: Tensor) -> bool:
+    """Whether images may be converted to the layout `channels_last`, and are not in it yet.
+
+    A model that reads numbers in the order of memory (`as_strided`) computes other values then. So
+    the first example is run again in this layout. In a `torch.autograd.Function`, gradients may be
+    read in the order of memory, which no forward pass shows.
+
+    Args:
+        context: Its tap has just run the first of the inputs.
+        x: The inputs.
+        outputs: The outputs of the first of the inputs.
+    """
+    tap = context.tap
+    if not tap.one_by_one or has_python_functions(outputs):
+        return False
+    example = move(take(x, slice(0, 1)), context.device, None)
+    if not isinstance(example, Tensor) or example.ndim != 4:
+        return False
+    if example.is_contiguous(memory_format=torch.channels_last):
+        return False
+    values = [outputs, *(layer_call.x for layer_call in tap.layer_calls)]
+    try:
+        converted_outputs = tap.forward(example.contiguous(memory_format=torch.channels_last))
+    # A forward pass may raise anything.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    converted_values = [converted_outputs, *(layer_call.x for layer_call in tap.layer_calls)]
+    eps = max(coarsest_eps(context.network), torch.finfo(outputs.dtype).eps)
+    return len(values) == len(converted_values) and all(
+        _are_close(*pair, tolerance=eps**0.5) for pair in zip(values, converted_values, strict=True)
+    )
+
+
+def _are_close(x: Tensor, y: Tensor, tolerance: float) -> bool:
+    if x.shape != y.shape:
+        return False
+    if not x.is_floating_point():
+        return True  # The layer's outputs are compared, where they are used.
+    x, y = x.detach(), y.detach()
+    return bool((x - y).norm() <= tolerance * x.norm())
 
 
 @contextmanager

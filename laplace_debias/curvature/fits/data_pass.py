@@ -87,8 +87,9 @@ class DataPass:
         for batch in _numbered(data, first):
             if runner is None:
                 runner = ChunkRunner(self.accumulator, batch.tensors[0])
-            num_together = num_waiting + batch.num_examples
-            is_small = num_together <= runner.num_joined_examples
+            with self._faults.during_batch(batch.number):
+                num_joined = runner.num_joined_examples(batch.tensors[0])
+            is_small = num_waiting + batch.num_examples <= num_joined
             if waiting and not (is_small and waiting[-1].precedes(batch)):
                 self._run_batches(runner, waiting)
                 waiting = []
@@ -98,7 +99,7 @@ class DataPass:
             if checkpoint.has(batch.tensors):
                 continue
             num_waiting += batch.num_examples
-            if num_waiting < runner.num_joined_examples:
+            if num_waiting < num_joined:
                 waiting.append(batch.copied())
                 continue
             self._run_batches(runner, [*waiting, batch])

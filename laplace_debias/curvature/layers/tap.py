@@ -480,7 +480,7 @@ class Tap:
         is_one_by_one = len(columns) == 1
         if self.one_by_one and not is_one_by_one:
             fits = self._fits_in_cache(outputs, columns)
-            is_one_by_one = not fits or _has_python_functions(outputs)
+            is_one_by_one = not fits or has_python_functions(outputs)
         passes = list(columns) if is_one_by_one else [columns]
         edges = [z.edge for z in targets.values() if z.edge is not None]
         gradients: dict[int, Tensor] = {}
@@ -537,7 +537,7 @@ class Tap:
         return num_gradients * self.output_bytes <= _MOST_BYTES_TOGETHER
 
 
-def _has_python_functions(outputs: Tensor) -> bool:
+def has_python_functions(outputs: Tensor) -> bool:
     """Whether the outputs depend on a `torch.autograd.Function`, whose code may not be vectorised.
 
     It may read numbers, or, as that of `fully_shard`, call further functions.
