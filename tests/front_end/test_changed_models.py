@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import close, flat_jacobian, functional_covariance
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.network import fingerprints as watch
@@ -317,3 +318,36 @@ def test_a_changed_model_is_verified_once(monkeypatch):
             la.functional(x, differentiable=True)
         assert len(verified) == num_verified
         hook_of_body(la.model)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.head, "weight", 0.5)
+
+
+def parametrised(model):
+    parametrizations.weight_norm(model.head)
+
+
+def deleted(model):
+    del model.head
+
+
+def wrapped(model):
+    model.head = nn.Sequential(model.head)
+
+
+def without_weight(model):
+    model.head.weight = None
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("change", [pruned, parametrised, deleted, wrapped, without_weight])
+def test_a_bayesian_parameter_that_is_gone_is_named(change, params):
+    la, x = fitted_net(params)
+    la.predict(x)
+    change(la.model)
+    for predict in (la.predict, la.functional):
+        with pytest.raises(
+            RuntimeError, match=r"no longer has the parameter head\.weight.*Undo.*, or fit again"
+        ):
+            predict(x)
