@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.plan import available_memory, check_memory, least_bytes
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.laplace.prepared import PreparedFit, examine
 from laplace_debias.laplace.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.schemes import Added, Full, Scheme
@@ -246,6 +247,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         mode=prepared.mode,
         num_targets=num_targets,
         link=state.link,
+        prediction_cache=PredictionCache(verified=snapshot_of_modules(state.spec)),
         report=curvature_fit.report,
     )
 

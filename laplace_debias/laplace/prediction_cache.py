@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layers.resolve import differing_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.module_snapshot import (
@@ -17,7 +18,7 @@ from laplace_debias.curvature.network.module_snapshot import (
 )
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.precision import NARROW
-from laplace_debias.curvature.network.shared_copy import are_constant
+from laplace_debias.curvature.network.shared_copy import are_constant, refuse_calls
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
@@ -39,6 +40,7 @@ class PreparedModel:
     Attributes:
         tap: The tap, on the copy.
         sizes: Sizes of the chunks of inputs, by what they depend on.
+        is_new: Whether no prediction has used the copy yet.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PreparedModel:
         if not (self.tap.learns_dims or is_narrow or self._model_snapshot is None):
             self._copy_snapshot = _snapshot(self.tap.network)
             self.tap.save_attributes()
+        self.is_new = True
         self.sizes: dict[Hashable, Any] = {}
         self._ends_in_layer = True
         self._values: dict[Hashable, Any] = {}
@@ -138,10 +141,14 @@ class PredictionCache:
     a submodule, or the place of a tensor. The parameters of the copy are the user's, and the
     buffers are read at every prediction. Models whose modules hold anything else that may change
     are copied every time. A copy of this object, or what comes out of a pickle, is empty.
+
+    Args:
+        verified: The modules with which the blocks were verified; None if that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verified: ModuleSnapshot | None = None) -> None:
         self._idle: list[PreparedModel] = []
+        self._verified = verified
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PredictionCache, ()
@@ -165,8 +172,44 @@ class PredictionCache:
         yield prepared
         # An exception drops the copy, whose state may be anything.
         prepared.tap.start_anew()
+        prepared.is_new = False
         if prepared.is_reusable and len(self._idle) < _MOST_IDLE:
             self._idle.append(prepared)
+
+    @contextmanager
+    def first_use(
+        self, spec: ModelSpec, parameters: ParameterBlocks, network: nn.Module, x: Inputs
+    ) -> Iterator[None]:
+        """Check a new working copy while it is used for the first time.
+
+        If the modules have changed since the blocks were verified, they are verified once more, on
+        two examples.
+
+        Args:
+            spec: The model.
+            parameters: The Bayesian parameters and their blocks.
+            network: The copy.
+            x: The inputs of the prediction.
+
+        Raises:
+            NotImplementedError: If the copy calls the user's own modules.
+            RuntimeError: If the outputs depend on the parameters otherwise than at the fit.
+        """
+        with refuse_calls(spec.plain_model, parameters.names, network):
+            verified = self._verified
+            model = without_outer_wrappers(spec.model)
+            if verified is not None and not verified.is_current(model):
+                other = spec.network(parameters.names)
+                differing = differing_blocks(other, parameters.blocks, parameters.names, x)
+                if differing:
+                    raise RuntimeError(
+                        "The model has changed since the fit. Its outputs now depend on "
+                        f"{list(differing[0].parameters)} in another way, for example through "
+                        "another forward pass of the layer or a second use of its weights, so the "
+                        "posterior is no longer valid. Undo the change, or fit again."
+                    )
+                self._verified = snapshot_of_modules(spec)
+            yield
 
     def _take_current(
         self, spec: ModelSpec, snapshot: ModuleSnapshot | None
@@ -212,6 +255,12 @@ def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
     for block in posterior.curvature.blocks.values():
         tensors += [value for value in vars(block).values() if isinstance(value, Tensor)]
     return tensors
+
+
+def snapshot_of_modules(spec: ModelSpec) -> ModuleSnapshot | None:
+    """Take a snapshot of a model's modules; None if changes of them cannot be detected."""
+    model = without_outer_wrappers(spec.model)
+    return _snapshot(model) if spec.plain_model is model else None
 
 
 def _snapshot(model: nn.Module) -> ModuleSnapshot | None:

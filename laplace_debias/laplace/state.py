@@ -171,7 +171,7 @@ class FittedPosterior:
         if snapshot is not None:
             return snapshot
         plain = self.spec.plain_model
-        parameters = [plain.get_parameter(name).detach() for name in names]
+        parameters = [_parameter(plain, name).detach() for name in names]
         dtypes = {wide(parameter.dtype) for parameter in parameters}
         dtype = reduce(torch.promote_types, dtypes)
         for parameter in parameters:
@@ -242,6 +242,18 @@ class FittedPosterior:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """Return the Bayesian parameter of a name."""
+    try:
+        return model.get_parameter(name)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"The model no longer has the parameter {name}: it has changed since the fit, for "
+            "example by pruning, a parametrisation or a new module around a layer. The posterior "
+            "is no longer valid. Undo the change, or fit again."
+        ) from error
 
 
 def _check_same_temperature(posterior: GaussianPosterior, temperature: float) -> None:

@@ -1,10 +1,11 @@
 """Modules that are called by a reference which is no submodule: a copy calls the original."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from oracle import close
+from oracle import close, flat_jacobian, functional_covariance
 from torch import nn
 
 from laplace_debias import Laplace
@@ -95,3 +96,96 @@ def test_frozen_layers_may_be_called_by_any_reference():
     close(la.posterior.covariance.to_dense(), expected, 1e-10)
     J = GGN(model, LOSS, [(x, y)], params=["head.weight"])
     close(J.to_dense(), exact / 6, 1e-10)
+
+
+def sequential():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+
+
+def compiled_model(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def compiled_layer(model):
+    model[0].forward = torch.compile(model[0].forward, backend="eager")
+
+
+def traced(compiled):
+    """After some calls, a compiled function no longer runs the hooks of all modules."""
+
+    def change(model):
+        compiled(model)
+        for size in (6, 2):
+            model(data()[0][:size])
+
+    change.__name__ = f"traced_{compiled.__name__}"
+    return change
+
+
+COMPILED = [compiled_model, compiled_layer, traced(compiled_model), traced(compiled_layer)]
+
+
+def replaced_by_lambda(model):
+    forward = model.forward
+    model.forward = lambda x: forward(1 * x)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("change", COMPILED)
+def test_covariances_of_a_model_whose_forward_is_compiled_are_exact(
+    change, params, differentiable, tmp_path
+):
+    """It may be compiled after a fit, before a posterior is loaded, or before a fit."""
+    plain = sequential()
+    x, y = data()
+    changed = Laplace(copy.deepcopy(plain), params=params).fit_batches([(x, y)])
+    changed.save(tmp_path / "posterior.pt")
+    change(changed.model)
+    model = copy.deepcopy(plain)
+    change(model)
+    loaded = Laplace.load(tmp_path / "posterior.pt", model)
+    fitted = Laplace(model, params=params).fit_batches([(x, y)])
+    J = flat_jacobian(plain, x, changed.param_names)
+    expected = functional_covariance(J, changed.posterior.covariance.to_dense())
+    for la in (changed, loaded, fitted):
+        close(la.functional(x, differentiable=differentiable)[1].detach(), expected)
+
+
+@pytest.mark.parametrize("change", COMPILED)
+def test_the_ggn_of_a_model_whose_forward_is_compiled_is_exact(change):
+    x, y = data()
+    expected = GGN(sequential(), LOSS, [(x, y)]).to_dense()
+    model = sequential()
+    change(model)
+    close(GGN(model, LOSS, [(x, y)]).to_dense(), expected)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize(
+    "predict",
+    [
+        lambda la, x: la.functional(x),
+        lambda la, x: la.functional(x, diagonal=True),
+        lambda la, x: la.functional(x, joint=True),
+        lambda la, x: la.functional(x, differentiable=True),
+        lambda la, x: la.predict(x),
+        lambda la, x: la.predict(x, "nn"),
+    ],
+    ids=["functional", "diagonal", "joint", "differentiable", "predict", "nn"],
+)
+def test_predictions_refuse_a_forward_that_calls_the_modules_of_the_user(predict, params, tmp_path):
+    """Without an error, all covariances would be zero."""
+    x, y = data()
+    changed = Laplace(sequential(), params=params).fit_batches([(x, y)])
+    changed.save(tmp_path / "posterior.pt")
+    predict(changed, x)
+    replaced_by_lambda(changed.model)
+    model = sequential()
+    replaced_by_lambda(model)
+    for la in (changed, Laplace.load(tmp_path / "posterior.pt", model)):
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="a function that replaces a `forward`"):
+                predict(la, x)
+    assert not nn.modules.module._global_forward_pre_hooks

@@ -5,11 +5,14 @@ import pickle
 
 import pytest
 import torch
+from oracle import close, flat_jacobian, functional_covariance
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.network import fingerprints as watch
 from laplace_debias.curvature.network.fingerprints import ChangeDetector, fingerprint
+from laplace_debias.laplace import prediction_cache
 
 LARGE = 100
 
@@ -201,3 +204,150 @@ def test_tensors_of_every_kind_are_watched(tensor):
         tensor = tensor.to_dense() if tensor.is_sparse else tensor
         model.held = ~tensor if tensor.dtype == torch.bool else tensor + 1
         assert watching.changed(model, [], sums) == ["held"]
+
+
+class Net(nn.Module):
+    """A network whose forward pass depends on an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+        self.uses_head_twice = False
+        self.adds_square = False
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        hidden = torch.tanh(self.body(x))
+        outputs = self.head(hidden)
+        if self.uses_head_twice:
+            outputs = outputs + self.head(2 * hidden)
+        if self.adds_square:
+            outputs = outputs + self.head.weight.square().sum() * hidden[:, :1]
+        return outputs
+
+
+class Half(nn.Linear):
+    """A linear layer with another forward pass."""
+
+    def forward(self, x):
+        """Half of the outputs."""
+        return super().forward(x) / 2
+
+
+def half_head(model):
+    head = Half(5, 3).double()
+    head.load_state_dict(model.head.state_dict())
+    model.head = head
+
+
+def half_head_by_class(model):
+    model.head.__class__ = Half
+
+
+def square_of_head(model):
+    model.adds_square = True
+
+
+def fitted_net(params):
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    la = Laplace(Net().double().eval(), params=params, curvature="full")
+    return la.fit_batches([(x, torch.arange(6) % 3)]), x
+
+
+@pytest.mark.parametrize("predicts_before", [False, True])
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("change", [half_head, half_head_by_class, square_of_head])
+def test_a_layer_that_is_used_otherwise_than_at_the_fit_raises(change, params, predicts_before):
+    la, x = fitted_net(params)
+    if predicts_before:
+        la.predict(x)
+    change(la.model)
+    for size in (6, 1):
+        for options in ({}, {"joint": True}, {"differentiable": True}):
+            with pytest.raises(
+                RuntimeError, match=r"changed since the fit.*\['head.weight'.*Undo.*or fit again"
+            ):
+                la.functional(x[:size], **options)
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.predict(x, "nn")
+
+
+def hook_of_body(model):
+    model.body.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+
+
+def hook_of_head(model):
+    model.head.register_forward_pre_hook(lambda module, inputs: (inputs[0].square(),))
+
+
+def half_body(model):
+    model.body.__class__ = Half
+
+
+def head_twice(model):
+    model.uses_head_twice = True
+
+
+def train(model):
+    model.train()
+
+
+@pytest.mark.parametrize("change", [hook_of_body, hook_of_head, half_body, head_twice, train])
+def test_a_change_that_the_blocks_describe_is_accepted(change):
+    la, x = fitted_net("last_layer")
+    la.predict(x)
+    change(la.model)
+    J = flat_jacobian(copy.deepcopy(la.model).eval(), x, la.param_names)
+    expected = functional_covariance(J, la.posterior.covariance.to_dense())
+    for size in (6, 1):
+        close(la.functional(x[:size])[1], expected[:size])
+
+
+def test_a_changed_model_is_verified_once(monkeypatch):
+    verified = []
+    verify = prediction_cache.differing_blocks
+    monkeypatch.setattr(
+        prediction_cache, "differing_blocks", lambda *args: verified.append(args) or verify(*args)
+    )
+    la, x = fitted_net("all")
+    for num_verified in (0, 1, 2):
+        for _ in range(3):
+            la.predict(x)
+            la.functional(x, differentiable=True)
+        assert len(verified) == num_verified
+        hook_of_body(la.model)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.head, "weight", 0.5)
+
+
+def parametrised(model):
+    parametrizations.weight_norm(model.head)
+
+
+def deleted(model):
+    del model.head
+
+
+def wrapped(model):
+    model.head = nn.Sequential(model.head)
+
+
+def without_weight(model):
+    model.head.weight = None
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("change", [pruned, parametrised, deleted, wrapped, without_weight])
+def test_a_bayesian_parameter_that_is_gone_is_named(change, params):
+    la, x = fitted_net(params)
+    la.predict(x)
+    change(la.model)
+    for predict in (la.predict, la.functional):
+        with pytest.raises(
+            RuntimeError, match=r"no longer has the parameter head\.weight.*Undo.*, or fit again"
+        ):
+            predict(x)

@@ -138,9 +138,11 @@ def classifier(num_classes, num_features=16, num_data=12, seed=0, **options):
 
 
 def test_the_variances_of_many_classes_need_one_forward_pass_of_all_examples():
-    la, model, x, _ = classifier(num_classes=400)
+    la, model, x, y = classifier(num_classes=400)
     batch_sizes = []
     model[0].register_forward_hook(lambda layer, inputs, output: batch_sizes.append(len(output)))
+    la.fit_batches([(x, y)], num_data=100)
+    batch_sizes.clear()
     la.functional(x, diagonal=True)
     # The first example decides how many more go together.
     assert batch_sizes == [1, len(x)]

@@ -30,7 +30,11 @@ from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.reference import FIRST_EXAMPLES, Reference, find_references
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
-from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
+from laplace_debias.curvature.network.outputs import (
+    are_repeated,
+    check_outputs,
+    check_repeatable,
+)
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
@@ -114,6 +118,30 @@ def resolve(
             )
 
 
+def differing_blocks(
+    network: nn.Module, blocks: Sequence[Block], names: Sequence[str], x: Inputs
+) -> list[Block]:
+    """Find blocks that do not agree with automatic differentiation on the first two examples.
+
+    There are none if two passes give different outputs. Sites that cannot be measured on so few
+    examples are left out; a pass over all examples raises an error.
+    """
+    few = take(x, slice(0, 2))
+    if num_examples(few) == 1:
+        few = join([few, few])
+    reference = Reference.compute(network, names, few)
+    check_outputs(reference.outputs)
+    tap = Tap(network, blocks)
+    if reference.is_partial:
+        # The dimensions of the examples are clear in a batch of them.
+        tap.forward(take(x, slice(0, FIRST_EXAMPLES)), strict=False)
+    outputs = tap.forward(few, strict=False)
+    if not are_repeated(reference.outputs, outputs):
+        return []
+    compared = [block for block in blocks if block.site not in tap.faults]
+    return list(_different(tap, compared, outputs, reference))
+
+
 def _wrong(
     tap: Tap,
     blocks: Sequence[Block],
@@ -144,7 +172,7 @@ def _wrong(
             for block in blocks
             if block.site not in faults and reference.gradients.keys() >= set(block.parameters)
         ]
-        wrong |= _different(tap, blocks, compared, outputs, reference)
+        wrong |= _different(tap, compared, outputs, reference)
     for block in blocks:
         if block.site in faults:
             wrong[block] = faults[block.site]
@@ -153,7 +181,6 @@ def _wrong(
 
 def _different(
     tap: Tap,
-    blocks: Sequence[Block],
     compared: Sequence[Block],
     outputs: Tensor,
     reference: Reference,

@@ -176,15 +176,20 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     return outputs.ndim > 1 and len(outputs) == 1
 
 
+def are_repeated(outputs: Tensor, again: Tensor) -> bool:
+    """Whether two forward passes give the same outputs, up to rounding."""
+    if again.shape != outputs.shape:
+        return False
+    return torch.allclose(outputs, again, 1e-3, 1e-5 * float(outputs.abs().max()))
+
+
 def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outputs: Tensor) -> None:
     """Require outputs that are the same again, with any other examples in the batch."""
-    largest = float(outputs.abs().max())
-    has_its_shape = batch_outputs.shape == outputs.shape
-    if has_its_shape and torch.allclose(outputs, batch_outputs, 1e-3, 1e-5 * largest):
+    if are_repeated(outputs, batch_outputs):
         return
     with torch.no_grad(), preserve_attributes(network.modules()):
         again = call(network, x)
-    if again.shape != outputs.shape or not torch.allclose(outputs, again, 1e-3, 1e-5 * largest):
+    if not are_repeated(outputs, again):
         raise ValueError(
             "Two forward passes give different outputs, so the model is not deterministic "
             "(`F.dropout` without `training=self.training`, added noise, ...). Make its "
@@ -193,6 +198,8 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outpu
     # Other sizes of a batch have other roundings.
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
+    largest = float(outputs.abs().max())
+    has_its_shape = batch_outputs.shape == outputs.shape
     if not (
         has_its_shape and torch.allclose(outputs, batch_outputs, tolerance, tolerance * largest)
     ):

@@ -1,9 +1,11 @@
 """A copy of the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
+import inspect
 import threading
+import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -68,6 +70,8 @@ def shared_copy(model: nn.Module) -> nn.Module:
     for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
         layer_rule(copied).use_dense_gradients(copied)
         for name, attribute in vars(module).items():
+            if _is_of_compiler(attribute) and name in vars(copied):
+                _bind_to_copy(copied, name, attribute, memo)
             if type(attribute) is dict and not name.startswith("_"):
                 for key, value in attribute.items():
                     if isinstance(value, Tensor) and not value.is_leaf:
@@ -76,6 +80,36 @@ def shared_copy(model: nn.Module) -> nn.Module:
     keep_differentiable(copied_model)
     recompute_weights(copied_model)
     return copied_model.eval()
+
+
+def _is_of_compiler(function: Any) -> bool:
+    """Whether a function is a wrapper that `torch.compile` makes."""
+    is_function = type(function) is types.FunctionType
+    return is_function and function.__globals__.get("__name__", "").startswith("torch._dynamo")
+
+
+def _bind_to_copy(
+    copied: nn.Module, name: str, compiled: Callable[..., Any], memo: dict[int, object]
+) -> None:
+    """Replace a compiled method by the method itself, bound to the copy.
+
+    The compiled function goes on to call the modules that it was compiled for. If it was traced
+    before, it runs no global hooks, so that `refuse_calls` would not notice.
+
+    Args:
+        copied: The copied module.
+        name: The attribute that holds the compiled function.
+        compiled: The compiled function.
+        memo: The copies of the model's modules, by the `id` of the modules.
+    """
+    method = inspect.unwrap(compiled, stop=lambda function: not _is_of_compiler(function))
+    if id(getattr(method, "__self__", None)) in memo:
+        method = copy.deepcopy(method, memo)
+    elif name != "forward":
+        return
+    del vars(copied)[name]
+    if getattr(copied, name, None) != method:
+        vars(copied)[name] = method
 
 
 @contextmanager
@@ -106,9 +140,9 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
         if name is not None and threading.get_ident() == thread:
             raise NotImplementedError(
                 f"The model calls {name}, a {type(module).__name__}, which is not one of its "
-                "submodules (it may be in a lambda or a list). Derivatives with respect to its "
-                "parameters cannot be computed. Make it an attribute of the module that calls "
-                "it, or exclude its parameters."
+                "submodules (it may be in a lambda, in a list, or in a function that replaces a "
+                "`forward`). Derivatives with respect to its parameters cannot be computed. Make "
+                "it an attribute of the module that calls it, or exclude its parameters."
             )
 
     # Hooks of the user's own modules would be in the copies that other threads make meanwhile.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -126,27 +127,31 @@ def prediction_context(
         snapshot = fitted.check_unchanged()
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
+        cache = fitted.prediction_cache
+        first_use = partial(cache.first_use, fitted.spec, fitted.parameters)
         if positions is None and not keeps_graph:
-            borrowed = fitted.prediction_cache.borrow(fitted.spec, fitted.parameters, snapshot)
+            borrowed = cache.borrow(fitted.spec, fitted.parameters, snapshot)
             with borrowed as prepared:
                 network = prepared.tap.network
                 try:
-                    yield PredictionContext(network, x, prepared=prepared)
+                    with first_use(network, x) if prepared.is_new else nullcontext():
+                        yield PredictionContext(network, x, prepared=prepared)
                 except Exception as error:
                     explain_unbatched(error, network, x)
                     raise
             return
         network = fitted.network()
         try:
-            if positions is None:
-                yield PredictionContext(network, x)
-                return
-            chosen = choose_positions(network, x, positions)
-            head = chosen.head
-            if head is not None and not restricts_head(head):
-                head = None
-            at_positions = chosen.network(network, before_head=head is not None)
-            yield PredictionContext(at_positions, chosen.inputs(x), chosen, head)
+            with first_use(network, x):
+                if positions is None:
+                    yield PredictionContext(network, x)
+                    return
+                chosen = choose_positions(network, x, positions)
+                head = chosen.head
+                if head is not None and not restricts_head(head):
+                    head = None
+                at_positions = chosen.network(network, before_head=head is not None)
+                yield PredictionContext(at_positions, chosen.inputs(x), chosen, head)
         except Exception as error:
             explain_unbatched(error, network, x)
             raise
