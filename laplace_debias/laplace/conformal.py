@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
-from torch.nn import functional
 
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -98,11 +98,11 @@ def mass_above(
     """
     ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(1, probs.shape[-1] + 1, dtype=torch.float64, device=probs.device)
-    above = ordered.cumsum(-1) - ordered
+    probability_above = ordered.cumsum(-1) - ordered
     # No class of several equally probable ones is above another.
-    is_tied = functional.pad(ordered.diff(dim=-1) == 0, (1, 0))
-    above = above.masked_fill(is_tied, 0).cummax(-1).values
-    scores = above + penalty * (ranks - free_rank).clamp(min=0)
+    is_tied = F.pad(ordered.diff(dim=-1) == 0, (1, 0))
+    probability_above = probability_above.masked_fill(is_tied, 0).cummax(-1).values
+    scores = probability_above + penalty * (ranks - free_rank).clamp(min=0)
     by_class = torch.empty_like(scores)
     return by_class.scatter(-1, order, scores)
 

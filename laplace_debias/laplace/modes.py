@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.network.batches import Batches, check_batches
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
@@ -61,8 +63,15 @@ def scheme_of_mode(
 
 def _copied(batch: Any) -> Any:
     """Copy a batch, since a loader may write the next one into the same memory."""
+    return pytree.tree_map(_copied_leaf, batch)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    """Copy a tensor, or an object of a library that holds tensors."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
     try:
-        return copy.deepcopy(batch)
-    except RuntimeError:
-        # A tensor with a graph cannot be copied, and was made for this batch alone.
-        return batch
+        return copy.deepcopy(leaf)
+    except (RuntimeError, TypeError):
+        # An object that cannot be copied, such as an open file, stays as it is.
+        return leaf

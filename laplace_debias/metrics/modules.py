@@ -62,6 +62,8 @@ class _OverBatches(Metric):
     _function: Callable[..., Tensor]
     _check: Callable[..., object]
     _num_inputs: int
+    # Whether a value needs both ID and OOD examples.
+    _needs_both_kinds: bool
     _option_defaults: Mapping[str, Any]
 
     def __init__(self, **options: Any) -> None:
@@ -79,7 +81,7 @@ class _OverBatches(Metric):
             self.add_state(f"given_{number}", [], dist_reduce_fx="cat")
 
     def forward(self, *batch: Tensor) -> Float[Tensor, ""]:
-        """Add a batch, and return its value; NaN for a batch that has none by itself."""
+        """Add a batch, and return its value; NaN if a kind of examples is missing in it."""
         self._is_in_forward = True
         try:
             return super().forward(*batch)
@@ -98,13 +100,9 @@ class _OverBatches(Metric):
         if isinstance(batches[0], list) and not batches[0]:
             raise ValueError(f"{type(self).__name__} has no examples. Call `update` first.")
         examples = [dim_zero_cat(batch) for batch in batches]
-        try:
-            return self._function(*examples, **self._options)
-        except ValueError:
-            # A batch may have OOD examples only, or none.
-            if self._is_in_forward:
-                return torch.tensor(torch.nan, device=examples[0].device)
-            raise
+        if self._is_in_forward and self._needs_both_kinds and len(examples[1].unique()) < 2:
+            return torch.tensor(torch.nan, device=examples[0].device)
+        return self._function(*examples, **self._options)
 
 
 def _check_labelled_scores(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
@@ -133,6 +131,7 @@ def _metric_class(
             "__module__": __name__,
             "_function": staticmethod(function),
             "_check": staticmethod(check),
+            "_needs_both_kinds": check is _check_labelled_scores,
             "_num_inputs": 3 if check is regression.check_gaussian else 2,
             "_option_defaults": MappingProxyType(defaults),
             "higher_is_better": {"higher": True, "lower": False}.get(definition.better or ""),

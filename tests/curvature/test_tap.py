@@ -437,6 +437,11 @@ def reading_hook(gradient):
     return gradient * (2.0 if gradient.abs().max().item() > 0 else 1.0)
 
 
+def branching_hook(gradient):
+    """A hook of a tensor with a branch on a gradient."""
+    return gradient * 2.0 if gradient.abs().max() > 0 else gradient
+
+
 def functions_in_python(h):
     return ReadsNumbers.apply(h)
 
@@ -447,7 +452,13 @@ def hooks_of_tensors(h):
     return h
 
 
-@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors])
+def hooks_with_branches(h):
+    if h.requires_grad:
+        h.register_hook(branching_hook)
+    return h
+
+
+@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors, hooks_with_branches])
 def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(within):
     class Net(nn.Sequential):
         def forward(self, x):
@@ -459,7 +470,7 @@ def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(w
         Laplace(Net(nn.Linear(3, 6), nn.Linear(6, 5)).eval()).fit(data)
 
 
-@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors])
+@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors, hooks_with_branches])
 def test_convolutions_with_code_that_reads_numbers_differentiate_one_column_after_the_other(within):
     class Net(Branched):
         def forward(self, x):

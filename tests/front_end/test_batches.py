@@ -260,3 +260,15 @@ def test_a_loader_may_write_every_batch_into_the_same_memory(mode):
     torch.testing.assert_close(
         actual.posterior.curvature.to_dense(), expected.posterior.curvature.to_dense()
     )
+
+
+@pytest.mark.parametrize("mode", ["mini", "debiased"])
+def test_a_batch_may_hold_what_cannot_be_copied(mode, tmp_path):
+    torch.manual_seed(0)
+    network = nn.Linear(4, 3)
+    with open(tmp_path / "log", "w") as file:
+        batches = ({"x": X.float(), "labels": Y, "log": file} for _ in range(2))
+        la = Laplace(network, batch=lambda batch: (batch["x"], batch["labels"]))
+        la.fit(batches, mode=mode, num_data=12)
+    expected = Laplace(network).fit([(X.float(), Y)] * 2, mode=mode, num_data=12)
+    assert la.posterior.curvature.to_dense().equal(expected.posterior.curvature.to_dense())

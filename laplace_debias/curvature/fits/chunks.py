@@ -17,7 +17,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, reached_examples
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
-from laplace_debias.curvature.layers.tap import has_python_functions
+from laplace_debias.curvature.layers.several_columns import has_python_functions
 from laplace_debias.curvature.network.batches import weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted

@@ -1,8 +1,8 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
@@ -25,6 +24,12 @@ from laplace_debias.curvature.layers.recorder import (
     RecordedCalls,
 )
 from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.layers.several_columns import (
+    explained_reading,
+    has_python_functions,
+    stacked,
+    vmapped,
+)
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     call,
@@ -488,8 +493,8 @@ class Tap:
             # Before the first pass, whose memory would lie between. An example's columns lie one
             # after the other, as products of Jacobians take them.
             for target, z in targets.items():
-                stacked = z.new_empty(z.shape[0], len(passes), *z.shape[1:])
-                gradients[target] = stacked.transpose(0, 1)
+                by_example = z.new_empty(z.shape[0], len(passes), *z.shape[1:])
+                gradients[target] = by_example.transpose(0, 1)
         for index, cotangents in enumerate(passes):
             with quiet():
                 keeps_graph = again or index + 1 < len(passes)
@@ -506,14 +511,14 @@ class Tap:
                 elif self.one_by_one:
                     together = partial(differentiate, retain_graph=True)
                     try:
-                        pass_gradients = _vmapped(together, cotangents)
+                        pass_gradients = vmapped(together, cotangents)
                     except RuntimeError as error:
                         if is_out_of_memory(error):
                             raise
                         # A tensor's hook may read numbers, which `torch.vmap` does not support.
-                        pass_gradients = _stacked([together(column) for column in cotangents])
+                        pass_gradients = stacked([together(column) for column in cotangents])
                 else:
-                    with _explained_reading():
+                    with explained_reading():
                         pass_gradients = differentiate(cotangents, is_grads_batched=True)
             reached = {}
             for target, gradient in zip(targets, pass_gradients, strict=True):
@@ -535,66 +540,6 @@ class Tap:
         """Whether the gradients are small, also those with which a fit checks the network."""
         num_gradients = max(len(columns) * len(outputs), _NUM_CHECKED)
         return num_gradients * self.output_bytes <= _MOST_BYTES_TOGETHER
-
-
-def has_python_functions(outputs: Tensor) -> bool:
-    """Whether the outputs depend on a `torch.autograd.Function`, whose code may not be vectorised.
-
-    It may read numbers, or, as that of `fully_shard`, call further functions.
-    """
-    nodes = [outputs.grad_fn]
-    visited = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, BackwardCFunction):
-            return True
-        if node is not None:
-            following = {function for function, _ in node.next_functions} - visited
-            visited |= following
-            nodes += following
-    return False
-
-
-@contextmanager
-def _explained_reading() -> Iterator[None]:
-    """Explain the error of a backward pass that reads numbers of several gradients together."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "item" not in str(error):
-            raise
-        raise NotImplementedError(
-            "The backward pass of the model reads a number from a gradient (`.item()`, or `if`), "
-            "in a hook of a tensor or in a `torch.autograd.Function`. This is not supported, "
-            "because the gradients of several outputs are computed together. Remove the hook "
-            "before the call, or use tensor operations such as `torch.where` in it."
-        ) from error
-
-
-def _vmapped(
-    differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
-) -> list[Tensor | None]:
-    """Differentiate for all columns together.
-
-    `torch.autograd.grad(is_grads_batched=True)` would run convolutions column by column.
-    """
-    is_reached: list[bool] = []
-
-    def reached_gradients(cotangents: Tensor) -> list[Tensor]:
-        gradients = differentiate(cotangents)
-        is_reached[:] = [gradient is not None for gradient in gradients]
-        return [gradient for gradient in gradients if gradient is not None]
-
-    reached = iter(torch.vmap(reached_gradients)(columns))
-    return [next(reached) if is_tensor else None for is_tensor in is_reached]
-
-
-def _stacked(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Stack the gradients of all columns; None where the outputs do not depend on a target."""
-    return [
-        None if gradients[0] is None else torch.stack(gradients)
-        for gradients in zip(*by_column, strict=True)
-    ]
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:

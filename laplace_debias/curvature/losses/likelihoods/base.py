@@ -256,7 +256,7 @@ class Likelihood(ABC):
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Return the name of the training loss, and the module that computes its mean."""
+        """Return the name of the training loss, and a module or likelihood for its mean."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":

@@ -55,7 +55,10 @@ class Poisson(Likelihood):
     variances_suffice = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require that the targets are counts and have the shape of the outputs."""
+        """Require that the targets are counts and have the shape of the outputs.
+
+        For a single output, the shape `[B]` is accepted too.
+        """
         self.check_predicted(outputs, targets)
         largest = outputs.max()
         limit = math.log(torch.finfo(outputs.dtype).max)
