@@ -33,7 +33,7 @@ def _ours(settings: Settings, dtype: torch.dtype) -> Callable[[], Run]:
     def build() -> Run:
         problem = problem_of(settings.model(), "mc", dtype=dtype)
         sums, seen = factor_sums(problem, Fold.consecutive([settings.data(settings.batch)]))
-        return lambda _: eigenbases(problem, dict(sums), seen.num_examples)
+        return lambda _: eigenbases(problem, dict(sums), seen)
 
     return build
 

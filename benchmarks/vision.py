@@ -125,7 +125,7 @@ def _eigenbases(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
         sums, seen = factor_sums(problem, Fold.consecutive([settings.data(_size(settings))]))
-        return lambda _: eigenbases(problem, dict(sums), seen.num_examples)
+        return lambda _: eigenbases(problem, dict(sums), seen)
 
     return build
 

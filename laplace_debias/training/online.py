@@ -178,7 +178,6 @@ class OnlineCurvature:
         self._decay_per_measurement = self.decay**self.every
         self._factors = RunningSum(self._decay_per_measurement, factor_dtype)
         self._magnitudes = RUNNING_MAGNITUDES[curvature](self._decay_per_measurement, factor_dtype)
-        self._totals = DataTotals()
         self._num_updates = 0
         self._bases: dict[Block, Eigenbasis] = {}
         self._parameters: ParameterBlocks | None = None
@@ -264,7 +263,7 @@ class OnlineCurvature:
         curvature = assemble(self._context, dict(self._bases), magnitudes)
         prepared = PreparedFit(state, self._parameters, self._context, size, MODE)
         return Laplace.from_posterior(
-            build_posterior(prepared, CurvatureFit(curvature, self._totals))
+            build_posterior(prepared, CurvatureFit(curvature, self._factors.totals))
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,16 +280,18 @@ class OnlineCurvature:
                 for index, value in enumerate(self._magnitudes.sums.parts[block]):
                     tensors[f"magnitudes.{index}"] = value
             blocks[block.name] = {name: value.clone() for name, value in tensors.items()}
-        totals = self._totals
+        totals = self._factors.totals
+        magnitude_totals = self._magnitudes.sums.totals
         return {
             "options": self._options,
             "num_updates": self._num_updates,
-            "factor_weight": self._factors.weight,
-            "magnitude_weight": self._magnitudes.sums.weight,
             "num_examples": totals.num_examples,
-            "nll": float(totals.nll),
+            "nll": totals.nll,
             "num_outputs": totals.num_outputs,
             "weight": totals.weight,
+            "absent": dict(totals.absent),
+            "magnitude_weight": magnitude_totals.weight,
+            "magnitude_absent": dict(magnitude_totals.absent),
             "seed": self._state.config.fisher.seed,
             "blocks": blocks,
         }
@@ -384,13 +385,16 @@ class OnlineCurvature:
             )
             # A state of an earlier version has directions in the dtype of the sums.
             self._bases[block] = basis.to(context.dtype)
-        self._factors.weight = state["factor_weight"]
-        self._magnitudes.sums.weight = state["magnitude_weight"]
-        self._totals = DataTotals(
+        # A state of an earlier version does not count the examples that are absent.
+        self._factors.totals = DataTotals(
             num_examples=state["num_examples"],
             nll=state["nll"],
             num_outputs=state["num_outputs"],
             weight=state["weight"],
+            absent=dict(state.get("absent", {})),
+        )
+        self._magnitudes.sums.totals = DataTotals(
+            weight=state["magnitude_weight"], absent=dict(state.get("magnitude_absent", {}))
         )
         if self._bases:
             self._sums.squares = self._magnitudes.accumulator(self._sums.context, self._bases)
@@ -425,7 +429,7 @@ class OnlineCurvature:
         for block, (G, A) in self._factors.parts.items():
             # In single precision a decomposition takes less than half of the time.
             factors[block] = (G.to(dtype), A.to(dtype))
-        bases = eigenbases(self._context, factors, self._factors.weight)
+        bases = eigenbases(self._context, factors, self._factors.totals)
         for block, basis in self._bases.items():
             # There are none if the batch after the last refresh was rejected.
             if block in self._magnitudes.sums.parts:
@@ -443,7 +447,7 @@ class OnlineCurvature:
         totals = DataTotals()
         faults = Faults()
         with faults.during_batch(None):
-            self._runner.run(batch, self._totals.num_examples, totals)
+            self._runner.run(batch, self._factors.totals.num_examples, totals)
         faults.read()
         sums.reduce()
         factors = sums.factors.factors(totals.weight)
@@ -451,15 +455,8 @@ class OnlineCurvature:
         if self._bases:
             squares = {} if sums.squares is None else sums.squares.squares
             measured = self._magnitudes.measure(self._bases, factors, squares)
-            self._magnitudes.sums.update(measured, totals.weight)
-        self._factors.update(factors, totals.weight)
-        decay = self._decay_per_measurement
-        self._totals = DataTotals(
-            num_examples=self._totals.num_examples + totals.num_examples,
-            nll=decay * self._totals.nll + totals.nll.item(),
-            num_outputs=decay * self._totals.num_outputs + totals.num_outputs,
-            weight=decay * self._totals.weight + totals.weight,
-        )
+            self._magnitudes.sums.update(measured, totals)
+        self._factors.update(factors, totals)
         self._num_updates += 1
 
 

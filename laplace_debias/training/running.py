@@ -21,6 +21,7 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.magnitudes import SquaredGradients
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.records import BlockRecord
 
@@ -43,23 +44,24 @@ class RunningSum:
 
     Attributes:
         parts: S of every block, one tensor per part.
-        weight: w, the number of examples, each discounted as often as a batch came after it.
+        totals: Totals of the examples, each discounted as often as a batch came after it. Their
+            weight is w.
     """
 
     def __init__(self, decay: float, dtype: torch.dtype) -> None:
         self.decay = decay
         self.dtype = dtype
         self.parts: dict[Block, list[Tensor]] = {}
-        self.weight = 0.0
+        self.totals = DataTotals()
 
-    def update(self, parts: BlockParts, num_examples: float) -> None:
+    def update(self, parts: BlockParts, totals: DataTotals) -> None:
         """Add a batch's sums over its examples; of rows, their products."""
         for block, batch_sums in _matrices(parts).items():
             if block not in self.parts:
                 self.parts[block] = [torch.zeros_like(s, dtype=self.dtype) for s in batch_sums]
             for total, batch_sum in zip(self.parts[block], batch_sums, strict=True):
                 total.mul_(self.decay).add_(batch_sum)
-        self.weight = self.decay * self.weight + num_examples
+        self.totals = self.totals.discounted(self.decay) + totals.as_numbers()
 
 
 def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
@@ -154,7 +156,8 @@ class FactorMagnitudes(RunningMagnitudes):
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
         """Return the product of the factors' mean curvatures."""
         along_G, along_A = self.sums.parts[block]
-        return outer(along_G / self.sums.weight, along_A / self.sums.weight)
+        totals = self.sums.totals
+        return outer(along_G / totals.weight, along_A / totals.weight_in(block))
 
 
 class GradientMagnitudes(RunningMagnitudes):
@@ -193,7 +196,7 @@ class GradientMagnitudes(RunningMagnitudes):
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
         """Return the mean of the squares."""
         (squares,) = self.sums.parts[block]
-        return squares / self.sums.weight
+        return squares / self.sums.totals.weight
 
 
 RUNNING_MAGNITUDES: Mapping[str, type[RunningMagnitudes]] = {

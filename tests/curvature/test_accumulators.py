@@ -42,7 +42,7 @@ def batches():
 
 def bases(context):
     sums, totals = factor_sums(context, Fold.consecutive(batches()))
-    return eigenbases(context, sums, totals.weight)
+    return eigenbases(context, sums, totals)
 
 
 def directions(context):

@@ -12,6 +12,7 @@ from laplace_debias.curvature.fits.factor_sums import (
     ForwardPasses,
     factor_sums,
 )
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -97,9 +98,11 @@ def test_input_factors_of_both_passes_agree(name: str):
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
     problem = FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
-    factors, _ = factor_sums(problem, Fold.consecutive([(x, y)]))
+    factors, expected_totals = factor_sums(problem, Fold.consecutive([(x, y)]))
     inputs, forward = FactorAccumulator(problem), ForwardPasses(problem)
-    outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]
+    totals = DataTotals()
+    outputs = [forward(x[part], y[part], inputs, totals) for part in (slice(0, 2), slice(2, 6))]
+    assert totals.as_numbers().absent == expected_totals.absent
     torch.testing.assert_close(torch.cat(outputs), model(x))
     found = inputs.reduce_side(1)
     assert set(found) == {block for block in problem.blocks if not block.is_exact}

@@ -249,12 +249,14 @@ def rows_of(layer, x, z, gradients):
 def oracle_blocks(model, data, sharing, counted=None):
     """The dense block of the mean loss for every weight matrix, by name.
 
-    `counted` says which positions of an example a layer counts: all if None.
+    A is the mean over the examples that have a target. `counted` says which positions of an example
+    a layer counts: all if None.
     """
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d)
     names = [n for n, m in model.named_modules() if isinstance(m, kinds)]
     names = [n for n in names if "self_attn" not in n]
     sums = {}
+    num_present = 0
     for number, (x, y) in enumerate(data):
         caught = {}
         handles = [
@@ -270,10 +272,11 @@ def oracle_blocks(model, data, sharing, counted=None):
         gradients = [
             torch.autograd.grad(outputs, zs, c, retain_graph=True) for c in cotangents(outputs, y)
         ]
+        if not gradients:
+            continue
+        num_present += 1
         for index, n in enumerate(names):
             layer = model.get_submodule(n)
-            if not gradients:
-                continue
             a, g = rows_of(layer, *caught[n], [gs[index] for gs in gradients])
             if counted is not None and len(a) > 1:
                 keep = counted(n, number)
@@ -287,7 +290,7 @@ def oracle_blocks(model, data, sharing, counted=None):
                 A, G = torch.outer(mean, mean), total.T @ total
             old = sums.get(n, (0, 0))
             sums[n] = (old[0] + A, old[1] + G)
-    return {f"{n}.weight": torch.kron(G / len(data), A / len(data)) for n, (A, G) in sums.items()}
+    return {f"{n}.weight": torch.kron(G / len(data), A / num_present) for n, (A, G) in sums.items()}
 
 
 def assert_blocks(la, expected, rtol=1e-10):
@@ -368,7 +371,7 @@ def test_a_token_of_ignored_target_counts_below_the_attention_and_not_above(shar
         )
 
 
-def test_an_example_whose_targets_are_all_ignored_counts_among_the_examples_alone():
+def test_an_example_whose_targets_are_all_ignored_is_not_in_the_mean_of_the_inputs():
     model, data = build("by token"), examples("by token")
     data[1] = (data[1][0], torch.full_like(data[1][1], IGNORED))
     expected = oracle_blocks(model, data, "expand")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,13 +66,8 @@ class PassState:
 
     def write(self, path: Path) -> None:
         """Write the state to a file, atomically."""
-        # The negative log-likelihood may be on a device.
-        totals = {
-            "num_examples": self.totals.num_examples,
-            "nll": float(self.totals.nll),
-            "num_outputs": self.totals.num_outputs,
-            "weight": self.totals.weight,
-        }
+        # Some of the totals may be on a device.
+        totals = asdict(self.totals.as_numbers())
         progress = {**totals, "num_batches": self.num_batches, "mark": self.digest}
         with written_atomically(path) as temporary:
             write_sealed(temporary, {"progress": json.dumps(progress)}, self.sums)

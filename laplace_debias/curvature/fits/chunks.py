@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.factors import is_absent
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, reached_examples
@@ -232,28 +233,43 @@ class ChunkRunner:
         if weights is not None:
             root_weights = weights.sqrt()
             columns = scale_examples(columns, root_weights, 1)
+        weight = len(y) if weights is None else float(weights.double().sum())
         column_groups = columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
             for record in context.backend.backward(outputs, group, keeps_graph):
                 block = record.block
                 if (block, group_index) not in chunk.added:
-                    self._accumulator.update(
-                        replace(
-                            record,
-                            masks=self._block_masks(record, masks.get(block.layer)),
-                            root_weights=root_weights,
-                            has_new_inputs=group_index == 0,
-                        )
+                    record = replace(
+                        record,
+                        masks=self._block_masks(record, masks.get(block.layer)),
+                        root_weights=root_weights,
+                        has_new_inputs=group_index == 0,
                     )
+                    self._accumulator.update(record)
+                    if group_index == 0:
+                        self._count_absent(record, weights, totals)
                 added.add((block, group_index))
             for block in context.blocks:
                 if (block, group_index) not in added:
                     self._accumulator.skip(block, len(y), len(group))
+                    if group_index == 0 and self._positions is not None and not block.is_exact:
+                        totals.add_absent(block, weight)
                     added.add((block, group_index))
         totals.nll = totals.nll + nll
-        weight = len(y) if weights is None else float(weights.double().sum())
         totals.num_outputs += outputs[0].numel() * weight
+
+    def _count_absent(
+        self, record: BlockRecord, weights: Tensor | None, totals: DataTotals
+    ) -> None:
+        """Add the weight of the examples that have no position in the layer of a record."""
+        block = record.block
+        if self._positions is None or block.is_exact:
+            return
+        absent = is_absent(record.layer, block, record.inputs, record.masks)
+        if absent is not None:
+            example_weights = 1.0 if weights is None else weights.double()
+            totals.add_absent(block, (example_weights * absent).sum())
 
     def _block_masks(self, record: BlockRecord, masks: Masks | None) -> Masks | None:
         """Return the positions that take part, from those that hold no padding; None for all.

@@ -41,7 +41,7 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
-from laplace_debias.curvature.fits.magnitudes import exact_sums
+from laplace_debias.curvature.fits.magnitudes import exact_sums, input_share
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
@@ -98,19 +98,24 @@ _MUCH_SMALLER = 0.7
 
 def fold_factor_sums(
     context: FitContext, folds: Sequence[Fold]
-) -> tuple[list[FactorSums], DataTotals]:
+) -> tuple[list[FactorSums], list[DataTotals]]:
     """Sum the Kronecker factors of each fold, for the blocks that this process owns.
 
     Returns:
-        The factor sums of each fold, and the totals of all folds.
+        The factor sums of each fold, and the totals of each fold.
     """
     sums_by_fold: list[FactorSums] = []
-    totals = DataTotals()
+    totals_by_fold: list[DataTotals] = []
     for fold in folds:
-        sums, fold_totals = factor_sums(context, fold)
+        sums, totals = factor_sums(context, fold)
         sums_by_fold.append(sums)
-        totals = totals + fold_totals
-    return sums_by_fold, totals
+        totals_by_fold.append(totals)
+    return sums_by_fold, totals_by_fold
+
+
+def total_of(totals_by_fold: Sequence[DataTotals]) -> DataTotals:
+    """Return the totals of all folds together."""
+    return reduce(operator.add, totals_by_fold)
 
 
 def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
@@ -122,31 +127,32 @@ def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
 
 
 def crossfit_factors(
-    context: FitContext, sizes: Sequence[float], sums_by_fold: list[FactorSums]
+    context: FitContext, totals_by_fold: Sequence[DataTotals], sums_by_fold: list[FactorSums]
 ) -> BlockDiagonal:
     """Build the cross-fitted K-FAC curvature of all blocks.
 
     Args:
         context: The blocks, and the processes that share them.
-        sizes: The number or weight of each fold's examples, over all processes.
+        totals_by_fold: The totals of each fold, over all processes.
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns. They are
             removed to free their memory.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
     for block in _own_blocks(context, sums_by_fold):
-        basis = _mean_basis(sums_by_fold, sizes, block)
+        sizes_G, sizes_A = _fold_sizes(totals_by_fold, block)
+        basis = _mean_basis(sums_by_fold, totals_by_fold, block)
         pair_G, pair_A = basis.sides
         factors_G, factors_A = zip(*[sums.pop(block) for sums in sums_by_fold], strict=True)
-        along_G = crossfit_magnitudes(factors_G, sizes, pair_G, context.dtype)
-        along_A = crossfit_magnitudes(factors_A, sizes, pair_A, context.dtype)
+        along_G = crossfit_magnitudes(factors_G, sizes_G, pair_G, context.dtype)
+        along_A = crossfit_magnitudes(factors_A, sizes_A, pair_A, context.dtype)
         magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
         trace_A = trace_along(along_A, basis.U_A)
         operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes, trace_A=trace_A)]
-    return _share_curvatures(context, operators)[0]
+    return _share_curvatures(context, operators, total_of(totals_by_fold))[0]
 
 
 def crossfit_with_replicates(
-    context: FitContext, sizes: Sequence[float], sums_by_fold: Sequence[FactorSums]
+    context: FitContext, totals_by_fold: Sequence[DataTotals], sums_by_fold: Sequence[FactorSums]
 ) -> list[BlockDiagonal]:
     """Build cross-fitted K-FAC, plain K-FAC, and for each fold a replicate without it.
 
@@ -157,7 +163,7 @@ def crossfit_with_replicates(
 
     Args:
         context: The blocks, and the processes that share them.
-        sizes: The number or weight of each fold's examples, over all processes.
+        totals_by_fold: The totals of each fold, over all processes.
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns.
 
     Returns:
@@ -165,11 +171,12 @@ def crossfit_with_replicates(
     """
     operators: dict[Block, list[EigenKronecker]] = {}
     for block in _own_blocks(context, sums_by_fold):
-        basis = _mean_basis(sums_by_fold, sizes, block)
+        sizes_G, sizes_A = _fold_sizes(totals_by_fold, block)
+        basis = _mean_basis(sums_by_fold, totals_by_fold, block)
         pair_G, pair_A = basis.sides
         factors_G, factors_A = zip(*[sums[block] for sums in sums_by_fold], strict=True)
-        along_G, replicates_G = _replicates(factors_G, sizes, pair_G, context.dtype)
-        along_A, replicates_A = _replicates(factors_A, sizes, pair_A, context.dtype)
+        along_G, replicates_G = _replicates(factors_G, sizes_G, pair_G, context.dtype)
+        along_A, replicates_A = _replicates(factors_A, sizes_A, pair_A, context.dtype)
         crossfitted = basis.pooled(outer(along_G, along_A), context.dtype)
         plain = outer(basis.eigenvalues_G, basis.eigenvalues_A)
         operators[block] = [
@@ -180,7 +187,7 @@ def crossfit_with_replicates(
         ]
         for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
             operators[block].append(EigenKronecker(U_G, U_A, outer(values_G, values_A)))
-    return _share_curvatures(context, operators)
+    return _share_curvatures(context, operators, total_of(totals_by_fold))
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
@@ -188,13 +195,24 @@ def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list
     return [block for block in context.blocks if block in sums_by_fold[0]]
 
 
+def _fold_sizes(
+    totals_by_fold: Sequence[DataTotals], block: Block
+) -> tuple[list[float], list[float]]:
+    """Return the weights of each fold's examples that G, and A, of a block are means over."""
+    weights = [totals.weight for totals in totals_by_fold]
+    present = [totals.present_in(block) for totals in totals_by_fold]
+    return weights, present if any(present) else weights
+
+
 def _mean_basis(
-    sums_by_fold: Sequence[FactorSums], sizes: Sequence[float], block: Block
+    sums_by_fold: Sequence[FactorSums], totals_by_fold: Sequence[DataTotals], block: Block
 ) -> Eigenbasis:
     """Compute the eigenbasis of a block's factors over all folds."""
-    size = sum(sizes)
-    eigenvalues_G, U_G = eigh(_total(sums_by_fold, block, 0) / size, f"factor G of {block.name}")
-    eigenvalues_A, U_A = eigh(_total(sums_by_fold, block, 1) / size, f"factor A of {block.name}")
+    totals = total_of(totals_by_fold)
+    mean_G = _total(sums_by_fold, block, 0) / totals.weight
+    mean_A = _total(sums_by_fold, block, 1) / totals.weight_in(block)
+    eigenvalues_G, U_G = eigh(mean_G, f"factor G of {block.name}")
+    eigenvalues_A, U_A = eigh(mean_A, f"factor A of {block.name}")
     return Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
 
 
@@ -203,13 +221,16 @@ def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: int) -> Facto
 
 
 def _share_curvatures(
-    context: FitContext, operators: Mapping[Block, Sequence[EigenKronecker]]
+    context: FitContext,
+    operators: Mapping[Block, Sequence[EigenKronecker]],
+    totals: DataTotals,
 ) -> list[BlockDiagonal]:
     """Collect curvatures of all blocks from the processes that own the blocks.
 
     Args:
         context: The blocks, and the processes.
         operators: For each block of this process its operators, one for each curvature.
+        totals: The totals of all folds.
     """
     tensors: dict[Block, list[Tensor | None]] = {}
     for block, block_operators in operators.items():
@@ -226,7 +247,13 @@ def _share_curvatures(
             assert magnitudes is not None
             if index == len(curvatures):
                 curvatures.append({})
-            shared_operator = EigenKronecker(U_G, U_A, magnitudes, trace_A=trace_A)
+            shared_operator = EigenKronecker(
+                U_G,
+                U_A,
+                magnitudes,
+                trace_A=trace_A,
+                share_A=input_share(totals, block, context),
+            )
             curvatures[index][block.name] = shared_operator.to(context.dtype)
     return [BlockDiagonal(blocks) for blocks in curvatures]
 
@@ -326,7 +353,9 @@ def _estimate_fold(
 def _other_folds(factors: Sequence[Factor] | Tensor, sizes: Sequence[float], fold: int) -> Factor:
     """Compute the mean factor of all folds but one."""
     total = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
-    return total / (sum(sizes) - sizes[fold])
+    size = sum(sizes) - sizes[fold]
+    # Without examples the total is zero.
+    return total / size if size > 0 else total
 
 
 class _Subspace:

@@ -16,6 +16,7 @@ from laplace_debias.curvature.fits.directions import (
     eigh_of_each,
 )
 from laplace_debias.curvature.fits.factor_sums import FactorSums
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 
 # Small factors of so many numbers in all are decomposed together.
@@ -25,13 +26,15 @@ _DECOMPOSED_TOGETHER = 2**20
 FactorKey = tuple[Block, int]
 
 
-def eigenbases(context: FitContext, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
+def eigenbases(
+    context: FitContext, sums: FactorSums, totals: DataTotals
+) -> dict[Block, Eigenbasis]:
     """Decompose the mean factors of the blocks, emptying `sums` on the way.
 
-    The sums are those of this process's blocks, over examples of this weight; the eigenbases of all
-    blocks are returned. Small factors of one shape are decomposed together: the calls take longer
-    than the work. If a layer has one position per example, G of its bias is that of its weight, and
-    is decomposed only once.
+    The sums are those of this process's blocks, over examples with these totals; the eigenbases of
+    all blocks are returned. Small factors of one shape are decomposed together: the calls take
+    longer than the work. If a layer has one position per example, G of its bias is that of its
+    weight, and is decomposed only once.
     """
     blocks = list(sums)
     factors: dict[FactorKey, Factor] = {}
@@ -56,7 +59,7 @@ def eigenbases(context: FitContext, sums: FactorSums, weight: float) -> dict[Blo
     for (*_, shape), keys in keys_by_form.items():
         step = max(1, _DECOMPOSED_TOGETHER // max(1, shape.numel()))
         for start in range(0, len(keys), step):
-            pairs.update(_decompose(keys[start : start + step], factors, weight))
+            pairs.update(_decompose(keys[start : start + step], factors, totals))
     for key, weight_key in repeated.items():
         eigenvalues, U = pairs[weight_key]
         pairs[key] = (eigenvalues.clone(), None if U is None else U.clone())
@@ -76,7 +79,7 @@ def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
 
 
 def _decompose(
-    keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], weight: float
+    keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], totals: DataTotals
 ) -> dict[FactorKey, Eigenpairs]:
     """Decompose the means of some factors of one form together; they are taken out of `factors`.
 
@@ -84,9 +87,11 @@ def _decompose(
     """
     names = [f"factor {'GA'[side]} of {block.name}" for block, side in keys]
     pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(names))
-    return {
-        key: (eigenvalues / weight, U) for key, (eigenvalues, U) in zip(keys, pairs, strict=True)
-    }
+    mean_pairs: dict[FactorKey, Eigenpairs] = {}
+    for (block, side), (eigenvalues, U) in zip(keys, pairs, strict=True):
+        weight = totals.weight if side == 0 else totals.weight_in(block)
+        mean_pairs[block, side] = eigenvalues / weight, U
+    return mean_pairs
 
 
 def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:

@@ -20,7 +20,7 @@ from laplace_debias.curvature.fits.block_tensors import (
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factors, is_absent
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
@@ -236,8 +236,14 @@ class ForwardPasses:
         self._tap = Tap(context.network, self._blocks)
         self._positions: PositionFinder | None = None
 
-    def __call__(self, x: Inputs, y: Tensor, accumulator: FactorAccumulator) -> Tensor:
-        """Compute the outputs for a batch; the layers' inputs are added to the accumulator."""
+    def __call__(
+        self, x: Inputs, y: Tensor, accumulator: FactorAccumulator, totals: DataTotals
+    ) -> Tensor:
+        """Compute the outputs for a batch.
+
+        The layers' inputs are added to the accumulator, and the examples that have no position in
+        a layer to the totals.
+        """
         context = self._context
         tap = self._tap
         outputs = tap.forward(move(x, context.device, None), graph=False)
@@ -257,14 +263,19 @@ class ForwardPasses:
             inputs = [call.x for call in layer_calls if call.layer == block.layer]
             if not inputs:
                 accumulator.add_zero_factor(block, _A)
+                totals.add_absent(block, len(y))
                 continue
             layer = tap.network.get_submodule(block.layer)
+            block_masks = masks.get(block.layer)
             for A in input_factors(
                 layer,
                 block,
                 inputs,
-                masks=masks.get(block.layer),
+                masks=block_masks,
                 as_rows=block.is_streamed[_A],
             ):
                 accumulator.add_factor(block, _A, A)
+            absent = is_absent(layer, block, inputs, block_masks)
+            if absent is not None:
+                totals.add_absent(block, absent.sum())
         return outputs

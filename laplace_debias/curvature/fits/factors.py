@@ -1,14 +1,17 @@
 r"""Kronecker factors of one block, in the project's units.
 
 For T positions that share a weight, over the columns k of the loss Hessian's root and summed over
-examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1N A$):
+examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1M A$, where M of
+them have a position in the layer: all, unless stated otherwise below):
 
 - `expand`: $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ and $A = \sum_n\sum_t a a^\top$;
 - `reduce`: $G = \sum_n\sum_k \hat g\hat g^\top$ with $\hat g = \sum_t g$, and
   $A = \sum_n \bar a\bar a^\top$ with $\bar a = \tfrac1T\sum_t a$.
 
 If only some positions take part (see `positions`), t runs over these, and T is their number,
-example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
+example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$. An example for which $T_n = 0$
+adds nothing to the sums, and does not count in M. So the mean of $G_n \otimes A_n$ over all
+examples, in which it is zero, is estimated without bias if G and A of the others are independent.
 
 A bias is exact (and a scale, and the kernel of a depthwise convolution, each with its Jacobian rows
 in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of
@@ -23,7 +26,7 @@ network architectures".
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, add_moments, moments
@@ -134,6 +137,18 @@ def input_factors(
             add_moments(A, rows)
     assert A is not None
     return [A]
+
+
+def is_absent(
+    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+) -> Bool[Tensor, " batch"] | None:
+    """Say which examples have no position in the layer of a weight block; None if all have one."""
+    masks = _without_padding(layer, block, inputs, masks)
+    if masks is not None:
+        return _num_positions(masks) == 0
+    if any(block.rule.num_positions(layer, x) for x in inputs):
+        return None
+    return torch.ones(len(inputs[0]), dtype=torch.bool, device=inputs[0].device)
 
 
 def _without_padding(

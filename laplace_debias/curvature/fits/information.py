@@ -64,26 +64,45 @@ class ExampleCounts:
         return (self.earlier * earlier.to(sums) + self.scale * sums) / self.total
 
 
-def add_earlier_factors(sums: FactorSums, information: Information, counts: ExampleCounts) -> None:
+def add_earlier_factors(
+    sums: FactorSums, information: Information, counts: ExampleCounts, totals: DataTotals
+) -> DataTotals:
     """Add the earlier factors to the factor sums of new data, in place.
 
     The sums are then those of K-FAC on all data, `Σ G` and `Σ A`. A block (or group) whose earlier
     curvature is zero has no earlier factors. Its sums are scaled so that the mean of all data is
     that of the new data times their share.
+
+    Args:
+        sums: The factor sums of the new data.
+        information: The information of the earlier data.
+        counts: The numbers of examples.
+        totals: The totals of the new data.
+
+    Returns:
+        The totals of all data. Their loss is not in them.
     """
+    all_totals = DataTotals(weight=counts.total)
     for block, (new_G, new_A) in sums.items():
         earlier = information.curvature.blocks[block.name]
         assert isinstance(earlier, EigenKronecker)
         eigenvalues_G, eigenvalues_A = earlier.factor_eigenvalues
+        earlier_in_A = counts.earlier
+        if earlier.share_A is not None:
+            earlier_in_A *= float(earlier.share_A)
+        new_absent = counts.scale * totals.absent.get(block.name, 0.0)
+        all_totals.add_absent(block, counts.earlier - earlier_in_A + new_absent)
         scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
         is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
-        scales_A = torch.where(is_zero, counts.total / counts.read, scales)
+        scale_to_all = all_totals.weight_in(block) / totals.weight_in(block)
+        scales_A = torch.where(is_zero, scale_to_all, scales)
         earlier_G = _factor(block, 0, counts.earlier * eigenvalues_G, earlier.U_G, new_G)
-        earlier_A = _factor(block, 1, counts.earlier * eigenvalues_A, earlier.U_A, new_A)
+        earlier_A = _factor(block, 1, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
         sums[block] = (
             earlier_G + _scaled(new_G, scales),
             earlier_A + _scaled(new_A, scales_A),
         )
+    return all_totals
 
 
 def _scaled(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:

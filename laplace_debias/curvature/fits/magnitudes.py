@@ -49,7 +49,9 @@ def curvature_along(
     table = {}
     traces_A = {}
     for block, G in along_G.items():
-        A = along_A[block] / totals.weight if block in along_A else G.new_ones(*block.groups, 1)
+        A = G.new_ones(*block.groups, 1)
+        if block in along_A:
+            A = along_A[block] / totals.weight_in(block)
         table[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
         traces_A[block] = trace_along(A, bases[block].U_A)
     return table, traces_A, totals
@@ -187,11 +189,20 @@ def coordinate_axes() -> Eigenbasis:
     return Eigenbasis(None, None, torch.ones(0), torch.ones(0))
 
 
+def input_share(totals: DataTotals, block: Block, context: FitContext) -> Tensor | None:
+    """Return the share of the examples that A of a block is the mean over; None for all."""
+    if not totals.absent.get(block.name, 0.0):
+        return None
+    share = totals.present_in(block) / totals.weight
+    return torch.tensor(share, dtype=context.dtype, device=context.device)
+
+
 def assemble(
     context: FitContext,
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
     traces_A: BlockTensors | None = None,
+    totals: DataTotals | None = None,
 ) -> BlockDiagonal:
     """Build the curvature from directions and magnitudes.
 
@@ -203,6 +214,7 @@ def assemble(
         table: The magnitudes of each block; None for the products of the factors' eigenvalues.
         traces_A: The trace of A of each block, if the magnitudes in the table are products of
             curvatures of the factors.
+        totals: The totals of the data that the magnitudes come from, if these are such products.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in context.blocks:
@@ -221,6 +233,7 @@ def assemble(
             U_A,
             magnitudes.to(context.dtype),
             trace_A=None if trace_A is None else trace_A.to(context.dtype),
+            share_A=None if totals is None else input_share(totals, block, context),
         )
         blocks[block.name] = kronecker
     return BlockDiagonal(blocks)

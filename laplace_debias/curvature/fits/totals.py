@@ -1,9 +1,14 @@
 """Totals of a pass over data: how many examples it read, and their loss."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.system.ranks import Ranks
+
+# A difference of two weights that is smaller than this, relative to them, is a rounding error.
+_ROUNDING = 1e-12
 
 
 @dataclass
@@ -16,12 +21,33 @@ class DataTotals:
             device while a pass goes on.
         num_outputs: Numbers that the network returned, times the examples' weights.
         weight: Weights of the examples; each has the weight 1 if the data has no weights.
+        absent: Weights of the examples that have no position in the layer of a block, by the
+            block's name, if there are any. They may be tensors while a pass goes on. Passes that
+            do not look for positions leave this empty.
     """
 
     num_examples: int = 0
     nll: Any = 0.0
     num_outputs: float = 0
     weight: float = 0
+    absent: dict[str, Any] = field(default_factory=dict)
+
+    def add_absent(self, block: Block, weight: Any) -> None:
+        """Add the weight of examples that have no position in the layer of a block."""
+        self.absent[block.name] = self.absent.get(block.name, 0.0) + weight
+
+    def present_in(self, block: Block) -> float:
+        """Return the weight of the examples that have a position in the layer of a block."""
+        present = self.weight - self.absent.get(block.name, 0.0)
+        return present if present > _ROUNDING * self.weight else 0.0
+
+    def weight_in(self, block: Block) -> float:
+        """Return the weight that the sum of the inputs' factors A is divided by.
+
+        It is that of the examples that have a position in the layer. If there are none, the sum is
+        zero, and it is the weight of all examples.
+        """
+        return self.present_in(block) or self.weight
 
     def __add__(self, other: "DataTotals") -> "DataTotals":
         """The totals of two passes over different data."""
@@ -30,7 +56,23 @@ class DataTotals:
             self.nll + other.nll,
             self.num_outputs + other.num_outputs,
             self.weight + other.weight,
+            _sums_by_name([self.absent, other.absent]),
         )
+
+    def discounted(self, decay: float) -> "DataTotals":
+        """Return the totals with every example's weight multiplied by a number."""
+        return DataTotals(
+            self.num_examples,
+            decay * self.nll,
+            decay * self.num_outputs,
+            decay * self.weight,
+            {name: decay * weight for name, weight in self.absent.items()},
+        )
+
+    def as_numbers(self) -> "DataTotals":
+        """Return the totals without tensors."""
+        absent = {name: float(weight) for name, weight in self.absent.items()}
+        return replace(self, nll=float(self.nll), absent=absent)
 
     def over(self, ranks: Ranks) -> "DataTotals":
         """Return the totals over all processes.
@@ -38,9 +80,14 @@ class DataTotals:
         Raises:
             ValueError: If there is no example, or none with a weight above zero.
         """
-        values = [self.num_examples, float(self.nll), self.num_outputs, self.weight]
-        num_examples, nll, num_outputs, weight = zip(*ranks.exchange(values), strict=True)
-        totals = DataTotals(sum(num_examples), sum(nll), sum(num_outputs), sum(weight))
+        by_rank = ranks.exchange(self.as_numbers())
+        totals = DataTotals(
+            sum(totals.num_examples for totals in by_rank),
+            sum(totals.nll for totals in by_rank),
+            sum(totals.num_outputs for totals in by_rank),
+            sum(totals.weight for totals in by_rank),
+            _sums_by_name([totals.absent for totals in by_rank]),
+        )
         if totals.num_examples == 0:
             raise ValueError(
                 "The data contains no examples. Pass a loader with at least one batch."
@@ -51,3 +98,11 @@ class DataTotals:
                 "example."
             )
         return totals
+
+
+def _sums_by_name(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    sums: dict[str, Any] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums

@@ -49,7 +49,8 @@ class KFAC(Permuted):
     (T positions share the weight, the ignored and padded ones left out, example by example; $\sum$
     over examples, positions and cotangents), a block is
     $\frac Nc\, G \otimes A$; that of a bias or a scale is exact. A is the mean over all
-    examples, whatever they weigh: `EKFAC` has magnitudes of the weighted examples.
+    examples that have a position in the layer, whatever weights the loss gives them: `EKFAC` has
+    magnitudes of the weighted examples.
 
     Equal to the `GGN` where a Kronecker product is exact: for one example, and for the blocks of a
     linear network of any depth with `nn.MSELoss`.

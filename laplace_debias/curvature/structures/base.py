@@ -221,6 +221,7 @@ class CurvatureStructure(ABC):
             "U_A": block.U_A,
             "magnitudes": block.magnitudes,
             "trace_A": block.trace_A,
+            "share_A": block.share_A,
         }
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -231,6 +232,7 @@ class CurvatureStructure(ABC):
             tensors.get("U_A"),
             tensors["magnitudes"],
             trace_A=tensors.get("trace_A"),
+            share_A=tensors.get("share_A"),
         )
 
     def restore(

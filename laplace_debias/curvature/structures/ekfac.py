@@ -10,6 +10,7 @@ from laplace_debias.curvature.fits.crossfit import (
     fold_factor_sums,
     split_folds,
     total_factors,
+    total_of,
 )
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
@@ -32,7 +33,7 @@ class EkfacCurvature(FactoredCurvature):
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same."""
         factors, totals = factor_sums(context, directions)
-        bases = eigenbases(context, factors, totals.weight)
+        bases = eigenbases(context, factors, totals)
         if magnitudes is None:
             table, measured_totals = exact_sums(context, bases, directions, 0)
         else:
@@ -49,8 +50,9 @@ class EkfacCurvature(FactoredCurvature):
         This takes two passes over the data, and holds the factors of all folds.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        sums_by_fold, totals = fold_factor_sums(context, folds)
-        bases = eigenbases(context, total_factors(sums_by_fold), totals.weight)
+        sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
+        totals = total_of(totals_by_fold)
+        bases = eigenbases(context, total_factors(sums_by_fold), totals)
         table = exact_crossfit(context, folds, sums_by_fold, bases)
         sums_by_fold.clear()
         for block, measured in table.items():

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.crossfit import crossfit_factors, fold_factor_sums, split_folds
+from laplace_debias.curvature.fits.crossfit import (
+    crossfit_factors,
+    fold_factor_sums,
+    split_folds,
+    total_of,
+)
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import (
@@ -33,13 +38,13 @@ class KfacCurvature(FactoredCurvature):
         The second factors are projected and freed one block at a time.
         """
         factors, totals = factor_sums(context, directions)
-        bases = eigenbases(context, factors, totals.weight)
+        bases = eigenbases(context, factors, totals)
         if magnitudes is None:
-            return self.leading(CurvatureFit(assemble(context, bases, None), totals))
+            return self.leading(CurvatureFit(assemble(context, bases, None, None, totals), totals))
         table, traces_A, more_totals = curvature_along(
             context, bases, magnitudes, totals.num_examples
         )
-        curvature = assemble(context, bases, table, traces_A)
+        curvature = assemble(context, bases, table, traces_A, more_totals)
         return self.leading(CurvatureFit(curvature, totals + more_totals))
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
@@ -50,10 +55,9 @@ class KfacCurvature(FactoredCurvature):
         and then K matrices `[r, r]` are.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        sums_by_fold, totals = fold_factor_sums(context, folds)
-        sizes = [fold.size for fold in folds]
-        curvature = crossfit_factors(context, sizes, sums_by_fold)
-        return self.leading(CurvatureFit(curvature, totals))
+        sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
+        curvature = crossfit_factors(context, totals_by_fold, sums_by_fold)
+        return self.leading(CurvatureFit(curvature, total_of(totals_by_fold)))
 
     def update(
         self,
@@ -71,9 +75,10 @@ class KfacCurvature(FactoredCurvature):
         """
         sums, totals = factor_sums(context, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
-        add_earlier_factors(sums, information, counts)
-        bases = eigenbases(context, sums, counts.total)
-        return self.leading(CurvatureFit(assemble(context, bases, None), totals))
+        all_totals = add_earlier_factors(sums, information, counts, totals)
+        bases = eigenbases(context, sums, all_totals)
+        curvature = assemble(context, bases, None, None, all_totals)
+        return self.leading(CurvatureFit(curvature, totals))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that sums the factors."""

@@ -47,6 +47,7 @@ class EigenKronecker(Symmetric):
         trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
             of positive semi-definite factors, which determines their scales; None if it is not, or
             if the scales are not known.
+        share_A: The share of the examples that A is the mean over, a scalar; None for all.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not fit each other.
@@ -57,6 +58,7 @@ class EigenKronecker(Symmetric):
     magnitudes: Float[Tensor, "*groups rows columns"]
     added: Scalar = field(default=0.0, compare=False)
     trace_A: Float[Tensor, " *groups"] | None = field(default=None, compare=False)
+    share_A: Float[Tensor, ""] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.magnitudes.ndim not in (2, 3):
@@ -210,8 +212,8 @@ class EigenKronecker(Symmetric):
         magnitudes = torch.cat([kept_magnitudes, pool / (d - rank)], dim)
         U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
         if side == 0:
-            return EigenKronecker(U, self.U_A, magnitudes, trace_A=self.trace_A)
-        return EigenKronecker(self.U_G, U, magnitudes, trace_A=self.trace_A)
+            return replace(self, U_G=U, magnitudes=magnitudes, added=0.0)
+        return replace(self, U_A=U, magnitudes=magnitudes, added=0.0)
 
     def leading(self, rank: float) -> "EigenKronecker":
         """Keep only the leading eigenvectors of each factor, and preserve the trace.

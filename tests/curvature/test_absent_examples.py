@@ -1,0 +1,289 @@
+"""Examples that have no position in a layer: its factor A is the mean over the others.
+
+The exact block is the mean over all N examples of `G_n ⊗ A_n`, and an absent example adds zero. So
+K-FAC is `(1/N) Σ G_n ⊗ (1/M) Σ A_n`, where M examples are present. The reference adds up G_n and
+A_n example by example, by reverse-mode differentiation in float64.
+"""
+
+import oracle
+import pytest
+import torch
+from breaking import Breaking, BrokenError
+from torch import nn
+
+from laplace_debias import Auto, Laplace
+from laplace_debias.curvature import KFAC
+from laplace_debias.curvature.fits import checkpoint
+from laplace_debias.training import OnlineCurvature
+
+IGNORED = -100
+
+
+class Sets(nn.Module):
+    """Sets of vectors, `[B, n, 3]`, to logits; the sets of a batch may be empty."""
+
+    name = "elements"
+
+    def __init__(self):
+        super().__init__()
+        self.elements = nn.Linear(3, 4, bias=False)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        return self.head(torch.tanh(self.elements(x)).sum(1))
+
+    def data(self, sizes):
+        """Return a batch for each size: sets of two vectors, or empty ones if it is negative."""
+        return [
+            (torch.randn(abs(n), 2 if n > 0 else 0, 3).double(), torch.randint(3, (abs(n),)))
+            for n in sizes
+        ]
+
+
+class Tokens(nn.Module):
+    """Vectors, `[B, 2, 3]`, to logits of each; all targets of an example may be ignored."""
+
+    name = "hidden"
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(3, 4, bias=False)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        """Shape `[B, 2, 3]`."""
+        return self.head(torch.tanh(self.hidden(x)))
+
+    def data(self, sizes):
+        """Return a batch for each size; all targets are ignored if it is negative."""
+        batches = []
+        for n in sizes:
+            y = torch.randint(3, (abs(n), 2)) if n > 0 else torch.full((-n, 2), IGNORED)
+            batches.append((torch.randn(abs(n), 2, 3).double(), y))
+        return batches
+
+
+class Experts(nn.Module):
+    """An expert that is called only if an example of the batch takes it: the first number says."""
+
+    name = "expert"
+
+    def __init__(self):
+        super().__init__()
+        self.expert = nn.Linear(3, 4, bias=False)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        takes_expert = x[:, :1] > 0
+        outputs = self.head(torch.tanh(x @ x.new_ones(3, 4)))
+        if takes_expert.any():
+            outputs = outputs + takes_expert * torch.tanh(self.expert(x))[:, :3]
+        return outputs
+
+    def data(self, sizes):
+        """Return a batch for each size, of examples that take the expert unless it is negative."""
+        batches = []
+        for n in sizes:
+            x = torch.randn(abs(n), 3).double()
+            x[:, 0] = x[:, 0].abs() if n > 0 else -x[:, 0].abs()
+            batches.append((x, torch.randint(3, (abs(n),))))
+        return batches
+
+
+KINDS = {kind.__name__.lower(): kind for kind in (Sets, Tokens, Experts)}
+
+
+def build(kind, sizes):
+    torch.manual_seed(0)
+    model = KINDS[kind]().double().eval()
+    return model, model.data(sizes)
+
+
+def example_factors(model, x, y):
+    """G and A of the layer for one example, or None if it is absent."""
+    caught = {}
+
+    def catch(_, inputs, output):
+        caught["a"], caught["z"] = inputs[0].detach().flatten(0, -2), output
+
+    handle = model.get_submodule(model.name).register_forward_hook(catch)
+    outputs = model(x.unsqueeze(0))[0]
+    handle.remove()
+    counted = (y != IGNORED).flatten()
+    if "a" not in caught or not len(caught["a"]) or not counted.any():
+        return None
+    G = torch.zeros(4, 4).double()
+    for logits in outputs.view(-1, 3)[counted]:
+        for column in oracle.loss_hessian_root("classification", logits.unsqueeze(0))[0].T:
+            (g,) = torch.autograd.grad(logits, caught["z"], column.detach(), retain_graph=True)
+            g = g.flatten(0, -2)
+            G += g.T @ g / len(g)
+    return G, caught["a"].T @ caught["a"]
+
+
+def mean_factors(model, batches, weights=None):
+    """G as the mean over all examples, A as the mean over those that are present, and their share.
+
+    With weights, the means are weighted.
+    """
+    G, A = torch.zeros(4, 4).double(), torch.zeros(3, 3).double()
+    weight = present = 0.0
+    for x, y in batches:
+        for n in range(len(y)):
+            w = 1.0 if weights is None else float(weights[int(weight > 0) and n])
+            factors = example_factors(model, x[n], y[n])
+            weight += w
+            if factors is not None:
+                G += w * factors[0]
+                A += w * factors[1]
+                present += w
+    return G / weight, A / present, present / weight
+
+
+def block_of(la, model):
+    return la.posterior.curvature.blocks[f"{model.name}.weight"]
+
+
+# If the first batch does not call the expert, small batches are not run together. If it does, a fit
+# that looks at the first batch only knows that there is an expert.
+CALLED_LATER = (-4, 3, 2, -1)
+CALLED_FIRST = (3, -4, 2, -1)
+FEW = (-5, -3, 4, 6, -4)
+parametrize_kinds = pytest.mark.parametrize("kind", list(KINDS))
+
+
+@parametrize_kinds
+@pytest.mark.parametrize("sizes", [CALLED_LATER, (-1, 5)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory_bound": 200}, {"factor_dtype": torch.float32}])
+def test_a_full_fit_is_that_of_the_formula(kind, sizes, options):
+    model, batches = build(kind, sizes)
+    G, A, share = mean_factors(model, batches)
+    la = Laplace(model, **options).fit(batches)
+    tolerance = 1e-5 if "factor_dtype" in options else 1e-12
+    oracle.close(block_of(la, model).to_dense(), torch.kron(G, A), tolerance)
+    assert float(block_of(la, model).share_A) == pytest.approx(share)
+    assert 0 < share < 1
+
+
+@pytest.mark.parametrize("kind", ["sets", "experts"])
+def test_the_operator_is_that_of_the_formula(kind):
+    model, batches = build(kind, CALLED_LATER)
+    G, A, _ = mean_factors(model, batches)
+    params = [f"{model.name}.weight"]
+    loss = nn.CrossEntropyLoss(reduction="sum", ignore_index=IGNORED)
+    K = KFAC(model, loss, batches, params)
+    oracle.close(K.to_dense(), sum(map(abs, CALLED_LATER)) * torch.kron(G, A), 1e-12)
+
+
+@parametrize_kinds
+def test_examples_count_by_their_weights(kind):
+    model, batches = build(kind, CALLED_LATER)
+    repeated, weighted = [], []
+    for number, (x, y) in enumerate(batches):
+        weighted.append((x, y, torch.full((len(y),), number + 1.0).double()))
+        repeated += [(x, y)] * (number + 1)
+    expected = Laplace(model).fit(repeated)
+    la = Laplace(model).fit(weighted)
+    oracle.close(block_of(la, model).to_dense(), block_of(expected, model).to_dense(), 1e-12)
+
+
+@parametrize_kinds
+def test_magnitudes_of_other_batches_have_their_own_count(kind):
+    """The trace does not depend on the directions."""
+    model, batches = build(kind, CALLED_LATER)
+    la = Laplace(model).fit_batches(batches[:2], batches[1:], num_data=100)
+    G, A, share = mean_factors(model, batches[1:])
+    block = block_of(la, model)
+    oracle.close(block.to_dense().trace(), G.trace() * A.trace(), 1e-12)
+    oracle.close(block.trace_A, A.trace(), 1e-12)
+    assert float(block.share_A) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "experts"])
+def test_examples_may_be_absent_from_some_folds(kind):
+    """No example of the first and the fifth of five folds is present."""
+    model, batches = build(kind, (-1, 3, -2, 3, -1))
+    G, A, _ = mean_factors(model, batches)
+    la = Laplace(model).fit_batches(batches, folds=5, num_data=100)
+    oracle.close(block_of(la, model).to_dense().trace(), G.trace() * A.trace(), 1e-12)
+    assert block_of(la, model).magnitudes.isfinite().all()
+
+
+def test_all_examples_of_the_other_folds_may_be_absent():
+    model, batches = build("tokens", (1, -1, 1, -1))
+    G, A, _ = mean_factors(model, batches)
+    la = Laplace(model).fit_batches(batches, folds=2, num_data=100)
+    oracle.close(block_of(la, model).to_dense().trace(), G.trace() * A.trace(), 1e-12)
+
+
+@parametrize_kinds
+@pytest.mark.parametrize("first", [CALLED_LATER, (-1, 3)], ids=str)
+@pytest.mark.parametrize("second", [FEW, (5,)], ids=str)
+def test_an_update_is_a_fit_to_all(kind, first, second, tmp_path):
+    model, batches = build(kind, (*first, *second))
+    expected = Laplace(model).fit(batches)
+    la = Laplace(model, params=expected.param_names).fit(batches[: len(first)])
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    for posterior in (la, loaded):
+        posterior.update(batches[len(first) :])
+        for name, block in expected.posterior.curvature.blocks.items():
+            updated = posterior.posterior.curvature.blocks[name]
+            oracle.close(updated.to_dense(), block.to_dense(), 1e-9)
+
+
+@parametrize_kinds
+def test_a_fit_in_rounds_counts_who_is_present(kind):
+    model, batches = build(kind, (40, -30, 50, -20) * 12)
+    scheme = Auto(batches, tolerance=1e-6, examples=400, forward_ratio=1)
+    with pytest.warns(UserWarning, match="budget of examples"):
+        la = Laplace(model).fit(scheme, num_data=2000)
+    read, num_read = [], 0
+    for x, y in batches:
+        read.append((x, y))
+        num_read += len(y)
+        if num_read >= la.fit_report.num_read + 16:
+            break
+    # 16 examples are set aside, and do not count.
+    x, y = read[0]
+    read[0] = (x[16:], y[16:])
+    _, A, share = mean_factors(model, read)
+    assert float(block_of(la, model).share_A) == pytest.approx(share)
+    oracle.close(block_of(la, model).trace_A, A.trace(), 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["sets", "experts"])
+def test_running_means_count_who_is_present(kind):
+    model, batches = build(kind, CALLED_FIRST)
+    online = OnlineCurvature(
+        model, decay=1, every=1, refresh=2, fisher="exact", curvature="kfac", joint=True
+    )
+    for batch in batches:
+        online.update(*batch)
+    again = OnlineCurvature(
+        model, decay=1, every=1, refresh=2, fisher="exact", curvature="kfac", joint=True
+    )
+    again.load_state_dict(online.state_dict())
+    extra = model.data([2])[0]
+    for means in (online, again):
+        means.update(*extra)
+        la = means.posterior(100)
+        # The first batch is not measured along directions.
+        G, A, _ = mean_factors(model, [*batches[1:], extra])
+        oracle.close(block_of(la, model).to_dense().trace(), G.trace() * A.trace(), 1e-9)
+
+
+@parametrize_kinds
+def test_a_resumed_fit_counts_who_is_present(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+    model, batches = build(kind, CALLED_FIRST)
+    expected = Laplace(model).fit(batches)
+    params = expected.param_names
+    with pytest.raises(BrokenError):
+        Laplace(model, params=params).fit(
+            Breaking(batches, 3), num_data=10, resume=tmp_path / "state"
+        )
+    la = Laplace(model, params=params).fit(batches, num_data=10, resume=tmp_path / "state")
+    assert torch.equal(block_of(la, model).to_dense(), block_of(expected, model).to_dense())
