@@ -113,20 +113,23 @@ class FactorAccumulator(Accumulator):
 
     def add_factor(self, block: Block, side: int, factor: Factor) -> None:
         """Add a factor of one side, 0 for G and 1 for A."""
-        dtype = self.context.factor_dtype
-        sums = self.sums[side]
         d = block.shape[side]
         if not isinstance(factor, GramFactor):
-            # The sum has the dtype of the first.
-            add_to(sums, block, factor if block in sums else factor.to(dtype))
+            self._add_matrix(block, side, factor)
             return
         rows = self.rows[side].setdefault(block, [])
         if block.is_streamed[side]:
-            self._add_streamed(block, side, factor.rows.to(dtype))
+            self._add_streamed(block, side, factor.rows.to(self.context.factor_dtype))
             return
         rows.append(factor.rows)
         if sum(map(len, rows)) >= (d // 2 + 1 if side == _A else d):
-            add_to(sums, block, moments(torch.cat(self.rows[side].pop(block))).to(dtype))
+            self._add_matrix(block, side, moments(torch.cat(self.rows[side].pop(block))))
+
+    def _add_matrix(self, block: Block, side: int, matrix: Tensor) -> None:
+        """Add a matrix, or a diagonal, to the sum of one side."""
+        sums = self.sums[side]
+        # The sum has the dtype of the first. A second matrix of another dtype needs no copy.
+        add_to(sums, block, matrix if block in sums else matrix.to(self.context.factor_dtype))
 
     def _add_streamed(self, block: Block, side: int, new_rows: Tensor) -> None:
         """Add rows part by part, each of which is compressed with the leading directions so far."""
@@ -184,8 +187,7 @@ class FactorAccumulator(Accumulator):
                 no_rows = torch.zeros(0, *block.groups, block.shape[side], device=context.device)
                 joined.append(torch.cat([no_rows.to(context.dtype), *rows.pop(block, [])]))
             elif block in rows:
-                matrix = moments(torch.cat(rows.pop(block))).to(context.factor_dtype)
-                add_to(sums, block, matrix)
+                self._add_matrix(block, side, moments(torch.cat(rows.pop(block))))
         factors = {}
         rows_of_all = context.ranks.on_all(joined) if traces else []
         for (block, trace), block_rows in zip(traces.items(), rows_of_all or [], strict=True):

@@ -96,6 +96,9 @@ def parameter_order(
     orders are the same.
     """
     parameters = list(map(model.get_parameter, names))
+    in_order = [name for block in blocks for name in block.parameters] == list(names)
+    if in_order and all(_keeps_order(model, block) for block in blocks):
+        return None
     everything = torch.arange(sum(map(Tensor.numel, parameters)))
     positions = {}
     start = 0
@@ -116,6 +119,19 @@ def parameter_order(
     if order is None:
         return None if start == len(everything) else everything[:start]
     return order[:start]
+
+
+def _keeps_order(model: nn.Module, block: Block) -> bool:
+    """Whether the entries of a block are those of one parameter, in the same order."""
+    if len(block.parameters) > 1:
+        return False
+    (name,) = block.parameters
+    # Without values: large parameters need no memory here.
+    values = torch.empty(model.get_parameter(name).shape, device="meta")
+    entries = entries_of(model, block, {name: values})
+    is_view = entries.untyped_storage()._cdata == values.untyped_storage()._cdata
+    is_whole = entries.numel() == values.numel() and entries.storage_offset() == 0
+    return bool(is_view and is_whole and entries.is_contiguous())
 
 
 def entries_of(

@@ -227,7 +227,8 @@ def _expected(
     network: nn.Module, block: Block, reference: Reference
 ) -> Float[Tensor, "batch size"]:
     """A reference's gradients in a block's parameters, in the order of the block's entries."""
-    gradients = torch.cat([reference.gradients[name] for name in block.parameters], 1)
+    by_parameter = [reference.gradients[name] for name in block.parameters]
+    gradients = torch.cat(by_parameter, 1) if len(by_parameter) > 1 else by_parameter[0]
     order = parameter_order(network, block.parameters, [block])
     return gradients if order is None else gradients[:, order]
 
