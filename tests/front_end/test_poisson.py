@@ -99,6 +99,24 @@ def test_probabilities_of_counts_are_integrals_over_the_log_rate(count):
     torch.testing.assert_close(counts.cdf(value), cdf, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [0, 5, 1000])
+@pytest.mark.parametrize(("mean", "variance"), [(64, 25.0), (100, 25.0), (200, 400.0), (90, 4.0)])
+def test_the_density_of_a_mean_far_above_the_count(count, mean, variance):
+    """Newton's method went one unit of the log-rate a step, and ended before it was there."""
+    log_rates = torch.linspace(-120, 20, 1_000_001, dtype=torch.float64)
+    log_joint = (
+        count * log_rates
+        - log_rates.exp()
+        - math.lgamma(count + 1)
+        - (log_rates - mean).square() / (2 * variance)
+        - 0.5 * math.log(2 * math.pi * variance)
+    )
+    expected = torch.logsumexp(log_joint, 0) + math.log(140 / 1_000_000)
+    counts = PoissonLogNormal(torch.tensor(mean).double(), torch.tensor(variance).double())
+    log_prob = counts.log_prob(torch.tensor(count).double())
+    torch.testing.assert_close(log_prob, expected, rtol=1e-5, atol=0)
+
+
 def test_quantiles_are_the_smallest_counts():
     counts = PoissonLogNormal(LOG_MEANS, LOG_VARIANCES)
     probabilities = torch.tensor([0.025, 0.5, 0.975]).double().unsqueeze(1)

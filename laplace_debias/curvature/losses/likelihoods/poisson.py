@@ -227,9 +227,13 @@ class PoissonLogNormal(_Counts):
             value.double(), self.log_mean.double(), self.log_variance.double()
         )
         is_certain = variance == 0
-        # The integrand is log-concave: its mode lies below this point, on Newton's side.
+        # The integrand is log-concave: its mode f lies below these two points, on Newton's side. The
+        # second is a solution of exp(f) = y + (m - f) / v without the f on the right.
         safe = torch.where(is_certain, 1.0, variance)
-        mode = torch.maximum(mean, counts.clamp_min(1).log())
+        mode = torch.minimum(
+            torch.maximum(mean, counts.clamp_min(1).log()),
+            (counts + mean.clamp_min(0) / safe).clamp_min(1).log(),
+        )
         for _ in range(_NUM_NEWTON_STEPS):
             slope = mode.exp() - counts + (mode - mean) / safe
             mode = mode - slope / (mode.exp() + 1 / safe)
