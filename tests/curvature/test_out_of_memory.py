@@ -174,3 +174,37 @@ def test_a_sum_that_is_broken_off_is_not_gone_on_with(case, monkeypatch):
     with pytest.raises(RuntimeError, match=r"13 example.*Nothing was fitted"):
         la.fit(batches)
     assert isinstance(la._state, Unfitted)
+
+
+class Branches(nn.Module):
+    """Two layers, each called only if an example of the batch takes it: the first number says."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.positive, self.negative = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        is_positive = x[:, :1] > 0
+        for layer, takes in ((self.positive, is_positive), (self.negative, ~is_positive)):
+            if takes.any():
+                h = h + takes * torch.tanh(layer(h))
+        return self.head(h)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full", "lowrank"])
+@pytest.mark.parametrize("number", range(1, 9))
+def test_halves_of_a_chunk_may_call_other_layers(curvature, number, monkeypatch):
+    """Rows that were kept of the whole chunk are not joined with those of a half."""
+    torch.manual_seed(0)
+    model = Branches().double().eval()
+    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    x[:, 0] = torch.tensor([1.0, -1.0]).double().repeat_interleave(6)
+    x[1, 0] = -1.0
+    options = {"curvature": curvature, "backend": "hooks"}
+    expected = Laplace(model, **options).fit([(x, y)]).posterior.curvature.to_dense()
+    failed = fails_at_block(monkeypatch, number)
+    found = Laplace(model, **options).fit([(x, y)]).posterior.curvature.to_dense()
+    assert failed
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)

@@ -71,6 +71,12 @@ class Accumulator(ABC):
     def add(self, block: Block, measured: Any) -> None:
         """Add the contribution of a record to the sum of its block."""
 
+    def drop_waiting(self) -> None:
+        """Drop records that wait for those of other blocks, after an error.
+
+        Their chunk is run again.
+        """
+
     @property
     @abstractmethod
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:

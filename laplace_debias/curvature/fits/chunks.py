@@ -194,6 +194,7 @@ class ChunkRunner:
                 self._is_channels_last = False
             if self._accumulator.row_bytes:
                 added = _complete_groups(self._context.blocks, added)
+                self._accumulator.drop_waiting()
             pending.append(Chunk(chunk.examples, frozenset(added)))
         totals.num_examples += len(batch[1])
         totals.weight += weight_of(batch)

@@ -97,6 +97,10 @@ class RowAccumulator(Accumulator):
         first_parameter = self.context.network.get_parameter(block.parameters[0])
         self.add(block, first_parameter.new_zeros(num_examples, num_columns, block.size))
 
+    def drop_waiting(self) -> None:
+        """Drop the rows of blocks that are not joined yet."""
+        self._parts.clear()
+
     @abstractmethod
     def add_rows(self, rows: Rows) -> None:
         """Add rows of all parameters to the sums."""
