@@ -71,7 +71,7 @@ class Accumulator(ABC):
     def add(self, block: Block, measured: Any) -> None:
         """Add the contribution of a record to the sum of its block."""
 
-    def drop_waiting(self) -> None:
+    def drop_waiting(self) -> None:  # noqa: B027 (most accumulators add each record at once)
         """Drop records that wait for those of other blocks, after an error.
 
         Their chunk is run again.

@@ -227,8 +227,8 @@ class PoissonLogNormal(_Counts):
             value.double(), self.log_mean.double(), self.log_variance.double()
         )
         is_certain = variance == 0
-        # The integrand is log-concave: its mode f lies below these two points, on Newton's side. The
-        # second is a solution of exp(f) = y + (m - f) / v without the f on the right.
+        # The integrand is log-concave. Its mode f lies below these two points, on Newton's side;
+        # the second solves exp(f) = y + (m - f) / v without the f on the right.
         safe = torch.where(is_certain, 1.0, variance)
         mode = torch.minimum(
             torch.maximum(mean, counts.clamp_min(1).log()),
