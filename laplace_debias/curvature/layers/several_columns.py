@@ -1,11 +1,15 @@
-"""Gradients of several columns of cotangents, computed together."""
+"""Gradients of several columns of cotangents, together or one after the other."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+
+from laplace_debias.curvature.layers.recorder import LayerOutput
+from laplace_debias.system.memory import is_out_of_memory
 
 # Operations by which Python reads a number from a tensor, as torch's errors name them.
 _READING = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
@@ -45,7 +49,63 @@ def explained_reading() -> Iterator[None]:
         ) from error
 
 
-def vmapped(
+def column_by_column(
+    differentiate: Callable[..., Sequence[Tensor | None]],
+    columns: Tensor,
+    targets: Mapping[int, LayerOutput],
+    keeps_graph: bool,
+) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
+    """Differentiate for one column after the other.
+
+    Args:
+        differentiate: The gradients at all targets for a column of cotangents; it takes
+            `retain_graph`.
+        columns: The columns.
+        targets: The outputs of layers at which the gradients are, by any key.
+        keeps_graph: Whether the graph is kept behind the last column.
+
+    Returns:
+        The gradients at the targets that the outputs depend on, by key.
+    """
+    gradients: dict[int, Tensor] = {}
+    # Before the first pass, whose memory would lie between. An example's columns lie one after the
+    # other, as products of Jacobians take them.
+    for target, z in targets.items():
+        by_example = z.new_empty(z.shape[0], len(columns), *z.shape[1:])
+        gradients[target] = by_example.transpose(0, 1)
+    for index, cotangents in enumerate(columns):
+        is_last = index + 1 == len(columns)
+        column_gradients = differentiate(cotangents, retain_graph=keeps_graph or not is_last)
+        reached: dict[int, Tensor] = {}
+        for target, gradient in zip(targets, column_gradients, strict=True):
+            if gradient is None:
+                gradients.pop(target, None)
+            else:
+                reached[target] = gradient
+        if reached:
+            places = [gradients[target][index] for target in reached]
+            torch._foreach_copy_(places, list(reached.values()))
+        # Let go before the next.
+        del column_gradients, gradient, reached
+    return gradients
+
+
+def vmapped_or_stacked(
+    differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
+) -> list[Tensor | None]:
+    """Differentiate for all columns together, or for each if a tensor's hook reads numbers.
+
+    `torch.vmap` does not support such hooks.
+    """
+    try:
+        return _vmapped(differentiate, columns)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+    return _stacked([differentiate(column) for column in columns])
+
+
+def _vmapped(
     differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
 ) -> list[Tensor | None]:
     """Differentiate for all columns together.
@@ -63,7 +123,7 @@ def vmapped(
     return [next(reached) if is_tensor else None for is_tensor in is_reached]
 
 
-def stacked(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+def _stacked(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """Stack the gradients of all columns; None where the outputs do not depend on a target."""
     return [
         None if gradients[0] is None else torch.stack(gradients)

@@ -25,10 +25,10 @@ from laplace_debias.curvature.layers.recorder import (
 )
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import (
+    column_by_column,
     explained_reading,
     has_python_functions,
-    stacked,
-    vmapped,
+    vmapped_or_stacked,
 )
 from laplace_debias.curvature.network.inputs import (
     Inputs,
@@ -481,60 +481,23 @@ class Tap:
         """
         if not outputs.requires_grad or not targets:
             return {}
-        # One cotangent needs no `vmap`, which takes longer than a small network.
-        is_one_by_one = len(columns) == 1
-        if self.one_by_one and not is_one_by_one:
-            fits = self._fits_in_cache(outputs, columns)
-            is_one_by_one = not fits or has_python_functions(outputs)
-        passes = list(columns) if is_one_by_one else [columns]
         edges = [z.edge for z in targets.values() if z.edge is not None]
-        gradients: dict[int, Tensor] = {}
-        if len(passes) > 1:
-            # Before the first pass, whose memory would lie between. An example's columns lie one
-            # after the other, as products of Jacobians take them.
-            for target, z in targets.items():
-                by_example = z.new_empty(z.shape[0], len(passes), *z.shape[1:])
-                gradients[target] = by_example.transpose(0, 1)
-        for index, cotangents in enumerate(passes):
-            with quiet():
-                keeps_graph = again or index + 1 < len(passes)
-                differentiate = partial(
-                    torch.autograd.grad,
-                    outputs,
-                    edges,
-                    allow_unused=True,
-                    retain_graph=keeps_graph,
-                )
-                pass_gradients: Sequence[Tensor | None]
-                if is_one_by_one:
-                    pass_gradients = differentiate(cotangents)
-                elif self.one_by_one:
-                    together = partial(differentiate, retain_graph=True)
-                    try:
-                        pass_gradients = vmapped(together, cotangents)
-                    except RuntimeError as error:
-                        if is_out_of_memory(error):
-                            raise
-                        # A tensor's hook may read numbers, which `torch.vmap` does not support.
-                        pass_gradients = stacked([together(column) for column in cotangents])
-                else:
-                    with explained_reading():
-                        pass_gradients = differentiate(cotangents, is_grads_batched=True)
-            reached = {}
-            for target, gradient in zip(targets, pass_gradients, strict=True):
-                if gradient is None:
-                    gradients.pop(target, None)
-                else:
-                    reached[target] = gradient
-            if len(passes) == 1:
-                for target, gradient in reached.items():
-                    gradients[target] = gradient.unsqueeze(0) if is_one_by_one else gradient
-            elif reached:
-                column = [gradients[target][index] for target in reached]
-                torch._foreach_copy_(column, list(reached.values()))
-            # Let go before the next.
-            del pass_gradients, gradient, reached
-        return gradients
+        differentiate = partial(torch.autograd.grad, outputs, edges, allow_unused=True)
+        with quiet():
+            gradients: Sequence[Tensor | None]
+            if len(columns) == 1:
+                # It needs no `vmap`, which takes longer than a small network.
+                column_gradients = differentiate(columns[0], retain_graph=again)
+                gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
+            elif not self.one_by_one:
+                with explained_reading():
+                    gradients = differentiate(columns, retain_graph=again, is_grads_batched=True)
+            elif self._fits_in_cache(outputs, columns) and not has_python_functions(outputs):
+                gradients = vmapped_or_stacked(partial(differentiate, retain_graph=True), columns)
+            else:
+                return column_by_column(differentiate, columns, targets, again)
+        pairs = zip(targets, gradients, strict=True)
+        return {target: gradient for target, gradient in pairs if gradient is not None}
 
     def _fits_in_cache(self, outputs: Tensor, columns: Tensor) -> bool:
         """Whether the gradients are small, also those with which a fit checks the network."""
