@@ -157,7 +157,7 @@ class FactorMagnitudes(RunningMagnitudes):
         """Return the product of the factors' mean curvatures."""
         along_G, along_A = self.sums.parts[block]
         totals = self.sums.totals
-        return outer(along_G / totals.weight, along_A / totals.weight_in(block))
+        return outer(along_G / totals.weight, along_A / totals.input_divisor(block))
 
 
 class GradientMagnitudes(RunningMagnitudes):

@@ -13,7 +13,8 @@ from torch import nn
 
 from laplace_debias import Auto, Laplace
 from laplace_debias.curvature import KFAC
-from laplace_debias.curvature.fits import checkpoint
+from laplace_debias.curvature.fits import checkpoint, chunks
+from laplace_debias.curvature.fits.factors import is_absent
 from laplace_debias.training import OnlineCurvature
 
 IGNORED = -100
@@ -287,3 +288,97 @@ def test_a_resumed_fit_counts_who_is_present(kind, tmp_path, monkeypatch):
         )
     la = Laplace(model, params=params).fit(batches, num_data=10, resume=tmp_path / "state")
     assert torch.equal(block_of(la, model).to_dense(), block_of(expected, model).to_dense())
+
+
+def test_ignored_targets_are_absent_from_layers_with_one_position():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+    x, y = torch.randn(9, 3).double(), torch.randint(3, (9,))
+    x[4:] *= 10
+    y[4:] = IGNORED
+    expected = Laplace(model).fit([(x[:4], y[:4])])
+    la = Laplace(model).fit([(x, y)])
+    for name, block in expected.posterior.curvature.blocks.items():
+        actual = la.posterior.curvature.blocks[name]
+        oracle.close(actual.to_dense(), 4 / 9 * block.to_dense(), 1e-12)
+        if name.endswith("weight"):
+            oracle.close(actual.trace_A, block.trace_A, 1e-12)
+
+
+class ExpertOfOneOutput(nn.Module):
+    """Two outputs, of which only the second one depends on an expert, for some examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.expert = nn.Linear(3, 2), nn.Linear(3, 1)
+
+    def forward(self, x):
+        """Shape `[B, 2]`."""
+        outputs = self.base(x)
+        takes_expert = x[:, :1] > 0
+        if takes_expert.any():
+            added = takes_expert * self.expert(x)
+            outputs = outputs + torch.cat([torch.zeros_like(added), added], 1)
+        return outputs
+
+
+@pytest.mark.parametrize("memory_bound", [None, 16])
+def test_all_outputs_say_who_reaches_a_layer(memory_bound):
+    """Columns that are computed apart do not decide it, each for itself."""
+    torch.manual_seed(0)
+    model = ExpertOfOneOutput().double().eval()
+    x = torch.randn(12, 3).double()
+    x[0, 0], x[1, 0] = -1.0, 1.0
+    la = Laplace(model, "regression", sigma=1.0, memory_bound=memory_bound)
+    la.fit([(x, torch.randn(12, 2).double())])
+    reaches = x[:, 0] > 0
+    A = x[reaches].T @ x[reaches] / reaches.sum()
+    block = la.posterior.curvature.blocks["expert.weight"]
+    oracle.close(block.to_dense(), reaches.double().mean() * A, 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["full", "auto"])
+def test_a_batch_may_call_a_layer_for_examples_that_do_not_reach_it(mode):
+    model, _ = build("experts", ())
+    x = torch.randn(600, 3).double()
+    x[:, 0] = x[:, 0].abs() * torch.where(torch.arange(600) % 6 == 5, 1.0, -1.0)
+    y = torch.randint(3, (600,))
+    batches = list(zip(x.split(40), y.split(40), strict=True))
+    if mode == "full":
+        la = Laplace(model).fit(batches)
+        read = (x, y)
+    else:
+        names = [name for name, _ in model.named_parameters()]
+        scheme = Auto(batches, tolerance=1e-6, examples=300, forward_ratio=1)
+        with pytest.warns(UserWarning, match="budget of examples"):
+            la = Laplace(model, params=names).fit(scheme, num_data=600)
+        read = (x[16 : 16 + la.fit_report.num_read], y[16 : 16 + la.fit_report.num_read])
+    _, A, share = mean_factors(model, [read])
+    assert block_of(la, model).share_A == pytest.approx(share)
+    oracle.close(block_of(la, model).trace_A, A.trace(), 1e-9)
+
+
+def test_memory_may_run_out_while_the_absent_are_counted(monkeypatch):
+    model, batches = build("sets", (4, 6))
+    expected = block_of(Laplace(model).fit(batches), model).to_dense()
+    numbers = []
+
+    def count(*arguments):
+        numbers.append(0)
+        if len(numbers) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return is_absent(*arguments)
+
+    monkeypatch.setattr(chunks, "is_absent", count)
+    la = Laplace(model).fit(batches)
+    oracle.close(block_of(la, model).to_dense(), expected, 1e-12)
+
+
+def test_counts_do_not_depend_on_the_default_dtype():
+    model, batches = build("tokens", (2, *[-1] * 600))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        la = Laplace(model).fit(batches)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert block_of(la, model).share_A == pytest.approx(2 / 602)

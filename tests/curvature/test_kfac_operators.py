@@ -128,7 +128,10 @@ def rotation_of(K):
 
 
 def mlp_factors(model, loss, x, y):
-    """A and G of the layers of `mlp`, written out, and what the loss divides by."""
+    """A and G of the layers of `mlp`, written out, and what the loss divides by.
+
+    A is the mean over the examples whose target the loss does not ignore.
+    """
     first, _, second = model
 
     def outputs(shifts):
@@ -139,6 +142,7 @@ def mlp_factors(model, loss, x, y):
     with torch.no_grad():
         activations = [x, torch.tanh(first(x))]
     H = output_hessian(model, loss, x, y)
+    counts = H.view(N, C, N, C).abs().sum((1, 2, 3)) > 0
     factors = []
     for layer, a in enumerate(activations):
         J = jacrev(
@@ -148,7 +152,7 @@ def mlp_factors(model, loss, x, y):
         )(zeros[layer]).detach()  # [N·C, N, d]
         G = torch.einsum("onp,om,mnq->pq", J, H, J)
         # With opt_einsum it comes in columns, and `torch.kron` of rows and columns raises.
-        factors.append((G.contiguous(), a.T @ a / N))
+        factors.append((G.contiguous(), a[counts].T @ a[counts] / counts.sum()))
     return factors
 
 

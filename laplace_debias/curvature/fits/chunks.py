@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,7 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factors import is_absent
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.masks import Masks, reached_examples
-from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
 from laplace_debias.curvature.layers.several_columns import has_python_functions
 from laplace_debias.curvature.network.batches import weight_of
@@ -218,10 +217,10 @@ class ChunkRunner:
         x = take(batch[0], chunk.examples)
         y = batch[1][chunk.examples]
         weights = batch[2][chunk.examples] if len(batch) > 2 else None
-        masks: Mapping[str, Masks] = {}
+        present = PresentPositions()
         if self._positions is not None:
             # Before the inputs are moved: padding is looked for on the CPU.
-            masks = self._positions.find(x, y)
+            present = self._positions.find(x, y, context.tap.conditional)
         x = move(x, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
@@ -243,13 +242,14 @@ class ChunkRunner:
                 if (block, group_index) not in chunk.added:
                     record = replace(
                         record,
-                        masks=self._block_masks(record, masks.get(block.layer)),
+                        masks=present.masks(block, len(record.inputs)),
                         root_weights=root_weights,
                         has_new_inputs=group_index == 0,
                     )
+                    absent = self._absent_weight(record, weights)
                     self._accumulator.update(record)
-                    if group_index == 0:
-                        self._count_absent(record, weights, totals)
+                    if absent is not None:
+                        totals.add_absent(block, absent)
                 added.add((block, group_index))
             for block in context.blocks:
                 if (block, group_index) not in added:
@@ -260,31 +260,15 @@ class ChunkRunner:
         totals.nll = totals.nll + nll
         totals.num_outputs += outputs[0].numel() * weight
 
-    def _count_absent(
-        self, record: BlockRecord, weights: Tensor | None, totals: DataTotals
-    ) -> None:
-        """Add the weight of the examples that have no position in the layer of a record."""
+    def _absent_weight(self, record: BlockRecord, weights: Tensor | None) -> Tensor | None:
+        """Sum the weights of the examples without a position in a layer; None if there are none."""
         block = record.block
-        if self._positions is None or block.is_exact:
-            return
+        if self._positions is None or block.is_exact or not record.has_new_inputs:
+            return None
         absent = is_absent(record.layer, block, record.inputs, record.masks)
-        if absent is not None:
-            example_weights = 1.0 if weights is None else weights.double()
-            totals.add_absent(block, (example_weights * absent).sum())
-
-    def _block_masks(self, record: BlockRecord, masks: Masks | None) -> Masks | None:
-        """Return the positions that take part, from those that hold no padding; None for all.
-
-        Examples that do not take part in a layer that only some batches call count in no factor.
-        """
-        block = record.block
-        is_conditional = block.site in self._context.tap.conditional
-        if self._positions is None or block.is_exact or not is_conditional:
-            return masks
-        block_masks = reached_examples(block, record.output_gradients)
-        if masks is None:
-            return block_masks
-        return [block_mask & mask for block_mask, mask in zip(block_masks, masks, strict=True)]
+        if absent is None or weights is None:
+            return None if absent is None else absent.sum(dtype=torch.float64)
+        return (weights.to(absent.device, torch.float64) * absent).sum()
 
 
 def run_example(context: FitContext, x: Inputs) -> tuple[Tensor, int]:

@@ -41,7 +41,7 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
-from laplace_debias.curvature.fits.magnitudes import exact_sums, input_share
+from laplace_debias.curvature.fits.magnitudes import exact_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
@@ -200,7 +200,7 @@ def _fold_sizes(
 ) -> tuple[list[float], list[float]]:
     """Return the weights of each fold's examples that G, and A, of a block are means over."""
     weights = [totals.weight for totals in totals_by_fold]
-    present = [totals.present_in(block) for totals in totals_by_fold]
+    present = [totals.present_weight(block) for totals in totals_by_fold]
     return weights, present if any(present) else weights
 
 
@@ -210,7 +210,7 @@ def _mean_basis(
     """Compute the eigenbasis of a block's factors over all folds."""
     totals = total_of(totals_by_fold)
     mean_G = _total(sums_by_fold, block, 0) / totals.weight
-    mean_A = _total(sums_by_fold, block, 1) / totals.weight_in(block)
+    mean_A = _total(sums_by_fold, block, 1) / totals.input_divisor(block)
     eigenvalues_G, U_G = eigh(mean_G, f"factor G of {block.name}")
     eigenvalues_A, U_A = eigh(mean_A, f"factor A of {block.name}")
     return Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
@@ -252,7 +252,7 @@ def _share_curvatures(
                 U_A,
                 magnitudes,
                 trace_A=trace_A,
-                share_A=input_share(totals, block, context),
+                share_A=totals.input_share(block),
             )
             curvatures[index][block.name] = shared_operator.to(context.dtype)
     return [BlockDiagonal(blocks) for blocks in curvatures]

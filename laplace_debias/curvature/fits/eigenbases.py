@@ -89,7 +89,7 @@ def _decompose(
     pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(names))
     mean_pairs: dict[FactorKey, Eigenpairs] = {}
     for (block, side), (eigenvalues, U) in zip(keys, pairs, strict=True):
-        weight = totals.weight if side == 0 else totals.weight_in(block)
+        weight = totals.weight if side == 0 else totals.input_divisor(block)
         mean_pairs[block, side] = eigenvalues / weight, U
     return mean_pairs
 

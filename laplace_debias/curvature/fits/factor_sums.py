@@ -260,7 +260,7 @@ class ForwardPasses:
                 layer_calls=layer_calls,
                 outputs=outputs,
             )
-        masks = self._positions.find(x, y)
+        present = self._positions.find(x, y, context.tap.conditional | tap.conditional)
         for block in self._blocks:
             inputs = [call.x for call in layer_calls if call.layer == block.layer]
             if not inputs:
@@ -268,16 +268,16 @@ class ForwardPasses:
                 totals.add_absent(block, len(y))
                 continue
             layer = tap.network.get_submodule(block.layer)
-            block_masks = masks.get(block.layer)
+            masks = present.masks(block, len(inputs))
             for A in input_factors(
                 layer,
                 block,
                 inputs,
-                masks=block_masks,
+                masks=masks,
                 as_rows=block.is_streamed[_A],
             ):
                 accumulator.add_factor(block, _A, A)
-            absent = is_absent(layer, block, inputs, block_masks)
+            absent = is_absent(layer, block, inputs, masks)
             if absent is not None:
-                totals.add_absent(block, absent.sum())
+                totals.add_absent(block, absent.sum(dtype=torch.float64))
         return outputs

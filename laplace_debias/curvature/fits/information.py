@@ -87,14 +87,12 @@ def add_earlier_factors(
         earlier = information.curvature.blocks[block.name]
         assert isinstance(earlier, EigenKronecker)
         eigenvalues_G, eigenvalues_A = earlier.factor_eigenvalues
-        earlier_in_A = counts.earlier
-        if earlier.share_A is not None:
-            earlier_in_A *= float(earlier.share_A)
+        earlier_in_A = counts.earlier * earlier.share_A
         new_absent = counts.scale * totals.absent.get(block.name, 0.0)
         all_totals.add_absent(block, counts.earlier - earlier_in_A + new_absent)
         scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
         is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
-        scale_to_all = all_totals.weight_in(block) / totals.weight_in(block)
+        scale_to_all = all_totals.input_divisor(block) / totals.input_divisor(block)
         scales_A = torch.where(is_zero, scale_to_all, scales)
         earlier_G = _factor(block, 0, counts.earlier * eigenvalues_G, earlier.U_G, new_G)
         earlier_A = _factor(block, 1, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)

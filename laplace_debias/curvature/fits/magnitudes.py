@@ -51,7 +51,7 @@ def curvature_along(
     for block, G in along_G.items():
         A = G.new_ones(*block.groups, 1)
         if block in along_A:
-            A = along_A[block] / totals.weight_in(block)
+            A = along_A[block] / totals.input_divisor(block)
         table[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
         traces_A[block] = trace_along(A, bases[block].U_A)
     return table, traces_A, totals
@@ -189,14 +189,6 @@ def coordinate_axes() -> Eigenbasis:
     return Eigenbasis(None, None, torch.ones(0), torch.ones(0))
 
 
-def input_share(totals: DataTotals, block: Block, context: FitContext) -> Tensor | None:
-    """Return the share of the examples that A of a block is the mean over; None for all."""
-    if not totals.absent.get(block.name, 0.0):
-        return None
-    share = totals.present_in(block) / totals.weight
-    return torch.tensor(share, dtype=context.dtype, device=context.device)
-
-
 def assemble(
     context: FitContext,
     bases: dict[Block, Eigenbasis],
@@ -233,7 +225,7 @@ def assemble(
             U_A,
             magnitudes.to(context.dtype),
             trace_A=None if trace_A is None else trace_A.to(context.dtype),
-            share_A=None if totals is None else input_share(totals, block, context),
+            share_A=1.0 if totals is None else totals.input_share(block),
         )
         blocks[block.name] = kronecker
     return BlockDiagonal(blocks)

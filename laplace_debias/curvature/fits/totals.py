@@ -34,20 +34,26 @@ class DataTotals:
 
     def add_absent(self, block: Block, weight: Any) -> None:
         """Add the weight of examples that have no position in the layer of a block."""
-        self.absent[block.name] = self.absent.get(block.name, 0.0) + weight
+        # Without a first summand, whose dtype the sum would have.
+        earlier = self.absent.get(block.name)
+        self.absent[block.name] = weight if earlier is None else earlier + weight
 
-    def present_in(self, block: Block) -> float:
+    def present_weight(self, block: Block) -> float:
         """Return the weight of the examples that have a position in the layer of a block."""
         present = self.weight - self.absent.get(block.name, 0.0)
         return present if present > _ROUNDING * self.weight else 0.0
 
-    def weight_in(self, block: Block) -> float:
-        """Return the weight that the sum of the inputs' factors A is divided by.
+    def input_divisor(self, block: Block) -> float:
+        """Return the weight that the sum of the input factors A of a block is divided by.
 
         It is that of the examples that have a position in the layer. If there are none, the sum is
         zero, and it is the weight of all examples.
         """
-        return self.present_in(block) or self.weight
+        return self.present_weight(block) or self.weight
+
+    def input_share(self, block: Block) -> float:
+        """Return the share of the examples that the factor A of a block is the mean over."""
+        return self.present_weight(block) / self.weight
 
     def __add__(self, other: "DataTotals") -> "DataTotals":
         """The totals of two passes over different data."""
@@ -104,5 +110,5 @@ def _sums_by_name(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     sums: dict[str, Any] = {}
     for mapping in mappings:
         for name, value in mapping.items():
-            sums[name] = sums.get(name, 0.0) + value
+            sums[name] = sums[name] + value if name in sums else value
     return sums

@@ -314,6 +314,9 @@ class LayerRule:
         self, g: Float[Tensor, "batch *output"]
     ) -> Bool[Tensor, "batch positions"]:
         """Find the positions where one cotangent's gradients at the output do not vanish."""
+        if g.ndim == 2:
+            # One position per example.
+            return (g != 0).any(1, keepdim=True)
         return (g != 0).any(1 if self.channels_first else -1).flatten(1)
 
     def jacobian_rows(

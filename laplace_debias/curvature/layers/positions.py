@@ -5,6 +5,7 @@ of a layer's output takes no part if its gradient vanishes for every cotangent t
 
 - its target is ignored, or no target of the example counts; or
 - its token is the `padding_idx` of an embedding; or
+- its layer is one that only some batches call, and its example does not reach it at all; or
 - nothing that counts depends on it at all: its gradient vanishes in all layers with as many
   positions. So it is with padding behind a mask of attention, a mask that multiplies, or behind the
   last position that a causal model looks at. This is looked for if the inputs can show
@@ -19,12 +20,14 @@ of their own. It does not matter how columns, examples or batches are cut, nor w
 so certain that its own columns vanish. If a ReLU is dead, or a Tanh saturated, the derivative is
 zero for these numbers and not for the network: `_pass_through` lets the cotangent through.
 The pass is left out where it cannot find anything: every output is one of a position, and counts;
-or the inputs are images or features.
+or the inputs are images or features. A layer with one position per example needs no pass: the
+position takes part if a target of the example counts.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +55,28 @@ _POINTWISE = frozenset(
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
+@dataclass(frozen=True)
+class PresentPositions:
+    """The positions of a batch that take part.
+
+    Attributes:
+        masks_by_layer: By the layer's path, for every call that the outputs depend on, the
+            positions that take part, if these are not all.
+        counted_examples: The examples with a target that counts; None for all. It holds for layers
+            with one position per example.
+    """
+
+    masks_by_layer: Mapping[str, Masks] = field(default_factory=dict)
+    counted_examples: Bool[Tensor, " batch"] | None = None
+
+    def masks(self, block: Block, num_calls: int) -> Masks | None:
+        """Return the positions of a weight block's layer, for each call; None for all."""
+        masks = self.masks_by_layer.get(block.layer)
+        if block.is_exact or masks is not None or self.counted_examples is None:
+            return masks
+        return [self.counted_examples.unsqueeze(1)] * num_calls
+
+
 class PositionFinder:
     """A search for the positions that count, batch by batch.
 
@@ -70,13 +95,14 @@ class PositionFinder:
         self._cotangents = cotangents
         self._ndim = outputs.ndim
         self._device = outputs.device
+        self._all_blocks = [block for block in blocks if not block.is_exact]
         lengths: dict[Block, set[int]] = {}
         for block, call in itertools.product(blocks, layer_calls):
             if call.layer == block.layer and len(call.z.shape) > 2 and not block.is_exact:
                 positions = call.z.shape[1:].numel() // (block.num_groups * block.shape[0])
                 lengths.setdefault(block, set()).add(positions)
         called = {call.layer for call in layer_calls}
-        uncalled = [b for b in blocks if not b.is_exact and b.layer not in called]
+        uncalled = [block for block in self._all_blocks if block.layer not in called]
         # Layers that this example does not call may have positions for others.
         self._blocks = [*lengths, *uncalled]
         # Outputs have the classes behind their positions, or between them and the examples.
@@ -85,30 +111,49 @@ class PositionFinder:
         self._is_pooled = outputs.ndim == 2 or not block_positions <= output_positions
         self._pass: _Pass | None = None
 
-    def find(self, x: Inputs, y: Tensor) -> Mapping[str, Masks]:
-        """Find the positions that count, for the layers in which not all do.
+    def find(self, x: Inputs, y: Tensor, conditional: Collection[Site]) -> PresentPositions:
+        """Find the positions of a batch that take part.
 
-        Whether there may be any is decided on the device of inputs and targets. On an accelerator
-        the host waits for the answer, and once more for the result of the pass. Masks come by the
-        layer's path, for every call that the outputs depend on.
+        Whether not all do is decided on the device of inputs and targets. On an accelerator the
+        host waits for the answer, and once more for the result of a pass.
+
+        Args:
+            x: The inputs.
+            y: The targets.
+            conditional: The sites of layers that only some batches call. Whether a batch calls a
+                layer for examples that do not reach it is a matter of how examples are batched.
         """
-        if not self._blocks:
-            return {}
+        if not self._all_blocks:
+            return PresentPositions()
         counted = self._cotangents.counted(y, self._ndim)
         if counted is not None and bool(counted.all()):
             counted = None
-        if counted is None and not _may_hold_padding(x, self._is_pooled):
-            return {}
-        if self._pass is None:
+        masks_by_layer: Mapping[str, Masks] = {}
+        may_be_idle = counted is not None or _may_hold_padding(x, self._is_pooled)
+        conditional_blocks = [block for block in self._all_blocks if block.site in conditional]
+        if conditional_blocks or (self._blocks and may_be_idle):
+            masks_by_layer = self._find_by_pass(x, counted, conditional_blocks)
+        if counted is None:
+            return PresentPositions(masks_by_layer)
+        counted_examples = counted.flatten(1).any(1).to(self._device, non_blocking=True)
+        return PresentPositions(masks_by_layer, counted_examples)
+
+    def _find_by_pass(
+        self, x: Inputs, counted: Tensor | None, conditional_blocks: Sequence[Block]
+    ) -> Mapping[str, Masks]:
+        """Find positions by a backward pass; there are no masks if all take part."""
+        blocks = list(dict.fromkeys([*self._blocks, *conditional_blocks]))
+        if self._pass is None or self._pass.blocks != blocks:
             # Hooks cost time, and most data holds no padding.
-            self._pass = _Pass(shared_copy(self._network), self._blocks)
+            self._pass = _Pass(shared_copy(self._network), blocks)
         # How many positions tokens or masks `[B, T]` have.
         tokens = [t for t in tensors_of(x) if t.ndim == 2]
         lengths = {t.shape[1] for t in tokens if not t.is_floating_point() or _is_mask(t)}
         device = self._device
         x = move(x, device, None)
         counted = None if counted is None else counted.to(device, non_blocking=True)
-        masks_by_layer = self._pass.run(x, counted, lengths)
+        conditional_layers = {block.layer for block in conditional_blocks}
+        masks_by_layer = self._pass.run(x, counted, lengths, conditional_layers)
         if not masks_by_layer:
             return {}
         everywhere = [mask.all() for masks in masks_by_layer.values() for mask in masks]
@@ -152,6 +197,7 @@ class _Pass:
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
         # Other layers are recorded too: the result does not depend on which blocks there are.
@@ -171,10 +217,17 @@ class _Pass:
         self._others.append((module, x, LayerOutput.from_tensor(output)))
         return output.clone()
 
-    def run(self, x: Inputs, counted: Tensor | None, lengths: set[int]) -> Mapping[str, Masks]:
+    def run(
+        self,
+        x: Inputs,
+        counted: Tensor | None,
+        lengths: Collection[int],
+        conditional: Collection[str],
+    ) -> Mapping[str, Masks]:
         """The positions that take part, by layer and call.
 
-        `counted` broadcasts to the outputs; `lengths` are numbers of positions of tokens.
+        `counted` broadcasts to the outputs; `lengths` are numbers of positions of tokens, and
+        `conditional` the layers that only some batches call.
         """
         self._others.clear()
         outputs = self._tap.forward(x)
@@ -185,19 +238,24 @@ class _Pass:
         rules = [layer_rule(layer) for layer, *_ in calls]
         self._tap.forget()
         self._others.clear()
-        if not outputs.requires_grad:
+        edges = [z.edge for *_, z in calls if z.edge is not None]
+        if not (edges and outputs.requires_grad):
             return {}
         _pass_through(outputs)
         # Zero where nothing counts, with no two equal entries elsewhere.
         numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
         cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
         cotangent = cotangent if counted is None else cotangent * counted
-        edges = [z.edge for *_, z in calls if z.edge is not None]
         gradients = torch.autograd.grad(outputs, edges, cotangent, allow_unused=True)
         has_gradient = [
             rule.nonzero_positions(z.new_empty(*z.shape).zero_() if g is None else g)
             for rule, (*_, z), g in zip(rules, calls, gradients, strict=True)
         ]
+        # By the conditional layer: which examples have a gradient at some call of it.
+        reached: dict[str, Tensor] = {}
+        for layer_call, mask in zip(layer_calls, has_gradient, strict=False):
+            is_reached = mask.any(1)
+            reached[layer_call.layer] = reached.get(layer_call.layer, is_reached) | is_reached
         # By the number of positions: where some layer has a gradient, and where tokens are padding.
         influence: dict[int, Tensor] = {}
         padding: dict[int, Tensor] = {}
@@ -223,6 +281,8 @@ class _Pass:
                 idle |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
             if length in padding:
                 idle |= padding[length]
+            if call.layer in conditional:
+                idle |= ~reached[call.layer].unsqueeze(1)
             # A convolution of images may have as many positions as a sequence has by accident.
             has_length = length in lengths or not rule.channels_first
             if has_length and rule.has_sequence(layer):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
@@ -221,8 +222,10 @@ class CurvatureStructure(ABC):
             "U_A": block.U_A,
             "magnitudes": block.magnitudes,
             "trace_A": block.trace_A,
-            "share_A": block.share_A,
+            "share_A": None,
         }
+        if block.share_A < 1:
+            tensors["share_A"] = torch.tensor(block.share_A, dtype=torch.float64)
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
@@ -232,7 +235,7 @@ class CurvatureStructure(ABC):
             tensors.get("U_A"),
             tensors["magnitudes"],
             trace_A=tensors.get("trace_A"),
-            share_A=tensors.get("share_A"),
+            share_A=float(tensors.get("share_A", 1.0)),
         )
 
     def restore(

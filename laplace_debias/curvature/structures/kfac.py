@@ -40,11 +40,13 @@ class KfacCurvature(FactoredCurvature):
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
-            return self.leading(CurvatureFit(assemble(context, bases, None, None, totals), totals))
+            return self.leading(
+                CurvatureFit(assemble(context, bases, table=None, totals=totals), totals)
+            )
         table, traces_A, more_totals = curvature_along(
             context, bases, magnitudes, totals.num_examples
         )
-        curvature = assemble(context, bases, table, traces_A, more_totals)
+        curvature = assemble(context, bases, table, traces_A, totals=more_totals)
         return self.leading(CurvatureFit(curvature, totals + more_totals))
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
@@ -77,7 +79,7 @@ class KfacCurvature(FactoredCurvature):
         counts = ExampleCounts.for_update(information, num_data, totals)
         all_totals = add_earlier_factors(sums, information, counts, totals)
         bases = eigenbases(context, sums, all_totals)
-        curvature = assemble(context, bases, None, None, all_totals)
+        curvature = assemble(context, bases, table=None, totals=all_totals)
         return self.leading(CurvatureFit(curvature, totals))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:

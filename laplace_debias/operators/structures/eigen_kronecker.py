@@ -47,7 +47,7 @@ class EigenKronecker(Symmetric):
         trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
             of positive semi-definite factors, which determines their scales; None if it is not, or
             if the scales are not known.
-        share_A: The share of the examples that A is the mean over, a scalar; None for all.
+        share_A: The share of the examples that A is the mean over.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not fit each other.
@@ -58,7 +58,7 @@ class EigenKronecker(Symmetric):
     magnitudes: Float[Tensor, "*groups rows columns"]
     added: Scalar = field(default=0.0, compare=False)
     trace_A: Float[Tensor, " *groups"] | None = field(default=None, compare=False)
-    share_A: Float[Tensor, ""] | None = field(default=None, compare=False)
+    share_A: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
         if self.magnitudes.ndim not in (2, 3):
