@@ -9,6 +9,7 @@ from laplace_debias.assessment.labelled import labelled_report
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.assessment.predictions import (
     SelectedBatches,
+    labels_like,
     network_outputs,
     network_predictions,
     probabilities,
@@ -157,15 +158,20 @@ def training_record(loaded: Loaded) -> TrainingRecord:
         targets = targets.double().reshape(mean.shape)
         squared_error = (mean - targets).square().mean(0)
         variance = (targets - targets.mean(0)).square().mean(0)
-        explained = MetricValue(
-            metric="explained", value=(1 - squared_error / variance).mean().item()
-        )
-        return TrainingRecord(len(targets), [explained])
+        # A target that is constant has no variance to explain, but for rounding errors.
+        rounding = 64 * torch.finfo(torch.float64).eps
+        varies = variance > rounding**2 * targets.square().mean(0)
+        if not varies.any():
+            return TrainingRecord(len(targets), [])
+        explained = (1 - squared_error[varies] / variance[varies]).mean().item()
+        return TrainingRecord(len(targets), [MetricValue(metric="explained", value=explained)])
     log_probs = network_predictions(outputs, likelihood)["log_probs"]
     probs = probabilities(log_probs, likelihood)
     rows = [
         MetricValue(**row)
-        for row in labelled_report({"probs": probs, "label": targets}, likelihood).rows()
+        for row in labelled_report(
+            {"probs": probs, "label": labels_like(probs, targets, likelihood)}, likelihood
+        ).rows()
         if row["metric"] in ("accuracy", "nll", "overconfidence")
     ]
     num_classes = probs.shape[1]

@@ -81,7 +81,8 @@ def prediction_columns(
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
     """The true targets, classes by their names."""
-    if loaded.likelihood.activation == "softmax" and loaded.classes is not None:
+    has_classes = loaded.likelihood.targets == "class" and not _has_one_logit(loaded)
+    if has_classes and loaded.classes is not None:
         return {"label": [loaded.classes[label] for label in y.tolist()]}
     name = "target" if loaded.likelihood.predicts_numbers else "label"
     return {column: values.numpy() for column, values in _numbered(name, y).items()}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from laplace_debias import metrics
@@ -316,9 +316,10 @@ def columns_to_write(
             shape = predictions["mean"].shape
             columns["target"] = predictions["targets"].double().reshape(shape)
         return {name: _squeezed(column) for name, column in {**columns, **scores}.items()}
+    probs = probabilities(predictions["log_probs"], likelihood)
     if has_labels:
-        columns["label"] = _squeezed(predictions["targets"].long())
-    columns["probs"] = probabilities(predictions["log_probs"], likelihood)
+        columns["label"] = labels_like(probs, predictions["targets"], likelihood)
+    columns["probs"] = probs
     columns["entropy"] = entropy(predictions["log_probs"], likelihood)
     return {**columns, **scores}
 
@@ -332,6 +333,14 @@ def probabilities(
     if likelihood.targets == "class":
         return torch.cat([-log_probs, log_probs], 1).sigmoid()
     return log_probs.sigmoid()
+
+
+def labels_like(
+    probs: Float[Tensor, "n classes"], targets: Tensor, likelihood: Likelihood
+) -> Integer[Tensor, "n *labels"]:
+    """Return the labels that belong to probabilities: one per example, or one per probability."""
+    shape = probs.shape if likelihood.targets == "labels" else probs.shape[:1]
+    return targets.long().reshape(shape)
 
 
 def _squeezed(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.evaluation import (
     check_held_out,
+    check_targets,
     concatenate_batches,
     probabilities_or_means,
     score,
@@ -23,8 +24,9 @@ from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.metrics import Report
 from laplace_debias.metrics.checks import check_level
+from laplace_debias.metrics.definitions import share_statistic
 from laplace_debias.metrics.report import report_of
-from laplace_debias.metrics.statistics import Mean, Proportion
+from laplace_debias.metrics.statistics import Mean, Statistic
 from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import collective
 
@@ -70,7 +72,20 @@ class Intervals:
         return self.high - self.low
 
     def covers(self, targets: Float[Tensor, "*batch outputs"]) -> Bool[Tensor, "*batch outputs"]:
-        """Return whether each target is in its interval, including the ends."""
+        """Return whether each target is in its interval, including the ends.
+
+        Targets of a single output may lack the dimension of the outputs; the result has it.
+
+        Raises:
+            ValueError: If the shape of the targets is not that of the intervals.
+        """
+        if targets.shape != self.low.shape:
+            if (*targets.shape, 1) != self.low.shape:
+                raise ValueError(
+                    f"`targets` has shape {tuple(targets.shape)}, but the intervals have shape "
+                    f"{tuple(self.low.shape)}. Pass a target for each interval."
+                )
+            targets = targets.unsqueeze(-1)
         return (self.low <= targets) & (targets <= self.high)
 
 
@@ -224,7 +239,7 @@ class Conformal:
                 self._predictor.likelihood, predictive, y, self._class_dim
             )
             scores = self._scores_of_targets(values, labels, deviations)
-            batches.append([scores, self._groups_of(x, len(scores))])
+            batches.append([scores, self._groups_of_targets(x, y, predictive)])
         scores, groups = concatenate_batches(batches, "calibrate")
         quantiles = {}
         for group in groups.unique().tolist():
@@ -290,25 +305,24 @@ class Conformal:
             values, _, labels, *deviations = score(
                 self._predictor.likelihood, predictive, y, self._class_dim
             )
-            groups = self._groups_of(x, len(values))
+            groups = self._groups_of_targets(x, y, predictive)
             quantiles = self._quantiles_for(groups).to(values.device)
             covered = self._scores_of_targets(values, labels, deviations) <= quantiles
             if is_normal:
                 sizes = 2 * quantiles * deviations[0].double()
-                covered = covered.double().mean(1)
                 sizes = sizes.mean(1)
             else:
                 scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
                 sizes = (scores <= quantiles.unsqueeze(-1)).sum(-1)
             batches.append([covered.double(), sizes.double(), groups, labels])
         covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
-        statistics: dict[str, Proportion | Mean] = {"coverage": _coverage(covered)}
+        statistics: dict[str, Statistic] = {"coverage": share_statistic(covered)}
         statistics["width" if is_normal else "set_size"] = Mean(
             sizes.mean().item(), sizes, lowest=0
         )
         if self._groups is not None:
             for group in groups.unique().tolist():
-                statistics[f"coverage_{group}"] = _coverage(covered[groups == group])
+                statistics[f"coverage_{group}"] = share_statistic(covered[groups == group])
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:
@@ -378,6 +392,13 @@ class Conformal:
             )
         return groups.long().cpu()
 
+    def _groups_of_targets(
+        self, x: Inputs, y: Tensor, predictive: Distribution
+    ) -> Int[Tensor, " n"]:
+        """The groups of the targets that count."""
+        _, counted, _ = check_targets(self._predictor.likelihood, predictive, y, self._class_dim)
+        return self._groups_of(x, len(counted))[counted.cpu()]
+
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:
         missing = sorted(set(groups.tolist()) - set(self.quantiles))
         if missing:
@@ -396,10 +417,3 @@ class Conformal:
 def _exclusive(values: Float[Tensor, "n *classes"]) -> Float[Tensor, "n classes"]:
     """The probabilities of all classes, for two classes from that of the second."""
     return torch.stack([1 - values, values], -1) if values.ndim == 1 else values
-
-
-def _coverage(covered: Float[Tensor, " n"]) -> Proportion | Mean:
-    """The share that is covered; for several outputs the mean of their shares."""
-    share = covered.mean().item()
-    is_binary = bool(((covered == 0) | (covered == 1)).all())
-    return Proportion(share, covered) if is_binary else Mean(share, covered)

@@ -1,6 +1,7 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,14 +108,48 @@ def evaluate_predictions(
     """
     # Before the predictions, which may take long.
     check_level(level)
-    if score_inputs is not None:
-        scores = {name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()}
-        separated = separation(_for_all(batches, "test", score_inputs).flatten(), scores)
-        without_ood = evaluate_predictions(
-            predict, likelihood, batches, ood={}, class_dim=class_dim, level=level
-        )
-        statistics = without_ood._statistics | separated
-        return report_of(statistics, without_ood._targets, level, intervals)
+    scored = _score_batches(predict, likelihood, batches, class_dim, score_inputs)
+    if score_inputs is None:
+        return _report(scored, predict, batches, ood, intervals=intervals, level=level)
+    report = _report(scored, predict, batches, {}, intervals=False, level=level)
+    scores_ood = {name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()}
+    statistics = report._statistics | separation(scored.scores, scores_ood)
+    return report_of(statistics, report._targets, level, intervals)
+
+
+@dataclass(frozen=True, eq=False)
+class _ScoredData:
+    """The predictions for labelled data, with a row for each target that counts.
+
+    Attributes:
+        values: Probabilities, or means.
+        log_probs: The log-probabilities of the targets.
+        targets: The targets.
+        further: What else `score` returns.
+        scores: The scores by which OOD data are separated; none if they are not asked for.
+        is_multilabel: Whether the predictive is that of several labels.
+        has_probabilities: Whether it is that of classes or labels.
+        is_normal: Whether it is normal.
+    """
+
+    values: Tensor
+    log_probs: Float[Tensor, " n"]
+    targets: Tensor
+    further: Sequence[Tensor]
+    scores: Float[Tensor, " n"]
+    is_multilabel: bool
+    has_probabilities: bool
+    is_normal: bool
+
+
+def _score_batches(
+    predict: Callable[[Inputs], Distribution],
+    likelihood: Likelihood,
+    batches: Batches,
+    class_dim: int | None,
+    score_inputs: Callable[[Inputs], Tensor] | None,
+) -> _ScoredData:
+    """Predict labelled data, over all processes that share it; it is read once."""
     scored_batches = []
     is_multilabel = False
     has_probabilities = False
@@ -124,14 +159,44 @@ def evaluate_predictions(
         is_multilabel = isinstance(getattr(predictive, "base_dist", None), Bernoulli)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         is_normal = isinstance(predictive, Normal | MultivariateNormal)
-        scored_batches.append(score(likelihood, predictive, y, class_dim))
-    values, log_probs, targets, *columns = concatenate_batches(scored_batches, "evaluate")
+        columns = score(likelihood, predictive, y, class_dim)
+        scores = columns[1].new_zeros(0)
+        if score_inputs is not None:
+            _, counted, _ = check_targets(likelihood, predictive, y, class_dim)
+            scores = score_inputs(x).flatten()
+            if len(scores) == len(counted):
+                scores = scores[counted.to(scores.device)]
+        scored_batches.append([*columns, scores])
+    values, log_probs, targets, *further, scores = concatenate_batches(scored_batches, "evaluate")
     # A process without examples has predicted nothing that would show it.
     flags = process_group().exchange((is_multilabel, has_probabilities, is_normal))
-    is_multilabel, has_probabilities, is_normal = map(any, zip(*flags, strict=True))
+    return _ScoredData(
+        values,
+        log_probs,
+        targets,
+        further,
+        scores,
+        *map(any, zip(*flags, strict=True)),
+    )
+
+
+def _report(
+    scored: _ScoredData,
+    predict: Callable[[Inputs], Distribution],
+    batches: Batches,
+    ood: Mapping[str, Batches],
+    *,
+    intervals: bool,
+    level: float,
+) -> metrics.Report:
+    """Evaluate predictions, and their uncertainty on OOD data."""
+    values = scored.values
+    log_probs = scored.log_probs
+    targets = scored.targets
+    has_probabilities = scored.has_probabilities
     if not has_probabilities:
         targets = targets.reshape(values.shape).to(values.dtype)
-    if not has_probabilities and not columns:
+    if not has_probabilities and not scored.further:
         statistics = {"nll": nll_statistic(log_probs), "rmse": rmse_statistic(values, targets)}
         if ood:
 
@@ -152,18 +217,18 @@ def evaluate_predictions(
 
     predicted_ood = {name: _for_all(data, name, predicted_values) for name, data in ood.items()}
     options: dict[str, Any] = {"intervals": intervals, "level": level}
-    if is_normal:
+    if scored.is_normal:
         return metrics.evaluate_regression(
-            values, columns[0], targets, predicted_ood, log_probs=log_probs, **options
+            values, scored.further[0], targets, predicted_ood, log_probs=log_probs, **options
         )
     if not has_probabilities:
-        deviation, *levels = columns
+        deviation, *levels = scored.further
         if levels:
             options["levels"] = levels[0]
         return metrics.evaluate_numbers(
             values, deviation, targets, log_probs, predicted_ood, **options
         )
-    if is_multilabel:
+    if scored.is_multilabel:
         labels = targets.long().reshape(values.shape)
         return metrics.evaluate_multilabel(
             values, labels, predicted_ood, log_probs=log_probs, **options

@@ -77,6 +77,12 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
             "`sigma=True` tunes the noise of a regression, but the likelihood is "
             f"{type(likelihood).__name__}. Remove `sigma=`."
         )
+    if fitted.num_targets is None and fitted.posterior.prior.information is not None:
+        raise ValueError(
+            "`sigma=True` does not work after a fit with `prior=`, because the information of the "
+            "earlier data was measured with their own noise. Pass the noise, as "
+            "Laplace(..., sigma=)."
+        )
     if fitted.num_targets is None:
         raise ValueError(
             '`sigma=True` does not work after a fit with `fisher="empirical"`, or '
@@ -102,9 +108,10 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
         value = "Its value is estimated from the residuals of each output"
     else:
         value = "Its value is assumed to be 1.0"
-    note = (
-        f"`sigma` was not specified, and is not tuned here. {value}. Pass `sigma=True` to tune it."
-    )
+    advice = "Pass `sigma=True` to tune it"
+    if fitted.num_targets is None:
+        advice = "Pass the noise as Laplace(..., sigma=)"
+    note = f"`sigma` was not specified, and is not tuned here. {value}. {advice}."
     return replace(tuning, notes=(*tuning.notes, note))
 
 

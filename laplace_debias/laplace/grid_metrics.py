@@ -97,8 +97,10 @@ class GridMetrics:
 
         From simple to complex: the default formula at temperature 1, other formulas at temperature
         1, the default formula at other temperatures, all links. With fewer than 100 examples it is
-        the default formula at temperature 1.
+        the default formula at temperature 1. There is no choice if there is one link or none.
         """
+        if len(self.links) < 2:
+            return 0
         default = self.links[0]
         indices = range(len(self.links))
         same_formula = [index for index in indices if self.links[index].name == default.name]

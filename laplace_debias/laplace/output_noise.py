@@ -37,6 +37,7 @@ class OutputNoise:
     is_at_end: bool
 
 
+@torch.inference_mode(False)
 def tune_output_noise(fitted: FittedPosterior, data: Pairs, prior_precision: float) -> OutputNoise:
     r"""Choose the noise of each output, with the posterior as it is.
 

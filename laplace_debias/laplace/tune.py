@@ -247,7 +247,7 @@ def choose(table: GridMetrics, metric: str) -> tuple[Tuning, int]:
     """
     links = table.links
     points = table.finite_points
-    link = table.choose_link() if len(links) > 1 else 0
+    link = table.choose_link()
     best, is_worse = _choose_point(table, link)
     values = table.values[:, link]
     errors = table.standard_errors(table.sums[:, link]).tolist()

@@ -17,8 +17,9 @@ def check_probs(
 ) -> Float[Tensor, "n classes"]:
     """Check probabilities and bring them into the form `[n, classes]`, float32 at least.
 
-    Rows that miss a sum of 1 only by rounding pass as they are; entries above 1 only by rounding
-    are set to 1.
+    Rows that miss a sum of 1 only by rounding pass as they are, unless they are in half precision:
+    their rounding errors are large, and they are divided by their sums. Entries above 1 only by
+    rounding are set to 1.
     """
     _check_numbers(probs, name)
     if probs.ndim not in (1, 2):
@@ -33,7 +34,8 @@ def check_probs(
             "dimension."
         )
     tolerance = max(_ROW_SUM_TOLERANCE, 4 * torch.finfo(probs.dtype).eps)
-    if probs.dtype in (torch.float16, torch.bfloat16):
+    is_half = probs.dtype in (torch.float16, torch.bfloat16)
+    if is_half:
         probs = probs.float()
     lowest, highest = (bound.item() for bound in probs.aminmax())
     if lowest != lowest:
@@ -51,6 +53,8 @@ def check_probs(
                 f"{error:.4g}, more than {tolerance:.1g}. Apply softmax to logits, or divide "
                 "each row by its sum."
             )
+        if is_half:
+            probs = probs / probs.sum(dim=1, keepdim=True)
     probs = probs.clamp(max=1)
     return torch.stack([1 - probs, probs], dim=1) if probs.ndim == 1 else probs
 

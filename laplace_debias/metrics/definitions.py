@@ -87,7 +87,7 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
         return mean_of_equals(error_probabilities, values)
 
     influence = by_example(offsets) + (1 - right) * by_example(error_weights)
-    return Mean(risks.mean().item(), influence, lowest=0)
+    return Mean(risks.mean().item(), influence, lowest=0, highest=1)
 
 
 CLASSIFICATION_METRICS = (
@@ -201,6 +201,7 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
         num_terms * statistic.value,
         num_terms * influence.double().mean(1),
         lowest=0 if ideal is None else -math.inf,
+        highest=num_terms if isinstance(statistic, Proportion) else math.inf,
         ideal=ideal,
     )
 
@@ -416,7 +417,7 @@ def share_statistic(inside: Float[Tensor, "n *outputs"]) -> Statistic:
     """The share of targets that are in their interval, which have a 1."""
     if inside.numel() == len(inside):
         return Proportion(inside.mean().item(), per_example(inside))
-    return _mean(inside, lowest=0)
+    return _mean(inside, lowest=0, highest=1)
 
 
 def _quantile_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:

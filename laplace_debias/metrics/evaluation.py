@@ -302,11 +302,17 @@ def evaluate_ood(
 
 def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str, Statistic]:
     """`auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` of each OOD set's scores."""
-    return {
-        f"{metric.name.removesuffix('_out')}_{name}": metric.statistic(scores_id, scores)
-        for name, scores in scores_ood.items()
-        for metric in OOD_METRICS
-    }
+    statistics: dict[str, Statistic] = {}
+    for name, scores in scores_ood.items():
+        for metric in OOD_METRICS:
+            key = f"{metric.name.removesuffix('_out')}_{name}"
+            if key in statistics:
+                raise ValueError(
+                    f"Two metrics of the out-of-distribution sets {list(scores_ood)} would be "
+                    f"called {key!r}. Rename {name!r}."
+                )
+            statistics[key] = metric.statistic(scores_id, scores)
+    return statistics
 
 
 def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
@@ -337,11 +343,11 @@ def _checked_sets(
 
 
 def _checked_table(probs: Float[Tensor, "n labels"], name: str) -> Float[Tensor, "n labels"]:
+    """Check the probabilities of labels, and return them as `check_probs` does."""
     check_tensor(probs, name)
     if probs.ndim != 2:
         raise ValueError(
             f"`{name}` has shape {list(probs.shape)}. Pass [n, labels], and flatten other "
             "dimensions into n."
         )
-    check_probs(probs.flatten(), name)
-    return probs
+    return check_probs(probs.flatten(), name)[:, 1].view(probs.shape)

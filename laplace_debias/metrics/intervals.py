@@ -151,4 +151,9 @@ def area_interval(
         return math.nan, math.nan
     half_width = normal_quantile(level) * standard_error / (value * (1 - value))
     logit = math.log(value / (1 - value))
-    return 1 / (1 + math.exp(half_width - logit)), 1 / (1 + math.exp(-half_width - logit))
+    return _sigmoid(logit - half_width), _sigmoid(logit + half_width)
+
+
+def _sigmoid(x: float) -> float:
+    """The logistic function, without overflow."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

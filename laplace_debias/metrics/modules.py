@@ -90,6 +90,11 @@ class _OverBatches(Metric):
 
     def update(self, *batch: Tensor) -> None:
         """Add a batch of the function's arguments; of scores `[n]` and 1 if OOD, else 0."""
+        if len(batch) != self._num_inputs:
+            raise TypeError(
+                f"{type(self).__name__}.update takes {self._num_inputs} tensors, got {len(batch)}. "
+                f"Pass the arguments of `metrics.{self._function.__name__}`."
+            )
         self._check(*batch)
         for number, tensor in enumerate(batch):
             getattr(self, f"given_{number}").append(tensor.detach())

@@ -55,7 +55,10 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
         ValueError: An argument is empty or not finite, or shapes or devices differ.
     """
     check_real({"mean": mean, "targets": targets})
-    return (mean - targets).square().mean().sqrt()
+    errors = mean - targets
+    # In half precision the square of an error above 256 would overflow.
+    errors = errors.to(torch.promote_types(errors.dtype, torch.float32))
+    return errors.square().mean().sqrt()
 
 
 def crps(

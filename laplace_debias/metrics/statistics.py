@@ -70,12 +70,14 @@ class Mean(Statistic):
 
     Attributes:
         lowest: A bound of the metric from below.
+        highest: A bound of the metric from above.
         squared: Whether `influence` belongs to the metric's square, as for a root mean square.
         ideal: Best value of the metric, where neither lower nor higher is better. Differences are
             then those of the distances from it.
     """
 
     lowest: float = -math.inf
+    highest: float = math.inf
     squared: bool = False
     ideal: float | None = None
 
@@ -83,9 +85,10 @@ class Mean(Statistic):
         """The value with its confidence interval."""
         if self.squared:
             low, high = mean_interval(self.value**2, self.influence, level)
-            return Interval(self.value, math.sqrt(max(0.0, low)), math.sqrt(max(0.0, high)))
+            # NaN comes first: Python returns it then.
+            return Interval(self.value, math.sqrt(max(low, 0.0)), math.sqrt(max(high, 0.0)))
         low, high = mean_interval(self.value, self.influence, level)
-        return Interval(self.value, max(low, self.lowest), high)
+        return Interval(self.value, max(low, self.lowest), min(high, self.highest))
 
     def difference(self, reference: "Mean", level: float) -> Interval:
         """This metric minus a reference method's, on the same examples."""

@@ -251,3 +251,60 @@ def test_an_empty_set_is_refused(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
     with pytest.raises(ValueError, match="has no example"):
         assess(replace(loaded, ood={"none": []}), tmp_path / "run", (NETWORK,))
+
+
+@pytest.mark.parametrize(
+    ("task", "change"),
+    [
+        ("binary", lambda y: y.unsqueeze(1)),
+        ("multilabel", lambda y: y[:, :1]),
+        ("multilabel", lambda y: y[:, 0]),
+    ],
+    ids=["binary [n, 1]", "one label [n, 1]", "one label [n]"],
+)
+def test_targets_have_the_shapes_that_the_likelihood_takes(task, change, tmp_path):
+    loaded = with_targets(a_run.loaded_yes_no(task), change)
+    if task == "multilabel":
+        network, head = loaded.model[:-1], loaded.model[-1]
+        one_label = torch.nn.Linear(head.in_features, 1)
+        one_label.weight.data = head.weight.data[:1].clone()
+        one_label.bias.data = head.bias.data[:1].clone()
+        loaded = replace(loaded, model=torch.nn.Sequential(*network, one_label).eval())
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
+    la = Laplace.load(folder / "posteriors/last-layer.safetensors", loaded.model)
+    report = la.evaluate(loaded.test)
+    rows = {
+        row["metric"]: row["value"]
+        for row in read(folder, "metrics.json")["rows"]
+        if row["method"] == "last-layer" and row["set"] == "test"
+    }
+    for name in ("accuracy", "nll", "brier"):
+        assert rows[name] == pytest.approx(report[name], rel=1e-5), name
+
+
+def with_targets(loaded, change):
+    """The same data with other targets."""
+
+    def changed(batches):
+        return None if batches is None else [(x, change(y)) for x, y in batches]
+
+    return replace(
+        loaded,
+        train=changed(loaded.train),
+        validation=changed(loaded.validation),
+        test=changed(loaded.test),
+    )
+
+
+def test_a_target_may_be_constant(tmp_path):
+    """The first training examples may all be zero in one of the targets."""
+    loaded = a_run.loaded_rows(num_test=50, num_ood=0, num_outputs=2)
+    loaded = with_targets(loaded, lambda y: y * torch.tensor([1.0, 0.0]))
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
+    (explained,) = read(folder, "run.json")["training"]["rows"]
+    x, y = joined(loaded.train)
+    residuals = (y - loaded.model(x).detach())[:1000, 0].double()
+    expected = 1 - residuals.square().mean() / y[:1000, 0].double().var(unbiased=False)
+    assert explained["value"] == pytest.approx(float(expected), rel=1e-5)
+    again = assess(loaded, folder, (NETWORK, LAST_LAYER))
+    assert read(again, "run.json")["status"] == "complete"

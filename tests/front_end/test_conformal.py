@@ -9,6 +9,7 @@ from torch import nn
 
 from laplace_debias import Conformal, Laplace, Mixture
 from laplace_debias.laplace.conformal import conformal_quantile, mass_above
+from laplace_debias.metrics import compare
 
 NUM_CALIBRATION, NUM_TEST = 200, 1000
 LEVEL = 0.9
@@ -239,3 +240,54 @@ def test_equally_probable_classes_have_the_same_score():
 def test_a_level_near_zero_takes_the_smallest_score():
     scores = torch.tensor([0.3, 0.1, 0.2])
     assert float(conformal_quantile(scores, 1e-12)) == pytest.approx(0.1)
+
+
+def regression_of(num_outputs, size=300):
+    torch.manual_seed(0)
+    model = nn.Linear(3, num_outputs).double().eval()
+    x = torch.randn(size, 3).double()
+    y = model(x).detach() + torch.randn(size, num_outputs).double()
+    la = Laplace(model, "regression", sigma=1.0).fit([(x[:100], y[:100])])
+    return la, x[100:], y[100:]
+
+
+def test_targets_of_one_output_may_lack_its_dimension():
+    la, x, y = regression_of(1)
+    intervals = Conformal(la).calibrate([(x, y[:, 0])]).predict(x)
+    assert torch.equal(intervals.covers(y[:, 0]), intervals.covers(y))
+    assert intervals.covers(y).shape == (200, 1)
+    with pytest.raises(ValueError, match="a target for each interval"):
+        intervals.covers(y[:50])
+
+
+def test_reports_of_several_outputs_are_compared_whatever_is_covered():
+    """By chance all outputs of an example are covered, or none."""
+    la, x, y = regression_of(2)
+    conformal = Conformal(la).calibrate([(x[:150], y[:150])], level=0.6)
+    other = Conformal(la).calibrate([(x[:150], y[:150])], level=0.95)
+    test = [(x[150:156], torch.stack([y[150:156, 0], y[150:156, 0]], 1))]
+    far = [(x[150:156], y[150:156] + 100)]
+    for one, two in ((conformal, other), (other, conformal)):
+        difference = compare(one.evaluate(test), two.evaluate(test))["coverage"]
+        assert difference.low <= difference <= difference.high
+    assert conformal.evaluate(far)["coverage"] == 0
+
+
+def test_groups_are_those_of_the_targets_that_count():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double().eval()
+    x, y = torch.randn(300, 3).double(), torch.randint(3, (300,))
+    la = Laplace(model).fit([(x[:100], y[:100])])
+    y[150:180] = -100
+
+    def groups(x):
+        return (x[:, 0] > 0).long()
+
+    conformal = Conformal(la, groups=groups).calibrate([(x[100:], y[100:])])
+    counted = y[100:] != -100
+    expected = Conformal(la, groups=groups).calibrate([(x[100:][counted], y[100:][counted])])
+    assert conformal.quantiles.keys() == expected.quantiles.keys() == {0, 1}
+    for group, quantile in expected.quantiles.items():
+        assert torch.equal(conformal.quantiles[group], quantile)
+    report = conformal.evaluate([(x[100:], y[100:])])
+    assert report == expected.evaluate([(x[100:][counted], y[100:][counted])])

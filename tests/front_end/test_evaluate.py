@@ -186,3 +186,23 @@ def test_the_trained_network_alone_has_no_epistemic_uncertainty():
         classification().uncertainty(X, "map")
     with pytest.raises(ValueError, match="samples"):
         classification().uncertainty(X, samples=0)
+
+
+@pytest.mark.parametrize("score", [None, "entropy"])
+@pytest.mark.parametrize("reads_once", [False, True])
+def test_ignored_targets_are_no_in_distribution_examples(score, reads_once):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double().eval()
+    x, y = torch.randn(200, 3).double(), torch.randint(3, (200,))
+    la = Laplace(model).fit([(x[:100], y[:100])])
+    y[150:] = -100
+    x[150:] = 0
+    batches = [(x[100:140], y[100:140]), (x[140:], y[140:])]
+    data = (batch for batch in batches) if reads_once else batches
+    far = {"far": [(5 * torch.randn(50, 3).double(), y[:50])]}
+    expected = la.evaluate([(x[100:150], y[100:150])], far, score=score)
+    report = la.evaluate(data, far, score=score)
+    assert report.keys() == expected.keys()
+    for name, value in expected.items():
+        assert report[name] == pytest.approx(value, nan_ok=True), name
+        assert report[name].low == pytest.approx(value.low, nan_ok=True), name

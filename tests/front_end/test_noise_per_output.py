@@ -178,3 +178,23 @@ def test_what_cannot_be_tuned_is_refused_before_work_starts():
     binary = Laplace(nn.Linear(2, 1).double(), "binary").fit([(x, (y[:, 0] > 0).double())])
     with pytest.raises(ValueError, match="but the likelihood is Bernoulli"):
         binary.tune([(x, (y[:, 0] > 0).double())], sigma="per_output")
+
+
+@pytest.mark.parametrize("fits_too", [False, True])
+def test_the_noise_is_tuned_in_inference_mode(fits_too):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double().eval()
+    x = torch.randn(120, 3).double()
+    y = model(x).detach() + torch.randn(120, 2).double()
+
+    def tuned(*modes):
+        la = Laplace(model, "regression")
+        with modes[0]:
+            la.fit([(x[:60], y[:60])])
+        with modes[1]:
+            la.tune([(x[60:], y[60:])], sigma="per_output")
+        return la.likelihood.sigma
+
+    plain = torch.inference_mode(False)
+    first = torch.inference_mode() if fits_too else torch.inference_mode(False)
+    torch.testing.assert_close(tuned(first, torch.inference_mode()), tuned(plain, plain))

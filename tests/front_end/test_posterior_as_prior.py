@@ -263,3 +263,17 @@ def test_what_does_not_fit_is_refused_before_work_starts():
         GaussianPrior(ones * math.inf, ones, names)
     with pytest.raises(ValueError, match="of the same sizes, dtype and device"):
         prior.penalty(network().float())
+
+
+def test_why_the_noise_cannot_be_tuned_after_earlier_data():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double().eval()
+    x = torch.randn(60, 3).double()
+    y = model(x).detach() + torch.randn(60, 1).double()
+    first = Laplace(model, "regression").fit([(x[:30], y[:30])])
+    la = Laplace(model, "regression", prior=posterior_as_prior(first)).fit([(x[30:], y[30:])])
+    with pytest.raises(ValueError, match="after a fit with `prior=`"):
+        la.tune([(x, y)], sigma=True)
+    (note,) = (note for note in la.tune([(x, y)]).notes if "was not specified" in note)
+    assert "sigma=True" not in note
+    assert "Laplace(..., sigma=)" in note

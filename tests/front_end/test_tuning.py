@@ -665,3 +665,22 @@ def test_the_choice_is_compared_with_the_network_itself(link, params):
     of_temperatures = [F.cross_entropy(logits / T, y).item() for T in TEMPERATURES]
     assert rows["network"] == pytest.approx(F.cross_entropy(logits, y).item(), abs=1e-6)
     assert rows["temperature scaling"] == pytest.approx(min(of_temperatures), abs=1e-6)
+
+
+@pytest.mark.parametrize("params", ["last_layer", "all"])
+@pytest.mark.parametrize("name", ["probit", "pairwise"])
+def test_the_prior_precision_is_tuned_for_a_link_with_a_temperature(params, name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x, y = torch.randn(260, 3).double(), torch.randint(3, (260,))
+    la = Laplace(model, params=params).fit([(x[:60], y[:60])])
+    link = Link(name, 1.5)
+    grid = [0.1, 1.0, 10.0, 100.0]
+    tuning = la.tune([(x[60:], y[60:])], link=link, grid=grid)
+    assert la.link == link
+    nlls = []
+    for delta in grid:
+        la.prior_precision = delta
+        log_probs = la.predict(x[60:], link=link).log_prob(y[60:])
+        nlls.append(float(-log_probs.mean()))
+    assert [row["nll"] for row in tuning.table] == pytest.approx(nlls, abs=1e-9)
