@@ -22,6 +22,9 @@ from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
 
+# Eigenvalues below so many rounding errors of the largest one are nothing but these.
+_ROUNDING = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
@@ -30,13 +33,13 @@ class Spectrum:
     Attributes:
         eigenpairs: The leading eigenpairs.
         trace: The whole trace.
-        density: The density of the other eigenvalues.
+        density: The density of the other eigenvalues; None if they are all zero up to rounding.
         seconds: The time that it took.
     """
 
     eigenpairs: EigenPairs
     trace: Estimate
-    density: SpectralDensity
+    density: SpectralDensity | None
     seconds: float
 
 
@@ -121,6 +124,12 @@ def measure_spectrum(
             generator=generator,
             progress=progress,
         )
+    magnitudes = pairs.values.abs()
+    if magnitudes.min() <= _ROUNDING * torch.finfo(A.dtype).eps * magnitudes.max():
+        # The matrix is small or of low rank. What remains is rounding errors.
+        total = pairs.values.sum()
+        exact = Estimate(total, torch.zeros_like(total), pairs.num_matvecs)
+        return Spectrum(pairs, exact, None, time.perf_counter() - start)
     deflated = A - LowRankPlusDiagonal(pairs.vectors, pairs.values, 0.0)
     remaining_trace = trace(
         deflated,

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,8 +64,7 @@ def run(settings: Settings) -> dict[str, Any]:
     methods = [NETWORK]
     if loaded.validation is not None and loaded.likelihood.activation is not None:
         methods.append(TEMPERATURE)
-    for path in settings.posterior:
-        key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")
+    for key, path in _keys(settings.posterior).items():
         methods.append(method_of(key, path.stem, path, settings.examples))
     with tempfile.TemporaryDirectory(prefix="laplace-debias-") as own_folder:
         shared_folder = Path(process_group().from_rank(own_folder, 0))
@@ -89,6 +88,16 @@ def run(settings: Settings) -> dict[str, Any]:
         # The first process removes the folder when all have read it.
         process_group().exchange(None)
         return results
+
+
+def _keys(posteriors: Sequence[Path]) -> dict[str, Path]:
+    """Name each posterior by letters that a path and a page can have; names may become equal."""
+    keys: dict[str, Path] = {}
+    for path in posteriors:
+        key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")
+        candidates = [key, *(f"{key}-{number}" for number in range(2, len(posteriors) + 1))]
+        keys[next(name for name in candidates if name not in keys)] = path
+    return keys
 
 
 def as_json(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:

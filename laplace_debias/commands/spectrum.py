@@ -126,14 +126,13 @@ def run(settings: Settings) -> "Spectrum":
         return spectrum
     pairs = spectrum.eigenpairs
     density = spectrum.density
-    tables = {
-        "eigenvalues": {"eigenvalue": pairs.values, "residual": pairs.residuals},
-        "density": {
+    tables = {"eigenvalues": {"eigenvalue": pairs.values, "residual": pairs.residuals}}
+    if density is not None:
+        tables["density"] = {
             "eigenvalue": density.grid,
             "density": density.density,
             "standard_error": density.standard_error,
-        },
-    }
+        }
     for name, columns in tables.items():
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         path = settings.output / f"{name}.csv"
@@ -171,9 +170,13 @@ def _print(spectrum: "Spectrum") -> None:
         f"{pairs.message}"
     )
     fraction = float(pairs.values.sum() / trace.value)
+    others = "all other eigenvalues are zero up to rounding"
+    if density is not None:
+        others = (
+            f"of the other eigenvalues {density.null_fraction:.2%} are within ±{density.floor:.1g}"
+        )
     print(
         f"Trace: {float(trace.value):.5g} ± {float(trace.standard_error):.2g} (standard error); "
-        f"the leading {len(values)} are {fraction:.1%} of it; of the other eigenvalues "
-        f"{density.null_fraction:.2%} are within ±{density.floor:.1g}"
+        f"the leading {len(values)} are {fraction:.1%} of it; {others}"
     )
     print(f"Time: {spectrum.seconds:.0f} s")

@@ -16,6 +16,7 @@ with imports_of_extra("botorch", "botorch"):
     from botorch.posteriors import GPyTorchPosterior, Posterior
     from botorch.sampling import MCSampler
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+    from linear_operator import to_linear_operator
 
 
 class LaplaceModel(Model):
@@ -93,10 +94,13 @@ class LaplaceModel(Model):
             rows = (first_columns[:, None] + columns).flatten()
             mean = mean[..., columns]
             covariance = covariance[..., rows[:, None], rows]
+        # The Cholesky decomposition of a linear operator adds jitter if the covariance is singular,
+        # as it is at equal points.
+        operator = to_linear_operator(covariance)
         if mean.shape[-1] == 1:
-            normal = MultivariateNormal(mean[..., 0], covariance)
+            normal = MultivariateNormal(mean[..., 0], operator)
         else:
-            normal = MultitaskMultivariateNormal(mean, covariance, interleaved=True)
+            normal = MultitaskMultivariateNormal(mean, operator, interleaved=True)
         posterior = GPyTorchPosterior(normal)
         if posterior_transform is None:
             return posterior

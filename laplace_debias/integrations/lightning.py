@@ -99,8 +99,10 @@ class LaplaceCallback(Callback):
         )
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
-        la.save(path)
+        # Before it is saved, which may fail after a long training.
         self.laplace = la
+        path.parent.mkdir(parents=True, exist_ok=True)
+        la.save(path)
         self.path = path
 
     def _network(self, pl_module: LightningModule) -> nn.Module:

@@ -146,7 +146,7 @@ class _LaplaceEstimator(BaseEstimator):
         num_batches = math.ceil(len(inputs) / self.batch_size)
         network.train()
         for _ in range(self.epochs):
-            for rows in torch.randperm(len(inputs)).chunk(num_batches):
+            for rows in torch.randperm(len(inputs)).tensor_split(num_batches):
                 optimizer.zero_grad()
                 outputs = network(inputs[rows])
                 batch_targets = targets[rows]
@@ -467,14 +467,20 @@ def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
 
 def _tensor(values: np.ndarray, network: nn.Module) -> Tensor:
     """Return numbers on the device of the network's parameters and in their dtype."""
-    parameter = next(p for p in network.parameters() if p.is_floating_point())
+    parameter = _first_parameter(network)
     return torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
+
+
+def _first_parameter(network: nn.Module) -> Tensor:
+    return next(p for p in network.parameters() if p.is_floating_point())
 
 
 def _targets(y: np.ndarray, likelihood: str, network: nn.Module) -> Tensor:
     """Return class indices as integers, and numbers in the network's dtype."""
-    targets = _tensor(y, network)
-    return targets.long() if likelihood == "classification" else targets
+    if likelihood == "classification":
+        # Half precision would round large indices.
+        return torch.tensor(y, dtype=torch.long, device=_first_parameter(network).device)
+    return _tensor(y, network)
 
 
 def _residual_deviations(

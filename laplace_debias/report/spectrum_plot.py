@@ -56,18 +56,19 @@ def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
 
 
 def spectrum_figure(
-    eigenpairs: EigenPairs, trace: Estimate, density: SpectralDensity, matrix: str
+    eigenpairs: EigenPairs, trace: Estimate, density: SpectralDensity | None, matrix: str
 ) -> Figure:
     """Draw leading eigenvalues one by one, and the density of the others.
 
     Args:
         eigenpairs: The leading eigenpairs of a matrix.
         trace: Its whole trace.
-        density: The density of its other eigenvalues, with a logarithmic axis.
+        density: The density of its other eigenvalues, with a logarithmic axis; None to draw none.
         matrix: Its name.
     """
     figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
-    by_index, by_value = figure.subplots(1, 2)
+    num_panels = 1 if density is None else 2
+    by_index, *others = figure.subplots(1, num_panels, squeeze=False)[0]
     values = eigenpairs.values.cpu()
     by_index.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=_COLOUR)
     if bool((values > 0).all()):
@@ -88,6 +89,9 @@ def spectrum_figure(
         loc="left",
     )
     style_axes(by_index)
+    if density is None:
+        return figure
+    (by_value,) = others
     plot_spectral_density(density, by_value)
     # The eigenvalues that were taken out before the density was estimated.
     marks = values[values > 0]

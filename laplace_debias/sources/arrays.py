@@ -48,6 +48,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
     notes: tuple[str, ...] = ()
     if was_whole:
+        _check_lengths(arrays["x"], arrays["y"], str(path))
         indices, note = split_indices(len(arrays["y"]), settings, str(path), "examples")
         pairs = {
             name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()]) for name, i in indices.items()
@@ -100,14 +101,19 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     )
 
 
-def _examples(
-    x: np.ndarray, y: np.ndarray, likelihood: Likelihood, pixels: Pixels | None, source: str
-) -> Examples:
+def _check_lengths(x: np.ndarray, y: np.ndarray, source: str) -> None:
+    """Require as many inputs as targets, and at least one."""
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
             f"x in {source} has {len(x)} rows, but y has {len(y)}. Use at least one "
             "row, and the same number of rows in x and y."
         )
+
+
+def _examples(
+    x: np.ndarray, y: np.ndarray, likelihood: Likelihood, pixels: Pixels | None, source: str
+) -> Examples:
+    _check_lengths(x, y, source)
     inputs = as_inputs(x, source)
     targets = as_targets(y, likelihood, f"y of {source}")
     return Examples(inputs, targets, pixels if inputs.dtype == torch.uint8 else None)

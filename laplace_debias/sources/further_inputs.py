@@ -101,7 +101,14 @@ def _from_archive(
             f"{option}: {path} has inputs of shape {list(x.shape[1:])}, but the network takes "
             f"{list(shape)}. Pass inputs of this shape."
         )
-    return FurtherInputs(_unlabelled(x, pixels))
+    notes: tuple[str, ...] = ()
+    if splits.columns is not None and x.ndim == 2:
+        x = splits.columns.standardised(x.double().numpy())
+        notes = (
+            f"{option}: the columns of {path} are taken as those of the training table, in its "
+            "units.",
+        )
+    return FurtherInputs(_unlabelled(x, pixels), notes=notes)
 
 
 def _unlabelled(x: Tensor, pixels: Pixels | None = None) -> Examples:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.dataset_size import dataset_size
 from laplace_debias.sources.image_files import View
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
@@ -38,7 +39,10 @@ class Columns:
 
     def inputs(self, table: Any, source: str) -> Float[Tensor, "rows columns"]:
         """Convert rows to inputs, float32."""
-        values = numbers(table, self.names, source)
+        return self.standardised(numbers(table, self.names, source))
+
+    def standardised(self, values: np.ndarray) -> Float[Tensor, "rows columns"]:
+        """Convert values in the units of the table to inputs, float32."""
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
 
@@ -238,6 +242,14 @@ def _is_reorderable(loader: DataLoader[Any]) -> bool:
     )
 
 
+def _number_of_examples(loader: DataLoader[Any]) -> int | None:
+    """The number of examples of a loader in a pass, if its sampler says it."""
+    try:
+        return dataset_size(loader)
+    except ValueError:
+        return None
+
+
 def _unchanged(
     batches: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
@@ -259,6 +271,9 @@ def _unchanged(
             f"The {name} is an iterator, which can be read only once. Return a DataLoader, a "
             "data set or a list of batches."
         )
+    if isinstance(batches, DataLoader):
+        # Its sampler may leave out examples of the data set, or yield some of them several times.
+        return batches, _number_of_examples(batches)
     dataset = getattr(batches, "dataset", None)
     if isinstance(dataset, Sized):
         return batches, len(dataset)

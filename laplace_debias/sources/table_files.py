@@ -1,5 +1,6 @@
 """Tables: CSV and Parquet."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,16 @@ def table_files(path: Path) -> dict[str, Path] | None:
     return files or None
 
 
-def read_table(path: Path) -> Any:
-    """Read a table as a pandas data frame."""
+def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
+    """Read a table as a pandas data frame; numbers in `text_columns` stay text."""
     import pandas
 
+    types = dict.fromkeys(text_columns, str)
     try:
-        table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+        if path.suffix == ".csv":
+            table = pandas.read_csv(path, dtype=types)
+        else:
+            table = pandas.read_parquet(path).astype(types)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not encoded in UTF-8 ({error}). Save it in UTF-8.") from error
     except Exception as error:
@@ -69,6 +74,10 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
     tables = {split: read_table(path) for split, path in files.items()}
     notes: tuple[str, ...] = ()
     target = _target(tables, files, settings)
+    kinds = {table[target].dtype.kind for table in tables.values()}
+    if len(kinds - set("iufb")) > 0 and len(kinds) > 1:
+        # A file in which all names of classes are numbers, beside others in which some are not.
+        tables = {split: read_table(path, [target]) for split, path in files.items()}
     features = settings.features or tuple(
         name for name in next(iter(tables.values())).columns if name != target
     )

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from laplace_debias.cli import main
+from laplace_debias.commands import evaluate
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace.mode_names import MODES
@@ -33,3 +35,17 @@ def test_the_command_line_offers_every_name(capsys):
     text = "".join(capsys.readouterr().out.split())
     for registry in (STRUCTURES, MODES, LIKELIHOODS):
         assert "|".join(registry) in text
+
+
+def test_posteriors_have_keys_of_their_own():
+    """Some letters of a file's name can stand in no path of a run."""
+    names = ["p 1", "p-1", "P.1", "é", "è"]
+    keys = evaluate._keys([Path(f"{name}.safetensors") for name in names])
+    assert [path.stem for path in keys.values()] == names
+    assert list(keys) == [
+        "posterior-p-1",
+        "posterior-p-1-2",
+        "posterior-p.1",
+        "posterior--",
+        "posterior---2",
+    ]

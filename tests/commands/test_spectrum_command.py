@@ -97,3 +97,26 @@ def test_configs_are_valid(name, capsys):
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         spectrum.Settings(**{**SMALL, **change})
+
+
+def test_all_eigenvalues_of_a_small_matrix(tmp_path, capsys, monkeypatch):
+    """Nothing remains for a density: no rounding errors are shown as one."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    np.savez(tmp_path / "d.npz", x=x, y=np.arange(200) % 3)
+    (tmp_path / "small_network.py").write_text(
+        "from torch import nn\n\n\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)]
+    save_file(nn.Sequential(*layers).state_dict(), tmp_path / "net.safetensors")
+    options = ["--model=small_network:build", "--data=d.npz", "--checkpoint=net.safetensors"]
+    options += ["--examples=100", "--output=out", "--device=cpu", "--progress=false"]
+    assert main(["spectrum", *options]) == 0
+    assert "all other eigenvalues are zero up to rounding" in capsys.readouterr().out
+    assert {path.name for path in Path("out").iterdir()} == {"eigenvalues.csv", "spectrum.png"}
+    assert Image.open("out/spectrum.png").size[0] > 400

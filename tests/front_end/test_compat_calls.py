@@ -76,8 +76,13 @@ def test_terms_of_the_marginal_likelihood(likelihood, structure, subset):
             close(la.sigma_noise.double(), torch.tensor(0.3))
             la.sigma_noise = 0.72
     assert ours.n_data == theirs.n_data == 10
-    for name in ("mean", "log_likelihood", "prior_precision_diag", "scatter"):
+    for name in (
+        *("mean", "log_likelihood", "prior_precision_diag", "scatter"),
+        *("log_det_prior_precision", "log_det_posterior_precision", "log_det_ratio"),
+    ):
         close(getattr(ours, name), getattr(theirs, name))
+    value = torch.randn(ours.n_params, dtype=torch.float64)
+    close(ours.square_norm(value), theirs.square_norm(value))
     close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
     Js = torch.randn(4, 2, ours.n_params, dtype=torch.float64)
     close(ours.functional_variance(Js), theirs.functional_variance(Js))
@@ -424,3 +429,27 @@ def test_the_class_of_low_ranks_has_them():
         la.fit(data)
     x = data.dataset.tensors[0]
     assert torch.equal(by_class(x), by_name(x))
+
+
+def test_layers_of_a_full_matrix_have_no_prior_precision_of_their_own():
+    (la, _) = fitted("classification", subset_of_weights="all", hessian_structure="full")
+    with pytest.raises(NotImplementedError, match='"layerwise"` requires hessian_structure='):
+        la.optimize_prior_precision(prior_structure="layerwise")
+    with pytest.raises(NotImplementedError, match='"layerwise"` requires hessian_structure='):
+        laplace_torch.marglik_training(
+            network(), loader("classification"), "classification", "full"
+        )
+
+
+def test_a_state_of_another_last_layer_is_refused():
+    first = Laplace(network(), "classification", last_layer_name="0")
+    last = Laplace(network(), "classification")
+    named = Laplace(network(), "classification", last_layer_name="1")
+    for la in (first, last, named):
+        la.fit(loader("classification"))
+    for la, other in ((first, last), (last, first), (named, first)):
+        with pytest.raises(ValueError, match="last_layer_name"):
+            la.load_state_dict(other.state_dict())
+    again = Laplace(network(), "classification", last_layer_name="0")
+    again.load_state_dict(first.state_dict())
+    assert again.n_params == first.n_params == 20

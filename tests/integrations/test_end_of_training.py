@@ -87,6 +87,33 @@ def trainer(pl, folder, callbacks, **options):
     )
 
 
+def test_lightning_makes_the_folder_of_the_posterior(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    folder = tmp_path / "new" / "folder"
+    callback = LaplaceCallback(curvature="diag")
+    run = trainer(lightning, folder, [callback])
+    run.fit(module(lightning, None), TRAIN, VALIDATION)
+    assert callback.path == folder / "posterior.safetensors"
+    assert callback.path.exists()
+
+
+def test_lightning_keeps_a_posterior_that_cannot_be_saved(
+    lightning, tmp_path, unchecked, monkeypatch
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    def save(*_):
+        raise OSError("The disk is full.")
+
+    monkeypatch.setattr(Laplace, "save", save)
+    callback = LaplaceCallback(curvature="diag")
+    with pytest.raises(OSError, match="The disk is full"):
+        trainer(lightning, tmp_path, [callback]).fit(module(lightning, None), TRAIN, VALIDATION)
+    assert callback.laplace is not None
+    assert callback.path is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [None, "inner"])
 def test_lightning_has_the_posterior_of_the_best_checkpoint(

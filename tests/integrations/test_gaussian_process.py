@@ -190,3 +190,17 @@ def test_botorch_model_refuses_what_is_no_regression(botorch_model):
         botorch_model(fitted(2)).posterior(X)
     with pytest.raises(NotImplementedError, match="`observation_noise` must be True or False"):
         botorch_model(fitted(1)).posterior(X, observation_noise=torch.ones(2))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_the_covariance_of_many_or_equal_points_is_singular(botorch_model, num_outputs):
+    """There are 26 or 31 parameters: more points than these depend on each other."""
+    la = fitted(num_outputs)
+    model = botorch_model(la, num_outputs)
+    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for X in (points, torch.cat([points[:3], points[:3]])):
+        posterior = model.posterior(X)
+        samples = posterior.rsample(torch.Size([20_000])).flatten(1)
+        _, covariance = joint_moments(la, X)
+        scale = covariance.diagonal().max()
+        assert (torch.cov(samples.T) - covariance).abs().max() < 0.06 * scale

@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
-from laplace_debias.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+from laplace_debias.integrations.sklearn import LaplaceClassifier, LaplaceRegressor, _targets
 
 ADAM = partial(torch.optim.Adam, lr=2e-2)
 
@@ -389,3 +389,30 @@ def test_wrong_data_are_rejected(unchecked):
         LaplaceRegressor(network).fit(X, fitted_exactly)
     with pytest.raises(ValueError, match="n_samples must be at least 1"):
         LaplaceRegressor(network).fit(X, y).sample_y(X, 0)
+
+
+def test_class_indices_are_not_rounded_to_half_precision():
+    network = nn.Linear(298, 298).to(torch.bfloat16)
+    targets = _targets(np.arange(298), "classification", network)
+    assert targets.dtype == torch.long
+    assert targets.tolist() == list(range(298))
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), [(993, 32), (7, 3), (64, 64), (5, 8)])
+def test_batches_of_a_training_have_nearly_equal_sizes(num_rows, batch_size):
+    sizes = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            if self.training:
+                sizes.append(len(x))
+            return super().forward(x)
+
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(num_rows, 3)), np.arange(num_rows) % 2
+    LaplaceClassifier(
+        Counted(3, 2), optimizer=torch.optim.SGD, epochs=1, batch_size=batch_size
+    ).fit(X, y)
+    assert sum(sizes) == num_rows
+    assert max(sizes) <= batch_size
+    assert max(sizes) - min(sizes) <= 1

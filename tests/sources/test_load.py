@@ -95,6 +95,14 @@ def test_data_without_parts_is_parted_as_told(here):
     assert "chosen with the seed 3" in " ".join(found.notes)
 
 
+@pytest.mark.parametrize("num_targets", [19, 21])
+def test_as_many_inputs_as_targets_before_they_are_parted(here, num_targets):
+    x, y = np.zeros((20, 4)), np.arange(num_targets) % 3
+    bring.archive(here / "d.npz", x=x, y=y)
+    with pytest.raises(ValueError, match=f"20 rows, but y has {num_targets}"):
+        loaded(model="nets:rows", data="d.npz")
+
+
 def test_archives_of_bytes_are_images(here):
     rng = np.random.default_rng(0)
     pixels = rng.integers(256, size=(9, 16, 20, 3), dtype=np.uint8)
@@ -254,7 +262,13 @@ def test_processes_that_read_give_the_same(images):
 
 OWN = """
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 torch.manual_seed(0)
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
@@ -297,6 +311,21 @@ def in_double():
     return both(TensorDataset(X.double(), Y))
 
 
+def subset():
+    sampler = SubsetRandomSampler(range(12))
+    return both(DataLoader(TensorDataset(X, Y), batch_size=7, sampler=sampler))
+
+
+def batches_of_subset():
+    sampler = BatchSampler(SubsetRandomSampler(range(12)), 5, drop_last=False)
+    return both(DataLoader(TensorDataset(X, Y), batch_sampler=sampler))
+
+
+def repeated():
+    sampler = WeightedRandomSampler(torch.ones(30), 30)
+    return both(DataLoader(TensorDataset(X, Y), batch_size=7, sampler=sampler))
+
+
 def iterator():
     return {"train": iter([(X, Y)]), "test": [(X, Y)]}
 
@@ -331,6 +360,18 @@ def test_loaders_of_ones_own_keep_their_examples_in_one_order(own):
     assert torch.equal(every(found.test)[0], sys.modules["own"].X[:9])
     assert found.classes == ("a", "b", "c")
     assert found.num_train == 30
+
+
+@pytest.mark.parametrize("name", ["subset", "batches_of_subset"])
+def test_the_number_of_examples_is_that_of_the_sampler(own, name):
+    found = loaded(model="nets:rows", data=f"own:{name}")
+    assert found.num_train == 12
+    assert sum(len(y) for _, y in found.train) == 12
+
+
+def test_a_sampler_that_repeats_examples_is_refused(own):
+    with pytest.raises(ValueError, match="reads each of its examples once"):
+        loaded(model="nets:rows", data="own:repeated")
 
 
 def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):

@@ -183,3 +183,40 @@ def test_a_table_in_another_encoding_is_refused_with_the_one_that_is_read(tmp_pa
         read_table(path)
     path.write_text("größe,y\n1.0,2.0\n", encoding="utf-8")
     assert list(read_table(path)) == ["größe", "y"]
+
+
+def test_arrays_of_further_inputs_are_in_the_units_of_the_table(here):
+    data = table().drop(columns="kind")
+    data.to_csv(here / "t.csv", index=False)
+    features = data[["age", "height", "constant"]][:7]
+    features.to_csv(here / "rows.csv", index=False)
+    np.savez(here / "rows.npz", x=features.to_numpy(np.float32))
+    found = loaded(
+        data="t.csv",
+        target="price",
+        model_args={"inputs": 3, "outputs": 1},
+        ood={"csv": "rows.csv", "npz": "rows.npz"},
+    )
+    torch.testing.assert_close(every(found.ood["npz"])[0], every(found.ood["csv"])[0])
+    assert any("in its units" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_names_of_classes_may_all_be_numbers_in_one_of_the_files(here, suffix):
+    data = table().drop(columns=["price", "kind"])
+    data["group"] = np.array(["1", "2", "3a"])[np.arange(40) % 3]
+    folder = here / "parts"
+    folder.mkdir()
+    parts = {"train": data[:20], "test": data[20:].query("group != '3a'")}
+    for part, rows in parts.items():
+        if suffix == "csv":
+            rows.to_csv(folder / f"{part}.csv", index=False)
+        else:
+            is_number = part == "test"
+            rows.assign(group=rows["group"].astype(int) if is_number else rows["group"]).to_parquet(
+                folder / f"{part}.parquet"
+            )
+    found = loaded(data=folder, target="group", model_args={"inputs": 3, "outputs": 3})
+    assert found.classes == ("1", "2", "3a")
+    _, y = every(found.test)
+    assert [found.classes[label] for label in y] == parts["test"]["group"].tolist()

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from laplace_debias.compat.laplace_torch.posteriors import (
     LIKELIHOODS,
     Laplace,
+    check_has_layers,
     checked_name,
     fisher_of_backend,
 )
@@ -75,7 +76,8 @@ def marglik_training(
         negative log marginal likelihood and the loss, both once per fit.
 
     Raises:
-        NotImplementedError: For `prior_structure="diag"`, or a noise that is optimised from
+        NotImplementedError: For `prior_structure="diag"`, for `"layerwise"` with
+            `hessian_structure="full"`, or a noise that is optimised from
             another start than 1.
         ValueError: For an unknown name.
     """
@@ -87,6 +89,8 @@ def marglik_training(
             '`prior_structure="diag"` is not supported in training. Use '
             '`prior_structure="layerwise"` or `"scalar"`.'
         )
+    if prior_structure == "layerwise":
+        check_has_layers(hessian_structure)
     is_regression = likelihood == "regression"
     sigma = sigma_noise_init if is_regression and fix_sigma_noise else None
     if is_regression and sigma is None and sigma_noise_init != 1:

@@ -22,7 +22,7 @@ from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.prior import prior_precision_from
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.linalg import diagonal
+from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator, Permuted
 from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
 
@@ -44,6 +44,15 @@ PRECISIONS = "prior_precision"
 """The entry of a `state_dict` that holds a prior precision per parameter."""
 SUBSETS = ("last_layer", "all", "subnetwork")
 LINKS = ("probit", "mc", *BRIDGES)
+
+
+def check_has_layers(structure: str) -> None:
+    """Require a structure in which each layer can have a prior precision of its own."""
+    if structure not in ("kron", "diag"):
+        raise NotImplementedError(
+            '`prior_structure="layerwise"` requires hessian_structure="kron" or "diag", got '
+            f'{structure!r}. Use `prior_structure="scalar"`.'
+        )
 
 
 class Laplace:
@@ -166,6 +175,7 @@ class Laplace:
         self.enable_backprop = enable_backprop
         self._structure = hessian_structure
         self._subset = subset_of_weights
+        self._last_layer_name = last_layer_name
         self._network = network
         self._batch = batch
         self._fit = Posterior(
@@ -411,8 +421,9 @@ class Laplace:
         metric is the NLL of the predictive, for a regression with its noise.
 
         Raises:
-            NotImplementedError: For `pred_type="nn"` or `link_approx="mc"` with a grid, and for
-                `prior_structure="diag"` with another structure than `"diag"`.
+            NotImplementedError: For `pred_type="nn"` or `link_approx="mc"` with a grid, for
+                `prior_structure="diag"` with another structure than `"diag"`, and for
+                `"layerwise"` with a structure that is not one of layers.
             ValueError: For an unknown name, or a grid without `val_loader`.
         """
         method = checked_name("method", method, ("marglik", "gridsearch"))
@@ -428,6 +439,8 @@ class Laplace:
                 f"got {self._structure!r} and {method!r}. "
                 'Use `prior_structure="layerwise"` or `"scalar"`.'
             )
+        if prior_structure == "layerwise":
+            check_has_layers(self._structure)
         is_regression = self.likelihood == "regression"
         if method == "marglik":
             per = "block" if prior_structure == "layerwise" else None
@@ -563,6 +576,30 @@ class Laplace:
         displacement = self._fit.posterior.displacement
         return (self.prior_precision_diag * displacement.square()).sum()
 
+    def square_norm(self, value: Float[Tensor, " parameters"]) -> Float[Tensor, ""]:
+        """Return the squared distance of parameters to the mean, times the posterior precision.
+
+        Args:
+            value: Parameters, `[D]`.
+        """
+        difference = value - self._fit.posterior.mean
+        return difference @ (self.posterior.posterior.precision @ difference)
+
+    @property
+    def log_det_prior_precision(self) -> Float[Tensor, ""]:
+        """The log-determinant of the prior precision."""
+        return self.prior_precision_diag.log().sum()
+
+    @property
+    def log_det_posterior_precision(self) -> Float[Tensor, ""]:
+        """The log-determinant of the posterior precision."""
+        return logdet(self.posterior.posterior.precision).value
+
+    @property
+    def log_det_ratio(self) -> Float[Tensor, ""]:
+        """The log-determinant of the posterior precision minus that of the prior precision."""
+        return self.log_det_posterior_precision - self.log_det_prior_precision
+
     @property
     def log_likelihood(self) -> Float[Tensor, ""]:
         """The log-likelihood of the training data, in nats, divided by the temperature."""
@@ -656,7 +693,8 @@ class Laplace:
                 f"The state has the entries {sorted(state_dict)}. Pass what `state_dict` of this "
                 "class returned. A state of laplace-torch cannot be loaded."
             )
-        for name, value in self._options.items():
+        # The last layer is only in the state if it was named.
+        for name, value in {"last_layer_name": None, **self._options}.items():
             if state_dict.get(name) != value:
                 raise ValueError(
                     f"The state has `{name}={state_dict.get(name)!r}`, but this object has "
@@ -672,11 +710,14 @@ class Laplace:
     @property
     def _options(self) -> dict[str, str]:
         """The options that a state must share with the object that loads it."""
-        return {
+        options = {
             "likelihood": self.likelihood,
             "hessian_structure": self._structure,
             "subset_of_weights": self._subset,
         }
+        if self._last_layer_name is not None:
+            options["last_layer_name"] = self._last_layer_name
+        return options
 
     def _take(self, posterior: Posterior) -> None:
         """Replace the posterior by one of the same network, likelihood and structure."""
