@@ -115,7 +115,7 @@ def _floating_numbers(value: Any) -> Iterator[Tensor]:
         if value.is_floating_point():
             yield value
     elif isinstance(value, float):
-        yield torch.tensor(value)
+        yield torch.tensor(value, dtype=torch.float64)
     elif isinstance(value, Mapping):
         yield from _floating_numbers(tuple(value.values()))
     elif isinstance(value, tuple):

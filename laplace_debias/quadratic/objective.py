@@ -12,10 +12,14 @@ from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.quantised import is_kept
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.operators import GGN, Hessian
 from laplace_debias.linalg.checks import check_choice
+from laplace_debias.system.gathering import is_sharded
 from laplace_debias.system.ranks import collective, process_group
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
@@ -54,10 +58,16 @@ def objective(
 ) -> Objective:
     """Compute a loss, its gradient and its curvature; see `Quadratic.from_data`."""
     check_choice(curvature, _CURVATURES, "curvature")
-    matrix = _CURVATURES[curvature](
-        model, loss, data, params, num_data=num_data, reduction=reduction, batch=batch
-    )
     network = Network(model, params, data, batch)
+    matrix = _CURVATURES[curvature](
+        _copy_of_values(model),
+        loss,
+        data,
+        network.names,
+        num_data=num_data,
+        reduction=reduction,
+        batch=batch,
+    )
     ranks = process_group()
     batches = Data(network.stream(data), network.device, num_data, ranks)
     output = output_loss(loss, reduction, network.returns_vector(batches.batch(0).inputs))
@@ -87,6 +97,19 @@ def objective(
         position=network.join([p.clone() for p in network.parameters], batched=False),
         decayed=decay_mask(network.parameters),
     )
+
+
+def _copy_of_values(model: nn.Module) -> nn.Module:
+    """Copy a model with its values, since it may be trained on; quantised ones stay shared."""
+    plain = unwrapped(model)
+    copied = shared_copy(plain)
+    for module, copied_module in zip(plain.modules(), copied.modules(), strict=True):
+        copied_module.training = module.training
+    for parameter, copied_parameter in zip(plain.parameters(), copied.parameters(), strict=True):
+        copied_parameter.requires_grad_(parameter.requires_grad)
+        if not (is_kept(parameter) or is_sharded(parameter)):
+            copied_parameter.data = copied_parameter.detach().clone()
+    return copied
 
 
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:

@@ -149,7 +149,8 @@ class Quadratic:
         r"""Build the quadratic model of a loss on data, at the network's parameters (Eq. 1, 2).
 
         Value and gradient take one pass over the data, and every product with the curvature takes
-        another pass. The model is not changed.
+        another pass. The model is not changed, and may be trained on: the quadratic has a copy of
+        its values.
 
         Args:
             model: A deterministic model, in eval mode.

@@ -341,6 +341,11 @@ def _train_epoch(
             scheduler.step()
         total += objective.item() * len(y)
         num_examples += len(y)
+    if not num_examples:
+        raise ValueError(
+            "The loader has no batches in an epoch. An iterator can be read only once: pass a "
+            "DataLoader or a list of batches."
+        )
     return total / num_examples
 
 

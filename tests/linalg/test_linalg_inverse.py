@@ -95,7 +95,9 @@ def test_the_least_squares_inverse_of_an_indefinite_hessian_solves_in_single_pre
 @pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_least_squares_warn_and_refuse_with_a_remedy():
     A = Matrix(symmetric(10 ** (-5 * uniform(SIZE))).matrix)
-    with pytest.warns(RuntimeWarning, match=r"3 of 3 solves did not converge in 2 steps.*max_iter"):
+    with pytest.warns(
+        RuntimeWarning, match=r"3 of 3 solves did not converge within 2 steps.*max_iter"
+    ):
         inverse(A, "lsmr", max_iter=2, tol=1e-12) @ B
     with pytest.raises(ValueError, match=r"`preconditioner` has no effect.*Remove it"):
         inverse(A, "lsmr", preconditioner=Identity(SIZE))
@@ -148,3 +150,27 @@ def test_divergence_is_detected_and_the_best_partial_sum_kept():
         assert solution.residual_norms.norm() <= B.norm() * (1 + 1e-12)
         torch.testing.assert_close(solution.residual_norms, (B - A.matrix @ solution.x).norm(dim=0))
         assert solution.num_matvecs < 3 * 500
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-17, 1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("size_of_b", [1e-12, 1.0])
+def test_least_squares_do_not_depend_on_the_scale(dtype, scale, size_of_b):
+    """SciPy's estimate of the condition number does."""
+    Q = torch.linalg.qr(torch.randn(50, 50, generator=generator(3), dtype=torch.float64)).Q
+    M = (Q * torch.linspace(1, 2, 50)).to(dtype)
+    b = size_of_b * torch.ones(50, dtype=dtype)
+    z = inverse(Dense(scale * M @ M.T), "lsmr") @ b
+    expected = torch.linalg.solve((M @ M.T).double(), b.double()) / scale
+    error = (z.double() - expected).norm() / expected.norm()
+    assert error < 200 * torch.finfo(dtype).eps ** (1 if dtype == torch.float64 else 0.9)
+
+
+def test_each_right_hand_side_of_a_neumann_series_has_its_own_end():
+    A = Dense(torch.diag(torch.tensor([0.5, 5.0]).double()))
+    solution = neumann(A, torch.eye(2).double(), 20, scale=1.0, tol=0.3)
+    assert [status.name for status in solution.statuses] == ["CONVERGED", "DIVERGED"]
+    residuals = torch.eye(2).double() - A @ solution.x
+    torch.testing.assert_close(solution.residual_norms, residuals.norm(dim=0))
+    assert solution.residual_norms[0] <= 0.3
+    assert solution.residual_norms[1] <= 1.0

@@ -9,7 +9,7 @@ from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import logdet, matrix_function_trace, spectral_density
 from laplace_debias.linalg.estimators import quadrature
-from laplace_debias.operators import Diagonal, Identity
+from laplace_debias.operators import Dense, Diagonal, Identity
 from laplace_debias.report.spectrum_plot import plot_spectral_density
 
 SIZE = 200
@@ -150,3 +150,15 @@ def test_more_points_refine_the_same_density():
     coarse, fine = (spectral_density(Diagonal(VALUES), points) for points in (401, 801))
     torch.testing.assert_close(fine.density[::2], coarse.density)
     assert math.isclose(coarse.width, fine.width)
+
+
+def test_a_logarithmic_density_of_eigenvalues_that_are_one():
+    Q = torch.linalg.qr(torch.randn(400, 150, generator=generator(0), dtype=torch.float64)).Q
+    density = spectral_density(
+        Dense(Q) @ Dense(Q).T, scale="log", num_probes=3, num_steps=10, generator=generator(1)
+    )
+    integral = torch.trapezoid(density.density, density.grid.log10())
+    assert float(integral) == pytest.approx(1 - density.null_fraction, abs=1e-3)
+    assert density.null_fraction == pytest.approx(250 / 400, abs=0.05)
+    assert density.grid[0] < 0.9999
+    assert density.grid[-1] > 1.0001

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import THIN, Opaque, randn, rotation
 
+from laplace_debias.linalg import inverse, inverse_sqrt, trace
 from laplace_debias.operators import (
     BlockDiagonal,
     Dense,
@@ -385,3 +386,30 @@ def test_random_blocks_and_kronecker_products(names, shift, scalar, kronecker):
     torch.testing.assert_close(exact_spectral_norm(A), norm, **close)
     root = exact_sqrt(A).to_dense()
     torch.testing.assert_close(root @ root, dense, rtol=1e-9, atol=1e-9 * norm.item())
+
+
+def test_functions_of_a_low_rank_operator_of_full_rank():
+    """Its diagonal is no eigenvalue."""
+    Q = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    for diagonal, values in ((0.0, torch.ones(3)), (-1.0, 2 * torch.ones(3))):
+        A = LowRankPlusDiagonal(Q, values.double(), diagonal)
+        for function in (inverse, inverse_sqrt):
+            torch.testing.assert_close(function(A).to_dense(), torch.eye(3).double())
+
+
+def test_blocks_may_be_empty():
+    empty = Diagonal(torch.zeros(0).double())
+    A = BlockDiagonal({"a": empty, "b": Diagonal(4 * torch.ones(2).double())})
+    torch.testing.assert_close(inverse_sqrt(A).to_dense(), torch.eye(2).double() / 2)
+    torch.testing.assert_close(inverse(A).to_dense(), torch.eye(2).double() / 4)
+
+
+def test_a_scalar_beyond_single_precision():
+    A = 1e39 * Identity(4, torch.float64)
+    assert float(trace(A).value) == 4e39
+
+
+def test_a_permutation_of_any_integers():
+    order = torch.tensor([1, 0], dtype=torch.int32)
+    A = Permuted(Diagonal(torch.tensor([1.0, 2.0])), order)
+    torch.testing.assert_close(A @ torch.tensor([1.0, 1.0]), torch.tensor([2.0, 1.0]))

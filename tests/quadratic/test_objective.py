@@ -143,3 +143,29 @@ def test_bad_input_is_named():
             Quadratic.from_data(model, nn.CrossEntropyLoss(), data()).regularized(decay)
     with pytest.raises(ValueError, match="num_data=7"):
         Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), num_data=7)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_the_quadratic_stays_where_it_was_built(curvature):
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)]
+    model = nn.Sequential(*layers).double().eval()
+    x, y = randn(12, 3), torch.arange(12) % 3
+    q = Quadratic.from_data(model, nn.CrossEntropyLoss(), [(x, y)], curvature)
+    theta = q.position + 0.1 * randn(*q.position.shape, seed=3)
+    expected = q(theta), q.matrix.to_dense(), q.curvature(theta)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), layers[1].running_mean):
+            tensor.add_(0.3)
+    for found, value in zip(
+        (q(theta), q.matrix.to_dense(), q.curvature(theta)), expected, strict=True
+    ):
+        assert_close(found, value, rtol=0, atol=0)
+
+
+def test_a_model_in_training_mode_is_refused():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+    with pytest.raises(ValueError, match="dropout"):
+        Quadratic.from_data(
+            model, nn.CrossEntropyLoss(), [(torch.randn(4, 3), torch.zeros(4).long())]
+        )

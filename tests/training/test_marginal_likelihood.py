@@ -222,3 +222,11 @@ def test_a_weight_decay_or_parameters_of_another_model_are_refused():
 def test_a_loss_that_diverges_is_an_error():
     with pytest.raises(FloatingPointError, match="Use a smaller learning rate"):
         run(network(), batches(*sine()), lr=1e200, epochs=3)
+
+
+def test_data_that_can_be_read_once_is_refused_with_the_remedy():
+    model = network()
+    data = (batch for batch in batches(*sine()))
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="no batches in an epoch"):
+        marginal_likelihood_training(model, data, "regression", optimizer=optimizer, epochs=3)

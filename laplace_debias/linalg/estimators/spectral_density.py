@@ -115,7 +115,7 @@ def spectral_density(
             f"All eigenvalues are within ±{floor:.4g}, so there is no density on a logarithmic "
             'scale. Lower `floor`, or use `scale="linear"`.'
         )
-    grid, width = _grid(positions, weights, num_points, width)
+    grid, width = _grid(positions, weights, num_points, width, scale)
     powers = moments(grid, positions, weights, width=width, powers=1 if rule.is_exact else 4)
     density = powers[0]
     variance = torch.zeros_like(density)
@@ -143,7 +143,7 @@ def spectral_density(
 
 
 def _grid(
-    positions: Tensor, weights: Tensor, num_points: int, width: float | None
+    positions: Tensor, weights: Tensor, num_points: int, width: float | None, scale: str
 ) -> tuple[Tensor, float]:
     """Return the grid, and the width of the smoothing."""
     # Weights of rounding size belong to no eigenvalue that the grid should contain.
@@ -151,9 +151,11 @@ def _grid(
     low = float(weighty.min())
     high = float(weighty.max())
     if width is None:
-        # A spectrum without extent still needs a width.
-        extent = high - low if high - low > 1e-6 * max(abs(low), abs(high)) else 0.0
-        width = _RELATIVE_WIDTH * (extent or max(abs(low), abs(high)) or 1.0)
+        # A spectrum without extent still needs a width. On a logarithmic scale, where the unit is
+        # a decade, a position of nearly 0 is an eigenvalue of nearly 1.
+        size = 1.0 if scale == "log" else max(abs(low), abs(high))
+        extent = high - low if high - low > 1e-6 * size else 0.0
+        width = _RELATIVE_WIDTH * (extent or size or 1.0)
     low -= _MARGIN * width
     high += _MARGIN * width
     spacing = (high - low) / (num_points - 1)

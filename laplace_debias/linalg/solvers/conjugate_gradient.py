@@ -65,7 +65,9 @@ def cg(
         A: Symmetric operator, `[n, n]`. Curvature that is not positive along a search direction is
             noticed, and the direction returned.
         b: Right-hand side `[n]`, or k of them `[n, k]`; of A's dtype and on its device.
-        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖.
+        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖. The residual is carried along
+            from step to step; rounding errors can leave one of about eps·‖A‖·‖x‖, which in single
+            precision may be larger. `b - A @ x` shows it.
         max_iter: The greatest number of iterations; 10 n if not given, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
             function of a matrix `[n, k]`. K-FAC's inverse saves products for the GGN of one layer

@@ -121,27 +121,38 @@ class LeastSquaresInverse(Wrapper):
         # Imported here, because SciPy is slow to import.
         from scipy.sparse.linalg import lsmr
 
-        operator = self.operator.to_scipy()
+        unscaled_operator = self.operator.to_scipy()
         max_iter = 10 * len(matrix) if self.max_iter is None else self.max_iter
         columns = []
         num_unsolved = 0
         for column in matrix.T.detach().cpu().numpy():
             # Without a bound of the condition number, which would end a solve too early.
             # In single precision SciPy's starting value of 1e100 overflows, which does no harm.
+            norm = np.linalg.norm(column.astype(np.float64))
+            right_side = column / norm if norm > 0 else column
+            # SciPy's estimate of the condition number, which ends a solve, is that of an operator
+            # of norm one.
+            scale = np.linalg.norm(unscaled_operator.rmatvec(right_side).astype(np.float64))
+            if not (norm > 0 and scale > 0):
+                columns.append(np.zeros(self.operator.shape[1], column.dtype))
+                continue
+            operator = unscaled_operator * (1 / scale)
             with np.errstate(over="ignore"):
                 solution, status, *_ = lsmr(
-                    operator, column, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
+                    operator, right_side, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
                 )
-            num_unsolved += status == _STEP_LIMIT
-            columns.append(solution)
+            num_unsolved += status in _UNSOLVED
+            columns.append(solution * (norm / scale))
         if num_unsolved:
             warn(
-                f"inverse by lsmr: {num_unsolved} of {len(columns)} solves did not converge in "
-                f"{max_iter} steps. Raise `max_iter` or `tol`, or add damping to the operator.",
+                f"inverse by lsmr: {num_unsolved} of {len(columns)} solves did not converge within "
+                f"{max_iter} steps, or the operator is too ill-conditioned for {matrix.dtype}. "
+                "Raise `max_iter` or `tol`, or add damping to the operator.",
                 RuntimeWarning,
             )
         return torch.from_numpy(np.stack(columns, axis=1)).to(matrix)
 
 
-_STEP_LIMIT = 7
-"""The status that LSMR returns when it reaches its greatest number of steps."""
+_UNSOLVED = (6, 7)
+"""The statuses that LSMR returns for a condition number beyond the dtype's precision, and when it
+reaches its greatest number of steps."""

@@ -91,9 +91,9 @@ def neumann(
             x = x + step
             residual = residual - products(step)
             norms = residual.norm(dim=0)
-            if norms.norm() < best_norms.norm():
-                best = x
-                best_norms = norms
+            is_better = norms < best_norms
+            best = torch.where(is_better, x, best)
+            best_norms = torch.where(is_better, norms, best_norms)
             is_solved = norms <= (-1.0 if tol is None else tol) * start_norms
             if is_solved.all() or (norms > _GROWTH * start_norms).any():
                 break
@@ -111,9 +111,10 @@ def neumann(
             "operator has negative eigenvalues, add damping."
         ),
     }
-    if Status.DIVERGED in statuses:
-        x = best
-        norms = best_norms
+    # A right-hand side whose series diverges has its best partial sum.
+    has_diverged = norms > start_norms
+    x = torch.where(has_diverged, best, x)
+    norms = torch.where(has_diverged, best_norms, norms)
     return LinearSolution(x, statuses, norms, count, advice=advice)
 
 

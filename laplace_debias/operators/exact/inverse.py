@@ -147,6 +147,8 @@ def _resolved_reciprocal(values: Tensor) -> Tensor:
 
     The condition allowed is that of a dense matrix.
     """
+    if values.numel() == 0:
+        return values
     sizes = values.abs()
     largest = float(sizes.amax())
     if largest == 0:

@@ -226,6 +226,10 @@ def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
             if operator.diagonal.ndim != 0:
                 raise NoClosedFormError
             values, vectors = low_rank_eigh(operator)
+            if vectors.shape[1] == vectors.shape[0]:
+                # The diagonal is no eigenvalue.
+                values = function(values + operator.diagonal)
+                return LowRankPlusDiagonal(vectors, values, torch.zeros_like(operator.diagonal))
             # All eigenvalues at once: a function may round to zero relative to the largest one.
             values = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
             return LowRankPlusDiagonal(vectors, values[:-1] - values[-1], values[-1])
@@ -240,6 +244,8 @@ def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
 
 def _checked_sqrt(values: Tensor) -> Tensor:
     """Take the roots of eigenvalues, of which the negative ones must be rounding errors."""
+    if values.numel() == 0:
+        return values
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
     if bool((values < -rounding).any()):
         raise ValueError(

@@ -181,6 +181,8 @@ class Permuted(Wrapper):
             raise ValueError(
                 f"`order` must contain every number from 0 to {n - 1} once. Pass a permutation."
             )
+        if self.order is not None:
+            self.order = self.order.long()
         if self.layout is not None and self.layout.size != n:
             raise ValueError(
                 f"The layout has {self.layout.size} parameters, but the operator has {n} "
