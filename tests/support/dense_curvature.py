@@ -14,13 +14,16 @@ def gram(rows):
 
 
 def dense_factors(model, x, columns, layer):
-    """A and G of a linear layer: its inputs, and the gradients in its bias."""
+    """A and G of a linear layer: its inputs, and the gradients in its bias.
+
+    A is the mean over the examples whose target counts: the loss of the others is zero.
+    """
     inputs = []
     hook = model.get_submodule(layer).register_forward_hook(lambda m, a, o: inputs.append(a[0]))
     model(x)
     hook.remove()
     g = gram(dense_rows(model, x, columns, [f"{layer}.bias"]))
-    a = inputs[0].detach()
+    a = inputs[0].detach()[columns.flatten(1).any(1)]
     return {"A": a.T @ a / len(a), "G": g, "bias": g}
 
 

@@ -62,7 +62,7 @@ def marglik_training(
         n_epochs: The number of epochs.
         lr_hyp: The learning rate of prior precision and noise.
         prior_structure: `"layerwise"` for one prior precision per block, or `"scalar"`.
-        n_epochs_burnin: The number of epochs before the first fit.
+        n_epochs_burnin: The epoch with the first fit, from 1; 0 for the first epoch, too.
         n_hypersteps: Steps on prior precision and noise after each fit.
         marglik_frequency: The number of epochs between two fits.
         prior_prec_init: The prior precision at the start, divided by the temperature.
@@ -114,7 +114,7 @@ def marglik_training(
         epochs=n_epochs,
         scheduler=scheduler,
         every=marglik_frequency,
-        burn_in=n_epochs_burnin,
+        burn_in=max(0, n_epochs_burnin - 1),
         per=PRIOR_STRUCTURES[prior_structure],
         steps=n_hypersteps,
         learning_rate=lr_hyp,
