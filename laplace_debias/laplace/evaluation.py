@@ -170,13 +170,16 @@ def _score_batches(
     values, log_probs, targets, *further, scores = concatenate_batches(scored_batches, "evaluate")
     # A process without examples has predicted nothing that would show it.
     flags = process_group().exchange((is_multilabel, has_probabilities, is_normal))
+    is_multilabel, has_probabilities, is_normal = map(any, zip(*flags, strict=True))
     return _ScoredData(
         values,
         log_probs,
         targets,
         further,
         scores,
-        *map(any, zip(*flags, strict=True)),
+        is_multilabel=is_multilabel,
+        has_probabilities=has_probabilities,
+        is_normal=is_normal,
     )
 
 

@@ -129,9 +129,11 @@ class PositionFinder:
         if counted is not None and bool(counted.all()):
             counted = None
         masks_by_layer: Mapping[str, Masks] = {}
-        may_be_idle = counted is not None or _may_hold_padding(x, self._is_pooled)
         conditional_blocks = [block for block in self._all_blocks if block.site in conditional]
-        if conditional_blocks or (self._blocks and may_be_idle):
+        needs_pass = bool(conditional_blocks)
+        if self._blocks and not needs_pass:
+            needs_pass = counted is not None or _may_hold_padding(x, self._is_pooled)
+        if needs_pass:
             masks_by_layer = self._find_by_pass(x, counted, conditional_blocks)
         if counted is None:
             return PresentPositions(masks_by_layer)
