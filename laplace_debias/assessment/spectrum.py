@@ -22,9 +22,6 @@ from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
 
-# Eigenvalues below so many rounding errors of the largest one are nothing but these.
-_ROUNDING = 64
-
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
@@ -33,7 +30,7 @@ class Spectrum:
     Attributes:
         eigenpairs: The leading eigenpairs.
         trace: The whole trace.
-        density: The density of the other eigenvalues; None if they are all zero up to rounding.
+        density: The density of the other eigenvalues; None if they all count as zero.
         seconds: The time that it took.
     """
 
@@ -124,12 +121,6 @@ def measure_spectrum(
             generator=generator,
             progress=progress,
         )
-    magnitudes = pairs.values.abs()
-    if magnitudes.min() <= _ROUNDING * torch.finfo(A.dtype).eps * magnitudes.max():
-        # The matrix is small or of low rank. What remains is rounding errors.
-        total = pairs.values.sum()
-        exact = Estimate(total, torch.zeros_like(total), pairs.num_matvecs)
-        return Spectrum(pairs, exact, None, time.perf_counter() - start)
     deflated = A - LowRankPlusDiagonal(pairs.vectors, pairs.values, 0.0)
     remaining_trace = trace(
         deflated,
@@ -137,16 +128,21 @@ def measure_spectrum(
         generator=generator,
         progress=progress,
     )
-    density = spectral_density(
-        deflated,
-        scale="log",
-        num_probes=density_probes,
-        num_steps=density_steps,
-        width=density_width,
-        floor=density_floor * float(pairs.values.abs().max()),
-        generator=generator,
-        progress=progress,
-    )
+    floor = density_floor * float(pairs.values.abs().max())
+    density = None
+    # The others are at most as large as the smallest pair, if none of them is negative.
+    are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
+    if not are_zero and len(pairs.values) < A.shape[0]:
+        density = spectral_density(
+            deflated,
+            scale="log",
+            num_probes=density_probes,
+            num_steps=density_steps,
+            width=density_width,
+            floor=floor,
+            generator=generator,
+            progress=progress,
+        )
     whole_trace = replace(
         remaining_trace,
         value=pairs.values.sum() + remaining_trace.value,

@@ -91,7 +91,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _keys(posteriors: Sequence[Path]) -> dict[str, Path]:
-    """Name each posterior by letters that a path and a page can have; names may become equal."""
+    """Name each posterior by letters that a path and a page can have; equal names get a number."""
     keys: dict[str, Path] = {}
     for path in posteriors:
         key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")

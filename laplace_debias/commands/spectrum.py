@@ -170,7 +170,7 @@ def _print(spectrum: "Spectrum") -> None:
         f"{pairs.message}"
     )
     fraction = float(pairs.values.sum() / trace.value)
-    others = "all other eigenvalues are zero up to rounding"
+    others = "all other eigenvalues are below the floor of the density"
     if density is not None:
         others = (
             f"of the other eigenvalues {density.null_fraction:.2%} are within ±{density.floor:.1g}"

@@ -345,7 +345,7 @@ def _fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> _Round:
     curvatures = sampler.curvatures
     mean_curvature = float(curvatures.mean())
     factors = [fold.factors(mean_curvature) for fold in sampler.folds]
-    totals = [fold.read for fold in sampler.folds]
+    totals = [fold.totals for fold in sampler.folds]
     crossfit, in_fold, *replicates = crossfit_with_replicates(sampler.context, totals, factors)
     fitted = build_posterior(prepared, CurvatureFit(crossfit, sampler.totals))
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(_CURVE)[:, None]

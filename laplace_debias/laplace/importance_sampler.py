@@ -80,13 +80,13 @@ class _SampledFold:
     Attributes:
         gradients: G of the examples drawn, weighted by their inverse probabilities.
         inputs: A of all examples read.
-        read: The totals of all examples read. Their loss is not in it.
+        totals: The totals of all examples read. Their loss is not in it.
         weighted_curvature: The sum of the curvatures of the examples drawn, weighted likewise.
     """
 
     gradients: Factors = field(default_factory=dict)
     inputs: Factors = field(default_factory=dict)
-    read: DataTotals = field(default_factory=DataTotals)
+    totals: DataTotals = field(default_factory=DataTotals)
     weighted_curvature: float = 0.0
 
     def factors(self, mean_curvature: float) -> FactorSums:
@@ -97,11 +97,11 @@ class _SampledFold:
                 "every example, because the network predicts all of them with certainty. "
                 'Use `mode="full"`.'
             )
-        scale = mean_curvature * self.read.weight / self.weighted_curvature
+        scale = mean_curvature * self.totals.weight / self.weighted_curvature
         factors: FactorSums = {}
         for block, G in self.gradients.items():
             like = G.rows if isinstance(G, GramFactor) else G
-            ones = like.new_full((*block.groups, 1, 1), self.read.weight)
+            ones = like.new_full((*block.groups, 1, 1), self.totals.weight)
             factors[block] = G * scale, self.inputs.get(block, ones)
         return factors
 
@@ -187,7 +187,7 @@ class ImportanceSampler:
         ranks = self.context.ranks
         drawn: list[list[Drawn]] = [[] for _ in self.folds]
         inputs = [FactorAccumulator(self.context) for _ in self.folds]
-        own_read = [DataTotals() for _ in self.folds]
+        own_totals = [DataTotals() for _ in self.folds]
         num_drawn = torch.zeros(len(self.folds), dtype=torch.long)
         while self.num_drawn + int(num_drawn.sum()) < target:
             number, pair = next(self.pairs, (0, None))
@@ -197,14 +197,14 @@ class ImportanceSampler:
             self.num_batches = number or self.num_batches
             with self._faults.during_batch(number):
                 num_drawn += self._draw(
-                    pair, [size or 0 for size in sizes], inputs, drawn, own_read
+                    pair, [size or 0 for size in sizes], inputs, drawn, own_totals
                 )
         self._faults.read()
         for index, fold in enumerate(self.folds):
             accumulator = inputs.pop(0)
-            read = reduce(operator.add, ranks.exchange(own_read[index].as_numbers()))
+            read = reduce(operator.add, ranks.exchange(own_totals[index].as_numbers()))
             if read.num_examples:
-                fold.read = fold.read + read
+                fold.totals = fold.totals + read
                 fold.inputs = _sum_of_both(fold.inputs, accumulator.reduce_side(1))
             if num_drawn[index]:
                 # Labels of two processes are drawn by indices that are far apart.
@@ -220,7 +220,7 @@ class ImportanceSampler:
         sizes: Sequence[int],
         inputs: Sequence[FactorAccumulator],
         drawn: list[list[Drawn]],
-        own_read: Sequence[DataTotals],
+        own_totals: Sequence[DataTotals],
     ) -> Int[Tensor, " folds"]:
         """Draw from all processes' batches, of which every fourth example belongs to a fold.
 
@@ -229,7 +229,7 @@ class ImportanceSampler:
             sizes: The number of examples of each process.
             inputs: Accumulates A, by folds.
             drawn: This process's drawn examples, by folds, to which those of the batch are added.
-            own_read: The totals of this process's examples, by folds, to which the batch is added.
+            own_totals: The totals of this process's examples, by folds; the batch is added.
 
         Returns:
             How many examples of all processes were drawn, by folds.
@@ -240,7 +240,7 @@ class ImportanceSampler:
         start = sum(sizes[: ranks.rank])
         own_part = slice(start, start + sizes[ranks.rank])
         own_traces, nll, num_outputs = self._pass_forward(
-            pair, fold_indices[own_part], inputs, own_read
+            pair, fold_indices[own_part], inputs, own_totals
         )
         by_rank = ranks.exchange((own_traces.tolist(), nll, num_outputs))
         traces_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
@@ -266,7 +266,7 @@ class ImportanceSampler:
         pair: tuple[Any, ...] | None,
         fold_indices: Int[Tensor, " batch"],
         inputs: Sequence[FactorAccumulator],
-        own_read: Sequence[DataTotals],
+        own_totals: Sequence[DataTotals],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
         """Pass a batch forward, fold by fold: curvatures in the outputs, loss, size of outputs."""
         traces = torch.zeros(len(fold_indices), dtype=torch.float64)
@@ -279,12 +279,12 @@ class ImportanceSampler:
             raise ValueError(
                 '`mode="auto"` does not support weights of examples. Remove them from the batches.'
             )
-        for index, (accumulator, read) in enumerate(zip(inputs, own_read, strict=True)):
+        for index, (accumulator, totals) in enumerate(zip(inputs, own_totals, strict=True)):
             in_fold = (fold_indices == index).nonzero()[:, 0]
             if len(in_fold):
-                read.num_examples += len(in_fold)
-                read.weight += len(in_fold)
-                outputs = self._forward(take(x, in_fold), y[in_fold], accumulator, read)
+                totals.num_examples += len(in_fold)
+                totals.weight += len(in_fold)
+                outputs = self._forward(take(x, in_fold), y[in_fold], accumulator, totals)
                 fold_traces, loss = output_curvatures(self.context, outputs, y[in_fold])
                 traces[in_fold] = fold_traces.cpu()
                 nll += float(loss)

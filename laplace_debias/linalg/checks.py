@@ -42,10 +42,15 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
     raise ValueError(f"`{name}` is {value!r}. Use {', '.join(map(repr, choices))}.{hint}")
 
 
-def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> None:
-    """Check entries that symmetry makes equal."""
+def check_symmetric(
+    A: LinearOperator, differences: Tensor, scale: float, tolerated: float = 0.0
+) -> None:
+    """Check entries that symmetry makes equal.
+
+    They may differ by a small multiple of the norm `scale` of a product, and by `tolerated`.
+    """
     deviation = float(differences.max()) if differences.numel() else 0.0
-    if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
+    if deviation > max(30 * torch.finfo(A.dtype).eps ** 0.5 * scale, tolerated):
         raise ValueError(
             f"{type(A).__name__} is not symmetric. Entries that must be equal differ "
             f"by {deviation:.3g}, and the norm of a matrix-vector product is {scale:.3g}. Use "

@@ -47,7 +47,7 @@ def load(settings: SourceSettings) -> Loaded:
     if number is None:
         raise ValueError(
             "The number of training examples is unknown. Return a data set from your "
-            "function, or a loader whose sampler reads each of its examples once."
+            "function, or a DataLoader of a data set that has a length."
         )
     first = next(iter(train), None)
     if first is None:

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
@@ -243,11 +250,19 @@ def _is_reorderable(loader: DataLoader[Any]) -> bool:
 
 
 def _number_of_examples(loader: DataLoader[Any]) -> int | None:
-    """The number of examples of a loader in a pass, if its sampler says it."""
+    """The number of training examples that a loader draws from; None if nothing says it."""
+    number = None
+    is_of_sampler = True
     try:
-        return dataset_size(loader)
+        number = dataset_size(loader)
     except ValueError:
-        return None
+        # A sampler that draws with replacement, or a part of the data in each pass.
+        is_of_sampler = False
+    if number is None and is_of_sampler and type(loader.batch_sampler) is BatchSampler:
+        number = len(loader.sampler) if isinstance(loader.sampler, Sized) else None
+    if number is None and isinstance(loader.dataset, Sized):
+        number = len(loader.dataset)
+    return number
 
 
 def _unchanged(
@@ -272,7 +287,6 @@ def _unchanged(
             "data set or a list of batches."
         )
     if isinstance(batches, DataLoader):
-        # Its sampler may leave out examples of the data set, or yield some of them several times.
         return batches, _number_of_examples(batches)
     dataset = getattr(batches, "dataset", None)
     if isinstance(dataset, Sized):

@@ -14,7 +14,7 @@ from torch import nn
 from laplace_debias import Auto, Laplace
 from laplace_debias.curvature import KFAC
 from laplace_debias.curvature.fits import checkpoint, chunks
-from laplace_debias.curvature.fits.factors import is_absent
+from laplace_debias.curvature.fits.factors import absent_examples
 from laplace_debias.training import OnlineCurvature
 
 IGNORED = -100
@@ -367,9 +367,9 @@ def test_memory_may_run_out_while_the_absent_are_counted(monkeypatch):
         numbers.append(0)
         if len(numbers) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return is_absent(*arguments)
+        return absent_examples(*arguments)
 
-    monkeypatch.setattr(chunks, "is_absent", count)
+    monkeypatch.setattr(chunks, "absent_examples", count)
     la = Laplace(model).fit(batches)
     oracle.close(block_of(la, model).to_dense(), expected, 1e-12)
 
@@ -382,3 +382,58 @@ def test_counts_do_not_depend_on_the_default_dtype():
     finally:
         torch.set_default_dtype(torch.float32)
     assert block_of(la, model).share_A == pytest.approx(2 / 602)
+
+
+@pytest.mark.parametrize("mode", ["full", "auto"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_ignored_positions_below_layers_that_all_positions_reach(mode, curvature):
+    """Some pixels are ignored; the first convolution has a gradient everywhere."""
+    if mode == "auto" and curvature == "ekfac":
+        pytest.skip("Fits in rounds are of K-FAC.")
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)]
+    model = nn.Sequential(*layers).double().eval()
+    x, y = torch.randn(80, 3, 5, 5).double(), torch.randint(3, (80, 5, 5))
+    y[:, 0, 0] = IGNORED
+    options = {"curvature": curvature, "class_dim": 1}
+    la = Laplace(model, params=["0.weight"], **options)
+    whole = Laplace(model, **options)
+    if mode == "auto":
+        for posterior in (la, whole):
+            posterior.fit(Auto([(x, y)], tolerance=0.9, forward_ratio=1), num_data=80)
+    else:
+        for posterior in (la, whole):
+            posterior.fit([(x, y)])
+    found, expected = (p.posterior.curvature.blocks["0.weight"] for p in (la, whole))
+    oracle.close(found.to_dense(), expected.to_dense(), 1e-9)
+
+
+@pytest.mark.parametrize("num_leading", [0, 1, 2, 5])
+@pytest.mark.parametrize("batch_size", [60, 20])
+@pytest.mark.parametrize("mode", ["full", "auto"])
+def test_who_reaches_a_layer_does_not_depend_on_who_comes_first(num_leading, batch_size, mode):
+    """Every batch calls the expert, which every third example takes."""
+    model, _ = build("experts", ())
+    x = torch.randn(60, 3).double()
+    takes = torch.arange(60) % 3 == 2
+    x[:, 0] = x[:, 0].abs() * torch.where(takes, 1.0, -1.0)
+    y = torch.randint(3, (60,))
+    first = takes.nonzero()[:num_leading, 0]
+    order = torch.cat([first, torch.tensor([n for n in range(60) if n not in first.tolist()])])
+    x, y = x[order], y[order]
+    batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+    la = Laplace(model, params=["expert.weight"])
+    if mode == "full":
+        la.fit(batches)
+        G, A, share = mean_factors(model, batches)
+        oracle.close(block_of(la, model).to_dense(), torch.kron(G, A), 1e-12)
+    else:
+        la.fit(Auto(batches, tolerance=0.9, forward_ratio=1), num_data=60)
+        num_probes = min(16, batch_size // 2)
+        num_read = la.fit_report.num_read
+        read = slice(num_probes, num_probes + num_read)
+        if la.fit_report.ended_by == "data":
+            read = slice(0, 60)
+        _, A, share = mean_factors(model, [(x[read], y[read])])
+        oracle.close(block_of(la, model).trace_A, A.trace(), 1e-9)
+    assert block_of(la, model).share_A == pytest.approx(share)

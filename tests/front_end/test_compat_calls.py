@@ -453,3 +453,9 @@ def test_a_state_of_another_last_layer_is_refused():
     again = Laplace(network(), "classification", last_layer_name="0")
     again.load_state_dict(first.state_dict())
     assert again.n_params == first.n_params == 20
+    # A state of an earlier version does not name the layer.
+    state = named.state_dict()
+    state.pop("last_layer_name")
+    again = Laplace(network(), "classification", last_layer_name="1")
+    again.load_state_dict(state)
+    assert again.n_params == named.n_params

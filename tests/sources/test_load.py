@@ -265,6 +265,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -326,6 +327,35 @@ def repeated():
     return both(DataLoader(TensorDataset(X, Y), batch_size=7, sampler=sampler))
 
 
+class EveryThird:
+    def __iter__(self):
+        return iter(range(0, 27, 3))
+
+    def __len__(self):
+        return 9
+
+
+def own_sampler():
+    return both(DataLoader(TensorDataset(X, Y), batch_size=7, sampler=EveryThird()))
+
+
+def own_batches():
+    batches = [list(range(12)), list(range(12, 30))]
+    return both(DataLoader(TensorDataset(X, Y), batch_sampler=batches))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y))
+
+    def __len__(self):
+        return 30
+
+
+def stream():
+    return both(DataLoader(Stream(), batch_size=7))
+
+
 def iterator():
     return {"train": iter([(X, Y)]), "test": [(X, Y)]}
 
@@ -369,9 +399,14 @@ def test_the_number_of_examples_is_that_of_the_sampler(own, name):
     assert sum(len(y) for _, y in found.train) == 12
 
 
-def test_a_sampler_that_repeats_examples_is_refused(own):
-    with pytest.raises(ValueError, match="reads each of its examples once"):
-        loaded(model="nets:rows", data="own:repeated")
+def test_a_sampler_of_ones_own_says_how_many_examples_there_are(own):
+    assert loaded(model="nets:rows", data="own:own_sampler").num_train == 9
+
+
+@pytest.mark.parametrize("name", ["repeated", "own_batches", "stream"])
+def test_otherwise_the_number_of_examples_is_that_of_the_data_set(own, name):
+    """They are drawn with replacement, or in batches of one's own."""
+    assert loaded(model="nets:rows", data=f"own:{name}").num_train == 30
 
 
 def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.factors import is_absent
+from laplace_debias.curvature.fits.factors import absent_examples
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
@@ -105,6 +105,8 @@ class ChunkRunner:
                 layer_calls=context.tap.layer_calls,
                 outputs=outputs,
             )
+        # Blocks without a record yet: whether all examples reach their layers is not known.
+        self._new_blocks = {block for block in context.blocks if not block.is_exact}
         # The most bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
         self._sizes = {_example_shapes(x): self._size(outputs, num_joined_examples)}
@@ -221,6 +223,7 @@ class ChunkRunner:
         if self._positions is not None:
             # Before the inputs are moved: padding is looked for on the CPU.
             present = self._positions.find(x, y, context.tap.conditional)
+        own_x = x
         x = move(x, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
@@ -240,6 +243,9 @@ class ChunkRunner:
             for record in context.backend.backward(outputs, group, keeps_graph):
                 block = record.block
                 if (block, group_index) not in chunk.added:
+                    if self._positions is not None and self._may_not_be_reached(record):
+                        context.tap.conditional |= self._positions.sites_not_reached(own_x, y)
+                        present = self._positions.find(own_x, y, context.tap.conditional)
                     record = replace(
                         record,
                         masks=present.masks(block, len(record.inputs)),
@@ -260,14 +266,32 @@ class ChunkRunner:
         totals.nll = totals.nll + nll
         totals.num_outputs += outputs[0].numel() * weight
 
+    def _may_not_be_reached(self, record: BlockRecord) -> bool:
+        """Whether an example in the first record of a layer has no gradient for these columns.
+
+        Its outputs may not depend on the layer, for which a batch calls it nevertheless.
+        """
+        if record.block not in self._new_blocks:
+            return False
+        self._new_blocks.remove(record.block)
+        gradients = record.output_gradients
+        has_gradient = torch.stack([(g != 0).flatten(2).any(2).any(0) for g in gradients]).any(0)
+        if bool(has_gradient.all()):
+            return False
+        # All layers are examined then.
+        self._new_blocks.clear()
+        return True
+
     def _absent_weight(self, record: BlockRecord, weights: Tensor | None) -> Tensor | None:
         """Sum the weights of the examples without a position in a layer; None if there are none."""
         block = record.block
         if self._positions is None or block.is_exact or not record.has_new_inputs:
             return None
-        absent = is_absent(record.layer, block, record.inputs, record.masks)
-        if absent is None or weights is None:
-            return None if absent is None else absent.sum(dtype=torch.float64)
+        absent = absent_examples(record.layer, block, record.inputs, record.masks)
+        if absent is None:
+            return None
+        if weights is None:
+            return absent.sum(dtype=torch.float64)
         return (weights.to(absent.device, torch.float64) * absent).sum()
 
 

@@ -20,7 +20,7 @@ from laplace_debias.curvature.fits.block_tensors import (
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factors, is_absent
+from laplace_debias.curvature.fits.factors import absent_examples, gradient_factor, input_factors
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
@@ -260,6 +260,7 @@ class ForwardPasses:
                 layer_calls=layer_calls,
                 outputs=outputs,
             )
+            context.tap.conditional |= self._positions.sites_not_reached(x, y)
         present = self._positions.find(x, y, context.tap.conditional | tap.conditional)
         for block in self._blocks:
             inputs = [call.x for call in layer_calls if call.layer == block.layer]
@@ -277,7 +278,7 @@ class ForwardPasses:
                 as_rows=block.is_streamed[_A],
             ):
                 accumulator.add_factor(block, _A, A)
-            absent = is_absent(layer, block, inputs, masks)
+            absent = absent_examples(layer, block, inputs, masks)
             if absent is not None:
                 totals.add_absent(block, absent.sum(dtype=torch.float64))
         return outputs

@@ -139,10 +139,10 @@ def input_factors(
     return [A]
 
 
-def is_absent(
+def absent_examples(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Bool[Tensor, " batch"] | None:
-    """Say which examples have no position in the layer of a weight block; None if all have one."""
+    """Mask the examples that have no position in the layer of a weight block; None for none."""
     masks = _without_padding(layer, block, inputs, masks)
     if masks is not None:
         return _num_positions(masks) == 0

@@ -52,7 +52,10 @@ class DataTotals:
         return self.present_weight(block) or self.weight
 
     def input_share(self, block: Block) -> float:
-        """Return the share of the examples that the factor A of a block is the mean over."""
+        """Return the share of the examples that the factor A of a block is the mean over.
+
+        It is 0 if no example has a position in the layer.
+        """
         return self.present_weight(block) / self.weight
 
     def __add__(self, other: "DataTotals") -> "DataTotals":

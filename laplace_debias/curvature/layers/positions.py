@@ -20,8 +20,9 @@ of their own. It does not matter how columns, examples or batches are cut, nor w
 so certain that its own columns vanish. If a ReLU is dead, or a Tanh saturated, the derivative is
 zero for these numbers and not for the network: `_pass_through` lets the cotangent through.
 The pass is left out where it cannot find anything: every output is one of a position, and counts;
-or the inputs are images or features. A layer with one position per example needs no pass: the
-position takes part if a target of the example counts.
+or the inputs are images or features. It is never left out for a network with a layer that only some
+batches call. Other layers with one position per example need no pass: the position takes part if a
+target of the example counts.
 """
 
 import itertools
@@ -62,19 +63,24 @@ class PresentPositions:
     Attributes:
         masks_by_layer: By the layer's path, for every call that the outputs depend on, the
             positions that take part, if these are not all.
-        counted_examples: The examples with a target that counts; None for all. It holds for layers
-            with one position per example.
+        counted_examples: The examples with a target that counts; None for all.
+        single_layers: The layers with one position per example. The position takes part if the
+            example counts.
     """
 
     masks_by_layer: Mapping[str, Masks] = field(default_factory=dict)
     counted_examples: Bool[Tensor, " batch"] | None = None
+    single_layers: Collection[str] = ()
 
     def masks(self, block: Block, num_calls: int) -> Masks | None:
         """Return the positions of a weight block's layer, for each call; None for all."""
-        masks = self.masks_by_layer.get(block.layer)
-        if block.is_exact or masks is not None or self.counted_examples is None:
-            return masks
-        return [self.counted_examples.unsqueeze(1)] * num_calls
+        if block.is_exact:
+            return None
+        if block.layer in self.masks_by_layer:
+            return self.masks_by_layer[block.layer]
+        if block.layer in self.single_layers and self.counted_examples is not None:
+            return [self.counted_examples.unsqueeze(1)] * num_calls
+        return None
 
 
 class PositionFinder:
@@ -105,6 +111,8 @@ class PositionFinder:
         uncalled = [block for block in self._all_blocks if block.layer not in called]
         # Layers that this example does not call may have positions for others.
         self._blocks = [*lengths, *uncalled]
+        self._single_layers = {block.layer for block in self._all_blocks}
+        self._single_layers -= {block.layer for block in self._blocks}
         # Outputs have the classes behind their positions, or between them and the examples.
         output_positions = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
         block_positions = set[int]().union(*lengths.values())
@@ -125,11 +133,13 @@ class PositionFinder:
         """
         if not self._all_blocks:
             return PresentPositions()
-        counted = self._cotangents.counted(y, self._ndim)
-        if counted is not None and bool(counted.all()):
-            counted = None
         masks_by_layer: Mapping[str, Masks] = {}
         conditional_blocks = [block for block in self._all_blocks if block.site in conditional]
+        counted = self._cotangents.counted(y, self._ndim)
+        # Layers with one position take the mask as it is: on an accelerator nothing waits for it.
+        asks = bool(self._blocks or conditional_blocks) or y.device.type == "cpu"
+        if counted is not None and asks and bool(counted.all()):
+            counted = None
         needs_pass = bool(conditional_blocks)
         if self._blocks and not needs_pass:
             needs_pass = counted is not None or _may_hold_padding(x, self._is_pooled)
@@ -138,7 +148,25 @@ class PositionFinder:
         if counted is None:
             return PresentPositions(masks_by_layer)
         counted_examples = counted.flatten(1).any(1).to(self._device, non_blocking=True)
-        return PresentPositions(masks_by_layer, counted_examples)
+        return PresentPositions(masks_by_layer, counted_examples, self._single_layers)
+
+    def sites_not_reached(self, x: Inputs, y: Tensor) -> set[Site]:
+        """Find the sites of layers that some example with a target that counts does not reach.
+
+        The outputs of the example do not depend on the layer, though the batch may call it for all.
+        """
+        counted = self._cotangents.counted(y, self._ndim)
+        masks_by_layer = self._find_by_pass(x, counted, self._all_blocks)
+        sites: set[Site] = set()
+        for block in self._all_blocks:
+            masks = masks_by_layer.get(block.layer, ())
+            if masks:
+                is_reached = torch.stack([mask.any(1) for mask in masks]).any(0)
+                if counted is not None:
+                    is_reached |= ~counted.flatten(1).any(1).to(is_reached.device)
+                if not bool(is_reached.all()):
+                    sites.add(block.site)
+        return sites
 
     def _find_by_pass(
         self, x: Inputs, counted: Tensor | None, conditional_blocks: Sequence[Block]

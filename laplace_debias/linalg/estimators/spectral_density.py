@@ -93,7 +93,13 @@ def spectral_density(
     if floor is not None and not floor >= 0:
         raise ValueError(f"`floor` is {floor}. Pass 0 or a positive number.")
     rule = lanczos_quadrature(
-        A, num_probes, num_steps, generator=generator, progress=progress, label="spectral density"
+        A,
+        num_probes,
+        num_steps,
+        floor=floor or 0.0,
+        generator=generator,
+        progress=progress,
+        label="spectral density",
     )
     largest = float(rule.nodes.abs()[rule.weights > 0].max())
     if floor is None:

@@ -126,17 +126,17 @@ class LeastSquaresInverse(Wrapper):
         columns = []
         num_unsolved = 0
         for column in matrix.T.detach().cpu().numpy():
-            # Without a bound of the condition number, which would end a solve too early.
-            # In single precision SciPy's starting value of 1e100 overflows, which does no harm.
             norm = np.linalg.norm(column.astype(np.float64))
             right_side = column / norm if norm > 0 else column
-            # SciPy's estimate of the condition number, which ends a solve, is that of an operator
-            # of norm one.
+            # SciPy's estimate of the condition number, which ends a solve, is only right for an
+            # operator of norm one, more or less.
             scale = np.linalg.norm(unscaled_operator.rmatvec(right_side).astype(np.float64))
             if not (norm > 0 and scale > 0):
                 columns.append(np.zeros(self.operator.shape[1], column.dtype))
                 continue
             operator = unscaled_operator * (1 / scale)
+            # Without a bound of the condition number, which would end a solve too early.
+            # In single precision SciPy's starting value of 1e100 overflows, which does no harm.
             with np.errstate(over="ignore"):
                 solution, status, *_ = lsmr(
                     operator, right_side, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter

@@ -47,7 +47,8 @@ class EigenKronecker(Symmetric):
         trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
             of positive semi-definite factors, which determines their scales; None if it is not, or
             if the scales are not known.
-        share_A: The share of the examples that A is the mean over.
+        share_A: With `trace_A`, the share of the data's examples that A is the mean over: K-FAC
+            leaves out the examples that have no position in a layer. Products do not depend on it.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not fit each other.
