@@ -267,15 +267,18 @@ class ChunkRunner:
         totals.num_outputs += outputs[0].numel() * weight
 
     def _may_not_be_reached(self, record: BlockRecord) -> bool:
-        """Whether an example in the first record of a layer has no gradient for these columns.
+        """Whether some examples in the first record of a layer have no gradient, and others do.
 
-        Its outputs may not depend on the layer, for which a batch calls it nevertheless.
+        Their outputs may not depend on the layer, which the batch calls for them nevertheless.
         """
         if record.block not in self._new_blocks:
             return False
-        self._new_blocks.remove(record.block)
         gradients = record.output_gradients
         has_gradient = torch.stack([(g != 0).flatten(2).any(2).any(0) for g in gradients]).any(0)
+        if not bool(has_gradient.any()):
+            # The gradient of an adapter that is not trained yet is zero for all.
+            return False
+        self._new_blocks.remove(record.block)
         if bool(has_gradient.all()):
             return False
         # All layers are examined then.
