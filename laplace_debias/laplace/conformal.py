@@ -71,7 +71,7 @@ class Intervals:
         """The widths of the intervals."""
         return self.high - self.low
 
-    def covers(self, targets: Float[Tensor, "*batch outputs"]) -> Bool[Tensor, "*batch outputs"]:
+    def covers(self, targets: Float[Tensor, "..."]) -> Bool[Tensor, "*batch outputs"]:
         """Return whether each target is in its interval, including the ends.
 
         Targets of a single output may lack the dimension of the outputs; the result has it.

@@ -113,6 +113,7 @@ def evaluate_predictions(
         return _report(scored, predict, batches, ood, intervals=intervals, level=level)
     report = _report(scored, predict, batches, {}, intervals=False, level=level)
     scores_ood = {name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()}
+    assert scored.scores is not None
     statistics = report._statistics | separation(scored.scores, scores_ood)
     return report_of(statistics, report._targets, level, intervals)
 
@@ -126,7 +127,7 @@ class _ScoredData:
         log_probs: The log-probabilities of the targets.
         targets: The targets.
         further: What else `score` returns.
-        scores: The scores by which OOD data are separated; none if they are not asked for.
+        scores: The scores by which OOD data are separated; None if they are not asked for.
         is_multilabel: Whether the predictive is that of several labels.
         has_probabilities: Whether it is that of classes or labels.
         is_normal: Whether it is normal.
@@ -136,7 +137,7 @@ class _ScoredData:
     log_probs: Float[Tensor, " n"]
     targets: Tensor
     further: Sequence[Tensor]
-    scores: Float[Tensor, " n"]
+    scores: Float[Tensor, " n"] | None
     is_multilabel: bool
     has_probabilities: bool
     is_normal: bool
@@ -160,14 +161,15 @@ def _score_batches(
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
         is_normal = isinstance(predictive, Normal | MultivariateNormal)
         columns = score(likelihood, predictive, y, class_dim)
-        scores = columns[1].new_zeros(0)
         if score_inputs is not None:
             _, counted, _ = check_targets(likelihood, predictive, y, class_dim)
-            scores = score_inputs(x).flatten()
-            if len(scores) == len(counted):
-                scores = scores[counted.to(scores.device)]
-        scored_batches.append([*columns, scores])
-    values, log_probs, targets, *further, scores = concatenate_batches(scored_batches, "evaluate")
+            batch_scores = score_inputs(x).flatten()
+            if len(batch_scores) == len(counted):
+                batch_scores = batch_scores[counted.to(batch_scores.device)]
+            columns.append(batch_scores)
+        scored_batches.append(columns)
+    values, log_probs, targets, *further = concatenate_batches(scored_batches, "evaluate")
+    scores = None if score_inputs is None else further.pop()
     # A process without examples has predicted nothing that would show it.
     flags = process_group().exchange((is_multilabel, has_probabilities, is_normal))
     is_multilabel, has_probabilities, is_normal = map(any, zip(*flags, strict=True))
