@@ -126,7 +126,7 @@ class _ScoredData:
         values: Probabilities, or means.
         log_probs: The log-probabilities of the targets.
         targets: The targets.
-        further: What else `score` returns.
+        further: The other columns that `score` returns.
         scores: The scores by which OOD data are separated; None if they are not asked for.
         is_multilabel: Whether the predictive is that of several labels.
         has_probabilities: Whether it is that of classes or labels.

@@ -91,9 +91,14 @@ class _OverBatches(Metric):
     def update(self, *batch: Tensor) -> None:
         """Add a batch of the function's arguments; of scores `[n]` and 1 if OOD, else 0."""
         if len(batch) != self._num_inputs:
+            arguments = "probabilities and labels"
+            if self._needs_both_kinds:
+                arguments = "scores, and 1 for OOD examples and 0 for the others"
+            elif self._num_inputs == 3:
+                arguments = "means, standard deviations and targets"
             raise TypeError(
                 f"{type(self).__name__}.update takes {self._num_inputs} tensors, got {len(batch)}. "
-                f"Pass the arguments of `metrics.{self._function.__name__}`."
+                f"Pass {arguments}."
             )
         self._check(*batch)
         for number, tensor in enumerate(batch):

@@ -118,6 +118,8 @@ def test_all_eigenvalues_of_a_small_matrix(tmp_path, capsys, monkeypatch):
     save_file(nn.Sequential(*layers).state_dict(), tmp_path / "net.safetensors")
     options = ["--model=small_network:build", "--data=d.npz", "--checkpoint=net.safetensors"]
     options += ["--examples=100", "--output=out", "--device=cpu", "--progress=false"]
+    Path("out").mkdir()
+    Path("out/density.csv").write_text("of an earlier run")
     assert main(["spectrum", *options]) == 0
     assert "all other eigenvalues are below the floor of the density" in capsys.readouterr().out
     assert {path.name for path in Path("out").iterdir()} == {"eigenvalues.csv", "spectrum.png"}

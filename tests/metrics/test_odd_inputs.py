@@ -74,9 +74,18 @@ def test_sets_whose_metrics_would_have_one_name_are_refused():
         metrics.evaluate(probs, labels, {"x": probs, "in_x": probs.flip(0)})
 
 
-def test_a_missing_argument_is_refused_at_once():
-    with pytest.raises(TypeError, match="takes 3 tensors, got 2"):
-        modules.GaussianNLL().update(torch.zeros(3), torch.ones(3))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("GaussianNLL", "takes 3 tensors, got 1. Pass means, standard deviations and targets"),
+        ("IntervalWidth", "takes 3 tensors, got 1. Pass means, standard deviations and targets"),
+        ("AUROC", "takes 2 tensors, got 1. Pass scores, and 1 for OOD examples"),
+        ("ECE", "takes 2 tensors, got 1. Pass probabilities and labels"),
+    ],
+)
+def test_a_missing_argument_is_refused_at_once(name, message):
+    with pytest.raises(TypeError, match=message):
+        getattr(modules, name)().update(torch.ones(3))
 
 
 def test_large_errors_in_half_precision():

@@ -693,13 +693,10 @@ class Laplace:
                 f"The state has the entries {sorted(state_dict)}. Pass what `state_dict` of this "
                 "class returned. A state of laplace-torch cannot be loaded."
             )
-        options: dict[str, str | None] = {**self._options}
-        # A state of an earlier version does not name the last layer.
-        options.pop("last_layer_name", None)
-        if "last_layer_name" in state_dict:
-            options["last_layer_name"] = self._last_layer_name
-        for name, value in options.items():
-            if state_dict.get(name) != value:
+        for name, value in self._options.items():
+            # A state of an earlier version does not name the last layer.
+            is_known = name in state_dict or name != "last_layer_name"
+            if is_known and state_dict.get(name) != value:
                 raise ValueError(
                     f"The state has `{name}={state_dict.get(name)!r}`, but this object has "
                     f"{value!r}. Pass the same value to the constructor."
@@ -707,32 +704,19 @@ class Laplace:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "posterior.safetensors"
             path.write_bytes(state_dict[STATE].cpu().numpy().tobytes())
-            loaded = Posterior.load(path, self._network, batch=self._batch)
-        if self._last_layer_name is not None:
-            layer = self.model.get_submodule(self._last_layer_name)
-            own = set(layer.parameters())
-            parameters = dict(self._network.named_parameters())
-            if {parameters[name] for name in loaded.param_names} != own:
-                raise ValueError(
-                    f"The state is of the parameters {loaded.param_names}, but this object has "
-                    f"`last_layer_name={self._last_layer_name!r}`. Pass the layer of the state to "
-                    "the constructor."
-                )
-        self._fit = loaded
+            self._fit = Posterior.load(path, self._network, batch=self._batch)
         self._precisions = state_dict.get(PRECISIONS)
         self._apply_precisions()
 
     @property
-    def _options(self) -> dict[str, str]:
+    def _options(self) -> dict[str, str | None]:
         """The options that a state must share with the object that loads it."""
-        options = {
+        return {
             "likelihood": self.likelihood,
             "hessian_structure": self._structure,
             "subset_of_weights": self._subset,
+            "last_layer_name": self._last_layer_name,
         }
-        if self._last_layer_name is not None:
-            options["last_layer_name"] = self._last_layer_name
-        return options
 
     def _take(self, posterior: Posterior) -> None:
         """Replace the posterior by one of the same network, likelihood and structure."""

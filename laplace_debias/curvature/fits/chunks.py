@@ -216,15 +216,14 @@ class ChunkRunner:
         `added` at once. Blocks without a record count as zero for these examples.
         """
         context = self._context
-        x = take(batch[0], chunk.examples)
+        inputs = take(batch[0], chunk.examples)
         y = batch[1][chunk.examples]
         weights = batch[2][chunk.examples] if len(batch) > 2 else None
         present = PresentPositions()
         if self._positions is not None:
             # Before the inputs are moved: padding is looked for on the CPU.
-            present = self._positions.find(x, y, context.tap.conditional)
-        own_x = x
-        x = move(x, context.device, None)
+            present = self._positions.find(inputs, y, context.tap.conditional)
+        x = move(inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
         outputs = context.backend.forward(x)
@@ -243,9 +242,13 @@ class ChunkRunner:
             for record in context.backend.backward(outputs, group, keeps_graph):
                 block = record.block
                 if (block, group_index) not in chunk.added:
-                    if self._positions is not None and self._may_not_be_reached(record):
-                        context.tap.conditional |= self._positions.sites_not_reached(own_x, y)
-                        present = self._positions.find(own_x, y, context.tap.conditional)
+                    if self._positions is not None and self._is_new(record):
+                        if not _have_gradients(record):
+                            context.tap.conditional |= self._positions.sites_not_reached(inputs, y)
+                            present = self._positions.find(inputs, y, context.tap.conditional)
+                            # All layers have been examined.
+                            self._new_blocks.clear()
+                        self._new_blocks.discard(block)
                     record = replace(
                         record,
                         masks=present.masks(block, len(record.inputs)),
@@ -266,24 +269,14 @@ class ChunkRunner:
         totals.nll = totals.nll + nll
         totals.num_outputs += outputs[0].numel() * weight
 
-    def _may_not_be_reached(self, record: BlockRecord) -> bool:
-        """Whether some examples in the first record of a layer have no gradient, and others do.
+    def _is_new(self, record: BlockRecord) -> bool:
+        """Whether a record is the first of its block that holds a gradient.
 
-        Their outputs may not depend on the layer, which the batch calls for them nevertheless.
+        The gradient of an adapter that is not trained yet is zero for all examples.
         """
         if record.block not in self._new_blocks:
             return False
-        gradients = record.output_gradients
-        has_gradient = torch.stack([(g != 0).flatten(2).any(2).any(0) for g in gradients]).any(0)
-        if not bool(has_gradient.any()):
-            # The gradient of an adapter that is not trained yet is zero for all.
-            return False
-        self._new_blocks.remove(record.block)
-        if bool(has_gradient.all()):
-            return False
-        # All layers are examined then.
-        self._new_blocks.clear()
-        return True
+        return any(bool(gradients.any()) for gradients in record.output_gradients)
 
     def _absent_weight(self, record: BlockRecord, weights: Tensor | None) -> Tensor | None:
         """Sum the weights of the examples without a position in a layer; None if there are none."""
@@ -296,6 +289,15 @@ class ChunkRunner:
         if weights is None:
             return absent.sum(dtype=torch.float64)
         return (weights.to(absent.device, torch.float64) * absent).sum()
+
+
+def _have_gradients(record: BlockRecord) -> bool:
+    """Whether all examples have a gradient for the columns of a record.
+
+    If one has none, its outputs may not depend on the layer, though the batch calls it for all.
+    """
+    by_call = [(g != 0).flatten(2).any(2).any(0) for g in record.output_gradients]
+    return bool(torch.stack(by_call).any(0).all())
 
 
 def run_example(context: FitContext, x: Inputs) -> tuple[Tensor, int]:

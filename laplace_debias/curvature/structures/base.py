@@ -222,7 +222,6 @@ class CurvatureStructure(ABC):
             "U_A": block.U_A,
             "magnitudes": block.magnitudes,
             "trace_A": block.trace_A,
-            "share_A": None,
         }
         if block.share_A < 1:
             tensors["share_A"] = torch.tensor(block.share_A, dtype=torch.float64)
