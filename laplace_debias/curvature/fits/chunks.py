@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.factors import absent_examples
+from laplace_debias.curvature.fits.presence import ChunkPresence, Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
 from laplace_debias.curvature.layers.several_columns import has_python_functions
 from laplace_debias.curvature.network.batches import weight_of
@@ -96,17 +95,9 @@ class ChunkRunner:
         self._context = accumulator.context
         context = self._context
         outputs, num_joined_examples = run_example(context, x)
-        self._positions: PositionFinder | None = None
+        self._presence: Presence | None = None
         if accumulator.needs_positions:
-            self._positions = PositionFinder(
-                context.network,
-                context.blocks,
-                context.cotangents,
-                layer_calls=context.tap.layer_calls,
-                outputs=outputs,
-            )
-        # Blocks without a record yet: whether all examples reach their layers is not known.
-        self._new_blocks = {block for block in context.blocks if not block.is_exact}
+            self._presence = Presence(context, context.tap.layer_calls, outputs)
         # The most bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
         self._sizes = {_example_shapes(x): self._size(outputs, num_joined_examples)}
@@ -219,10 +210,10 @@ class ChunkRunner:
         inputs = take(batch[0], chunk.examples)
         y = batch[1][chunk.examples]
         weights = batch[2][chunk.examples] if len(batch) > 2 else None
-        present = PresentPositions()
-        if self._positions is not None:
+        presence: ChunkPresence | None = None
+        if self._presence is not None:
             # Before the inputs are moved: padding is looked for on the CPU.
-            present = self._positions.find(inputs, y, context.tap.conditional)
+            presence = self._presence.of_chunk(inputs, y, weights)
         x = move(inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
@@ -240,64 +231,34 @@ class ChunkRunner:
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
             for record in context.backend.backward(outputs, group, keeps_graph):
-                block = record.block
-                if (block, group_index) not in chunk.added:
-                    if self._positions is not None and self._is_new(record):
-                        if not _have_gradients(record):
-                            context.tap.conditional |= self._positions.sites_not_reached(inputs, y)
-                            present = self._positions.find(inputs, y, context.tap.conditional)
-                            # All layers have been examined.
-                            self._new_blocks.clear()
-                        self._new_blocks.discard(block)
+                if (record.block, group_index) not in chunk.added:
+                    has_new_inputs = group_index == 0
                     record = replace(
-                        record,
-                        masks=present.masks(block, len(record.inputs)),
-                        root_weights=root_weights,
-                        has_new_inputs=group_index == 0,
+                        record, root_weights=root_weights, has_new_inputs=has_new_inputs
                     )
-                    absent = self._absent_weight(record, weights)
-                    self._accumulator.update(record)
-                    if absent is not None:
-                        totals.add_absent(block, absent)
-                added.add((block, group_index))
+                    self._add(record, presence, totals)
+                added.add((record.block, group_index))
             for block in context.blocks:
                 if (block, group_index) not in added:
                     self._accumulator.skip(block, len(y), len(group))
-                    if group_index == 0 and self._positions is not None and not block.is_exact:
+                    if group_index == 0 and presence is not None and not block.is_exact:
                         totals.add_absent(block, weight)
                     added.add((block, group_index))
         totals.nll = totals.nll + nll
         totals.num_outputs += outputs[0].numel() * weight
 
-    def _is_new(self, record: BlockRecord) -> bool:
-        """Whether a record is the first of its block that holds a gradient.
+    def _add(self, record: BlockRecord, presence: ChunkPresence | None, totals: DataTotals) -> None:
+        """Give a record to the accumulator, and count the examples that are absent from its layer.
 
-        The gradient of an adapter that is not trained yet is zero for all examples.
+        If memory runs out before the record is in the sums, the totals do not change.
         """
-        if record.block not in self._new_blocks:
-            return False
-        return any(bool(gradients.any()) for gradients in record.output_gradients)
-
-    def _absent_weight(self, record: BlockRecord, weights: Tensor | None) -> Tensor | None:
-        """Sum the weights of the examples without a position in a layer; None if there are none."""
-        block = record.block
-        if self._positions is None or block.is_exact or not record.has_new_inputs:
-            return None
-        absent = absent_examples(record.layer, block, record.inputs, record.masks)
-        if absent is None:
-            return None
-        if weights is None:
-            return absent.sum(dtype=torch.float64)
-        return (weights.to(absent.device, torch.float64) * absent).sum()
-
-
-def _have_gradients(record: BlockRecord) -> bool:
-    """Whether all examples have a gradient for the columns of a record.
-
-    If one has none, its outputs may not depend on the layer, though the batch calls it for all.
-    """
-    by_call = [(g != 0).flatten(2).any(2).any(0) for g in record.output_gradients]
-    return bool(torch.stack(by_call).any(0).all())
+        absent_weight: Tensor | None = None
+        if presence is not None:
+            record = replace(record, masks=presence.masks(record))
+            absent_weight = presence.absent_weight(record)
+        self._accumulator.update(record)
+        if absent_weight is not None:
+            totals.add_absent(record.block, absent_weight)
 
 
 def run_example(context: FitContext, x: Inputs) -> tuple[Tensor, int]:

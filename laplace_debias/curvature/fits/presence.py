@@ -1,0 +1,108 @@
+"""Presence: which examples take part in a layer, chunk by chunk of a pass over data."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.factors import absent_examples
+from laplace_debias.curvature.layers.masks import Masks
+from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
+from laplace_debias.curvature.layers.recorder import LayerCall
+from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.network.inputs import Inputs
+
+
+class Presence:
+    """A search for the positions and examples that take part in each layer.
+
+    The search learns from the data which layers only some examples reach. A layer that a batch does
+    not call is one. A batch may also call a layer for examples whose outputs do not depend on it:
+    this shows where the first record of a layer has no gradient for some example.
+
+    Args:
+        context: The fit. Its tap knows the layers that only some examples reach, and is told of
+            others.
+        layer_calls: The calls of the layers for one example.
+        outputs: The outputs of this example.
+    """
+
+    def __init__(
+        self, context: FitContext, layer_calls: Sequence[LayerCall], outputs: Tensor
+    ) -> None:
+        self.tap = context.tap
+        self.positions = PositionFinder(
+            context.network,
+            context.blocks,
+            context.cotangents,
+            layer_calls=layer_calls,
+            outputs=outputs,
+        )
+        # The blocks of whose layers it is not known whether all examples reach them.
+        self.new_blocks = {block for block in context.blocks if not block.is_exact}
+
+    def of_chunk(self, x: Inputs, y: Tensor, weights: Tensor | None) -> "ChunkPresence":
+        """Find out who takes part among some examples; `weights` is None if all count the same."""
+        return ChunkPresence(self, x, y, weights)
+
+
+class ChunkPresence:
+    """The positions and examples of a chunk that take part in each layer.
+
+    Args:
+        presence: What is known of the layers; it learns from the records of the chunk.
+        x: The inputs, on the device that the loader gave them on.
+        y: The targets.
+        weights: The weights of the examples; None if all count the same.
+    """
+
+    def __init__(self, presence: Presence, x: Inputs, y: Tensor, weights: Tensor | None) -> None:
+        self._presence = presence
+        self._x = x
+        self._y = y
+        self._weights = weights
+        self._present = self._find()
+
+    def _find(self) -> PresentPositions:
+        presence = self._presence
+        return presence.positions.find(self._x, self._y, presence.tap.conditional)
+
+    def masks(self, record: BlockRecord) -> Masks | None:
+        """Return the positions of a record's layer that take part; None for all."""
+        new_blocks = self._presence.new_blocks
+        # Without any gradient a record shows nothing: an adapter that is not trained yet has none.
+        if record.block in new_blocks and _has_gradient(record):
+            new_blocks.discard(record.block)
+            if not _all_examples_have_gradients(record):
+                positions = self._presence.positions
+                not_reached = positions.sites_not_reached(self._x, self._y)
+                self._presence.tap.conditional |= not_reached
+                # All layers have been examined.
+                new_blocks.clear()
+                self._present = self._find()
+        return self._present.masks(record.block, len(record.inputs))
+
+    def absent_weight(self, record: BlockRecord) -> Tensor | None:
+        """Sum the weights of the examples without a position in a layer; None if there are none.
+
+        Args:
+            record: A record of the layer, with its masks.
+        """
+        if record.block.is_exact or not record.has_new_inputs:
+            return None
+        absent = absent_examples(record.layer, record.block, record.inputs, record.masks)
+        if absent is None:
+            return None
+        if self._weights is None:
+            return absent.sum(dtype=torch.float64)
+        return (self._weights.to(absent.device, torch.float64) * absent).sum()
+
+
+def _has_gradient(record: BlockRecord) -> bool:
+    return any(bool(gradients.any()) for gradients in record.output_gradients)
+
+
+def _all_examples_have_gradients(record: BlockRecord) -> bool:
+    by_call = [(g != 0).flatten(2).any(2).any(0) for g in record.output_gradients]
+    return bool(torch.stack(by_call).any(0).all())
