@@ -1,7 +1,7 @@
 """A fit in growing rounds, each with an estimate of its error."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -18,6 +18,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
+from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
@@ -29,7 +30,7 @@ from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.importance_sampler import ImportanceSampler
 from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
-from laplace_debias.laplace.schemes import OpenStream, Scheme
+from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
@@ -131,17 +132,13 @@ class Auto(Scheme):
             )
 
     @property
-    def sources(self) -> Sequence[Batches]:
+    def sources(self) -> Mapping[str, Batches]:
         """The data that the fit reads."""
-        return [self.data]
-
-    def opened(self, open_stream: OpenStream) -> "Auto":
-        """Return a copy that checks each batch when it is read."""
-        return replace(self, data=open_stream(self.data, "data"))
+        return {"data": self.data}
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
         """Return the number of training examples N."""
-        return training_size(self.data, num_data, self.mode, reads_all=False)
+        return training_size(self.data, num_data, self.mode, reads_whole_loader=False)
 
     def check(self, structure: CurvatureStructure) -> None:
         """Check that the curvature is K-FAC and that the data are in random order."""
@@ -164,15 +161,15 @@ class Auto(Scheme):
                 "several processes, use ShardedBatches(..., shuffle=True)."
             )
 
-    def estimate_noise(self, context: FitContext) -> Gaussian:
+    def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
         """Estimate the noise from the first batch, or reuse the noise of the earlier fit."""
         if self.after is not None:
             _, last_round = self.after.continuation
             likelihood = last_round.fitted.likelihood
             if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
                 return likelihood
-        assert isinstance(self.data, Stream)
-        return estimate_noise(context, [self.data.first])
+        (data,) = streams
+        return estimate_noise(context, [data.first])
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit in rounds until the error is within the tolerance, or a budget is used up.
@@ -191,10 +188,10 @@ class Auto(Scheme):
                 'parameters without embeddings, such as `params="last_layer"`, or use '
                 '`mode="full"`.'
             )
-        assert isinstance(self.data, Stream)
+        (data,) = prepared.streams
         last_round: _Round | None
         if self.after is None:
-            sampler = ImportanceSampler(context, self.data.in_step(), self.forward_ratio)
+            sampler = ImportanceSampler(context, data.in_step(), self.forward_ratio)
             last_round = None
             rounds: list[tuple[int, float]] = []
             seconds_before = 0.0
@@ -203,7 +200,7 @@ class Auto(Scheme):
             rounds = list(self.after.rounds)
             seconds_before = self.after.seconds
             _check_same_fit(last_round.fitted, prepared)
-            sampler = sampler.continued(context, self.data, self.forward_ratio)
+            sampler = sampler.continued(context, data, self.forward_ratio)
         clock = partial(_seconds_since, perf_counter() - seconds_before, context.ranks)
         stop_reason = ""
         try:
@@ -220,9 +217,9 @@ class Auto(Scheme):
                 stop_reason = self._reason_to_stop(sampler, last_round, round_started, clock())
             if stop_reason == "data":
                 has_budget = self.seconds is not None or self.examples is not None
-                can_read_again = not isinstance(self.data.source, Iterator)
+                can_read_again = not isinstance(data.source, Iterator)
                 if last_round is None or (can_read_again and not has_budget):
-                    return _fit_all(prepared, self.data, rounds, clock)
+                    return _fit_all(prepared, data, rounds, clock)
                 stop_reason = "the end of the data"
         except KeyboardInterrupt:
             if last_round is None or context.ranks.size > 1:
@@ -325,19 +322,20 @@ def _warn_of_error(report: FitReport, tolerance: float) -> None:
 
 def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
     """Require that a fit continues with the network and the options of the earlier one."""
-    totals = DataTotals(1, 0.0, 1, 1.0)
-    later = build_posterior(prepared, CurvatureFit(earlier.posterior.curvature, totals))
-    has_same_mean = torch.equal(earlier.posterior.mean, later.posterior.mean)
-    if _fit_options(earlier) != _fit_options(later) or not has_same_mean:
+    spec = prepared.state.spec
+    names = prepared.parameters.names
+    is_same = (
+        earlier.config == prepared.config
+        and repr(earlier.likelihood) == repr(spec.likelihood)
+        and earlier.parameters.names == names
+        and torch.equal(earlier.posterior.mean, prepared.parameters.flattened(spec.plain_model))
+        and earlier.frozen_fingerprint == fingerprint(spec.plain_model, names)
+    )
+    if not is_same:
         raise ValueError(
             "`after=` is the report of a fit with a different network, likelihood or curvature. "
             "Remove `after=`, or pass the report of an earlier fit of this posterior."
         )
-
-
-def _fit_options(fitted: FittedPosterior) -> tuple[Any, ...]:
-    options = fitted.config, repr(fitted.likelihood), fitted.parameters.names
-    return *options, fitted.frozen_fingerprint
 
 
 def _fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> _Round:
@@ -376,7 +374,7 @@ def _fit_all(
             'or use `mode="full"`.'
         )
     curvature_fit = KfacCurvature().fit(prepared.context, data)
-    num_data = build_posterior(prepared, curvature_fit).posterior.num_data
+    num_data = prepared.size.after_reading(curvature_fit.totals.weight)
     report = FitReport(
         num_examples=num_data,
         num_read=num_data,

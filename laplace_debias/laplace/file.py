@@ -233,6 +233,7 @@ def load(
     return FittedPosterior(
         spec=spec,
         config=state.config,
+        selected=parameters,
         parameters=parameters,
         posterior=posterior,
         nll=float(header.nll),

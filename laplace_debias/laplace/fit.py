@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
-from laplace_debias.curvature.fits.context import CurvatureFit
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.network.validation import check_no_autocast
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.laplace.plan import available_memory, check_memory, least_bytes
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.laplace.prepared import PreparedFit, examine
 from laplace_debias.laplace.resuming import check_resumable, fit_identity
-from laplace_debias.laplace.schemes import Added, Full, Scheme
+from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import Ranks, process_group
@@ -29,10 +29,8 @@ from laplace_debias.system.ranks import Ranks, process_group
 
 def fit(
     state: Unfitted | FittedPosterior,
-    selected: ParameterBlocks | None,
     scheme: Scheme,
     size: TrainingSize,
-    mode: str,
     *,
     generator: torch.Generator | None = None,
     resume: Path | None = None,
@@ -45,10 +43,8 @@ def fit(
 
     Args:
         state: The model, the options of the fit, and the prior.
-        selected: The parameters that the model's structure shows; None to find them by an example.
         scheme: Which data give the directions and the magnitudes.
         size: N, as far as it is known before the fit.
-        mode: The name of the fit.
         generator: Seeds sampled labels and the order of loaders.
         resume: The folder of the checkpoint; None for none.
         progress: Whether to show progress bars.
@@ -60,12 +56,13 @@ def fit(
     if not scheme.keeps_noise:
         spec = state.spec
         state = replace(state, spec=replace(spec, likelihood=spec.likelihood.for_new_fit()))
-    scheme = _with_information(state, scheme, mode)
-    check_before_fit(state, scheme, mode, generator=generator, resume=resume)
+    information = state.prior.information
+    if information is not None:
+        weight = information.weight * state.temperature
+        scheme = scheme.adding(replace(information, weight=weight))
+    check_before_fit(state, scheme, generator=generator, resume=resume)
     with torch.inference_mode(False):
-        prepared, scheme = prepare_fit(
-            state, selected, scheme, size, mode=mode, generator=generator, progress=progress
-        )
+        prepared = prepare_fit(state, scheme, size, generator=generator, progress=progress)
         if resume is None:
             return build_posterior(prepared, scheme.fit(prepared))
         identity = fit_identity(prepared, generator, scheme)
@@ -77,25 +74,9 @@ def fit(
         return fitted
 
 
-def _with_information(state: Unfitted | FittedPosterior, scheme: Scheme, mode: str) -> Scheme:
-    """Return the scheme that adds the data to the information of the prior, if it has some."""
-    information = state.prior.information
-    if information is None or isinstance(scheme, Added):
-        return scheme
-    if type(scheme) is not Full:
-        raise ValueError(
-            "`prior=` adds the curvature of all data to the prior's precision, so it "
-            f'requires `mode="full"`, but got `mode="{mode}"`. Use `mode="full"`, or '
-            "`prior_precision=` instead of `prior=`."
-        )
-    weight = information.weight * state.temperature
-    return Added(scheme.data, replace(information, weight=weight))
-
-
 def check_before_fit(
     state: Unfitted | FittedPosterior,
     scheme: Scheme,
-    mode: str,
     *,
     generator: torch.Generator | None,
     resume: Path | None,
@@ -104,8 +85,10 @@ def check_before_fit(
     check_generator(generator)
     if resume is not None:
         if not scheme.is_resumable:
-            raise ValueError(f'A fit with `mode="{mode}"` cannot be resumed. Remove `resume=`.')
-        check_resumable(resume, state.config.fisher, generator, scheme.sources)
+            raise ValueError(
+                f'A fit with `mode="{scheme.mode}"` cannot be resumed. Remove `resume=`.'
+            )
+        check_resumable(resume, state.config.fisher, generator, list(scheme.sources.values()))
     scheme.check(state.config.structure)
     device = state.device
     check_no_autocast(device)
@@ -123,42 +106,30 @@ def _rounds_to_tf32() -> bool:
 
 def prepare_fit(
     state: Unfitted | FittedPosterior,
-    selected: ParameterBlocks | None,
     scheme: Scheme,
     size: TrainingSize,
     *,
-    mode: str,
     generator: torch.Generator | None,
     progress: bool,
-) -> tuple[PreparedFit, Scheme]:
-    """Open the data, check the model on the first batch, and require memory for the posterior.
-
-    Returns:
-        The checked model and context of the fit, and the scheme with streams in place of its data.
-    """
+) -> PreparedFit:
+    """Open the data, check the model on the first batch, and require memory for the posterior."""
     ranks = process_group()
     config = state.config
     bar = "fit" if progress else None
-
-    def open_stream(data: Batches, description: str) -> Stream:
-        return state.spec.fit_stream(
-            data, state.device, generator, description=description, progress=bar
-        )
-
     # The seed of the labels is drawn before the loaders draw the order of the data.
     fisher = config.fisher.seeded(generator, ranks)
-    scheme = scheme.opened(open_stream)
-    streams = [source for source in scheme.sources if isinstance(source, Stream)]
-    parameters, context = examine(
-        state, selected, streams, reads_all=scheme.reads_all, fisher=fisher
-    )
+    streams = [
+        state.spec.fit_stream(data, state.device, generator, description=name, progress=bar)
+        for name, data in scheme.sources.items()
+    ]
+    parameters, context = examine(state, streams, reads_all=scheme.reads_all, fisher=fisher)
     likelihood = state.spec.likelihood
     if likelihood.has_sigma and likelihood.is_assumed:
-        likelihood = scheme.estimate_noise(context)
+        likelihood = scheme.estimate_noise(context, streams)
         state = replace(state, spec=replace(state.spec, likelihood=likelihood))
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
-    size = _size_with_weights(size, mode, streams[0], ranks)
+    size = _size_with_weights(size, scheme.mode, streams[0], ranks)
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.is_random or config.structure.draws_examples:
@@ -169,20 +140,21 @@ def prepare_fit(
         ranks.require_same(model=model, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
-    if mode == "full" and size.is_inferred:
+    if size.must_match_read:
         context = replace(context, num_examples=size.num_data)
     config.structure.check(context)
-    purpose = (
-        f"Nothing was fitted, because the posterior of curvature={config.structure.name!r} needs"
-    )
+    _require_memory(context, config.structure)
+    return PreparedFit(state, parameters, context, size=size, mode=scheme.mode, streams=streams)
+
+
+def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
+    """Require memory for the posterior, before any pass over the data."""
     check_memory(
-        least_bytes(context, config.structure),
+        least_bytes(context, structure),
         available_memory(context.device),
-        purpose,
-        config.structure.less_memory,
+        f"Nothing was fitted, because the posterior of curvature={structure.name!r} needs",
+        structure.less_memory,
     )
-    prepared = PreparedFit(state, parameters, context, size=size, mode=mode)
-    return prepared, scheme
 
 
 def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ranks) -> TrainingSize:
@@ -192,7 +164,7 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
     has_weights = [len(pair) > 2 for pair in stream.first]
     if not any(ranks.exchange(any(has_weights))):
         return size
-    if mode != "full":
+    if not size.must_match_read:
         raise ValueError(
             f'`mode="{mode}"` uses only part of the data, so the sum of all example weights is not '
             "known. Pass this sum as `num_data=`."
@@ -219,7 +191,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     state = prepared.state
     parameters = prepared.parameters
     data = curvature_fit.totals
-    num_data = _num_data(prepared.size, data.weight, prepared.mode)
+    num_data = prepared.size.after_reading(data.weight)
     scale = num_data / data.weight
     num_targets = None
     can_scale_noise = state.config.fisher.kind != "empirical" and state.prior.information is None
@@ -240,6 +212,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     return FittedPosterior(
         spec=state.spec,
         config=state.config,
+        selected=state.selected,
         parameters=parameters,
         posterior=posterior,
         nll=data.nll * scale,
@@ -250,22 +223,3 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         prediction_cache=PredictionCache(verified=snapshot_of_modules(state.spec)),
         report=curvature_fit.report,
     )
-
-
-def _num_data(size: TrainingSize, weight: float, mode: str) -> int:
-    """Determine N from its size before the fit and the total weight of the examples read."""
-    if size.num_data is None:
-        if int(weight) != weight:
-            raise ValueError(
-                f"The weights of the examples sum to {weight:.10g}, but the number of training "
-                "examples must be a positive whole number. Pass `num_data=`, the number of "
-                "training examples that the weights represent."
-            )
-        return int(weight)
-    if size.is_inferred and mode == "full" and size.num_data != weight:
-        raise ValueError(
-            "According to the loader's sampler, the number of training examples is "
-            f"{size.num_data}, but the loader yielded {weight:.10g}. Pass `num_data=`, the "
-            "number of training examples."
-        )
-    return size.num_data

@@ -67,6 +67,9 @@ class GaussianPrior:
             if not value.isfinite().all():
                 raise ValueError(f"`{name}` contains NaN or Inf. Check how it was computed.")
         assert isinstance(self.precision, Tensor)
+        # Copies: the mean may be a view of weights that are trained further.
+        object.__setattr__(self, "mean", self.mean.detach().clone())
+        object.__setattr__(self, "precision", self.precision.detach().clone())
         if not (self.precision > 0).all():
             raise ValueError(
                 "The prior precision must be positive, but its smallest entry is "

@@ -174,10 +174,6 @@ class Laplace(Predictor):
 
     # One state takes the place of another as a whole: other threads see either.
     _state: Unfitted | FittedPosterior
-    # The parameters that the model's structure shows, which every fit checks on an example.
-    _selected: ParameterBlocks | None = None
-    # Determined by the outputs of the first example that a fit predicts.
-    _default_link: Link | None = None
 
     @explains_laplace_torch_arguments
     def __init__(
@@ -247,7 +243,6 @@ class Laplace(Predictor):
                     "and `prior_mean=`."
                 )
             self._state = replace(self._state, prior=self._prior_from(prior))
-        self._selected = self._state.parameters
 
     if not TYPE_CHECKING:
 
@@ -328,7 +323,6 @@ class Laplace(Predictor):
                     "`mode=` and `folds=`."
                 )
             scheme = train_loader
-            mode = scheme.mode
             size = scheme.training_size(num_data)
         else:
             scheme, size = scheme_of_mode(
@@ -342,10 +336,8 @@ class Laplace(Predictor):
             )
         fitted = fit(
             self._state,
-            self._selected,
             scheme,
             size,
-            mode=mode,
             generator=generator,
             resume=folder,
             progress=progress,
@@ -389,15 +381,7 @@ class Laplace(Predictor):
             scheme = CrossFit(directions, folds)
         size = scheme.training_size(num_data)
         folder = None if resume is None else Path(resume)
-        fitted = fit(
-            self._state,
-            self._selected,
-            scheme,
-            size,
-            mode=scheme.mode,
-            generator=generator,
-            resume=folder,
-        )
+        fitted = fit(self._state, scheme, size, generator=generator, resume=folder)
         self._replace(fitted)
         return self
 
@@ -504,7 +488,7 @@ class Laplace(Predictor):
             >>> plan.check()
         """
         check_mode(mode, folds)
-        return plan_fit(self._state, self._selected, train_loader, mode=mode, folds=folds)
+        return plan_fit(self._state, train_loader, mode=mode, folds=folds)
 
     # ------------------------------------------------- choosing the prior
 
@@ -671,8 +655,8 @@ class Laplace(Predictor):
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
-        """The posterior mean θ*: the trained values of the Bayesian parameters, `[D]`."""
-        return self.posterior.mean
+        """A copy of the posterior mean θ*, the trained values of the Bayesian parameters, `[D]`."""
+        return self.posterior.mean.clone()
 
     @property
     def num_data(self) -> int:
@@ -701,7 +685,8 @@ class Laplace(Predictor):
         Warns:
             UserWarning: If it is set below that at which the posterior was thinned.
         """
-        return self._state.prior.precision
+        # A copy, so that `la.prior_precision *= 2` changes the prior by the setter only.
+        return self._state.prior.precision.clone()
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
@@ -722,7 +707,7 @@ class Laplace(Predictor):
         mean = self._state.prior.mean
         if mean is None:
             return first.new_zeros((), dtype=torch.float64)
-        return mean
+        return mean.clone()
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:
@@ -765,7 +750,7 @@ class Laplace(Predictor):
                 '`sigma` exists only for `likelihood="regression"`, but the likelihood is '
                 f'{self.likelihood}. Fit with `likelihood="regression"`.'
             )
-        return sigma
+        return sigma.clone()
 
     # ------------------------------------------------- the posterior
 
@@ -1132,7 +1117,6 @@ class Laplace(Predictor):
         """Make a `Laplace` from a posterior that was not fitted by `fit`."""
         la = cls.__new__(cls)
         la._state = fitted
-        la._selected = fitted.parameters
         return la
 
     @classmethod
@@ -1216,7 +1200,6 @@ class Laplace(Predictor):
                 temperature=state.temperature,
                 link=state.link,
             )
-            self._default_link = None
 
     def _set(
         self,
@@ -1238,8 +1221,6 @@ class Laplace(Predictor):
             if prior is not state.prior:
                 fields["prior"] = prior
             self._state = state.changed(**fields)
-            if fitted is not None:
-                self._default_link = None
 
     @property
     def _parameters(self) -> ParameterBlocks:
@@ -1263,6 +1244,5 @@ class Laplace(Predictor):
         fitted = self._fitted
         link = link or fitted.link
         if method.is_closed and link is None:
-            link = self._default_link or default_link(fitted, x)
-            self._default_link = link
+            link = default_link(fitted, x)
         return [LinkedFit(fitted, link)]

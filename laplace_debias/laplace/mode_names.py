@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 MODES: LazyRegistry["Scheme"] = LazyRegistry(
     "laplace_debias.laplace",
     {
-        "full": "schemes.Full",
+        "full": "schemes.WholeLoader",
         "mini": "schemes.Mini",
         "debiased": "schemes.Split",
         "crossfit": "schemes.CrossFit",

@@ -43,8 +43,8 @@ def scheme_of_mode(
     check_mode(mode, folds)
     scheme = MODES[mode]
     num_batches = scheme.num_first_batches
-    reads_all = num_batches is None and scheme.reads_all
-    size = training_size(loader, num_data, mode, reads_all=reads_all)
+    reads_whole_loader = num_batches is None and scheme.reads_all
+    size = training_size(loader, num_data, mode, reads_whole_loader=reads_whole_loader)
     if num_batches is None:
         return scheme.from_batches(loader, folds), size
     if resume is not None:

@@ -22,7 +22,6 @@ from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
 from laplace_debias.laplace.mode_names import MODES
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prepared import examine
 from laplace_debias.laplace.schemes import FOLDS
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
@@ -100,7 +99,6 @@ class Plan:
 
 def plan_fit(
     state: Unfitted | FittedPosterior,
-    selected: ParameterBlocks | None,
     loader: Batches,
     mode: str,
     folds: int | None,
@@ -109,7 +107,6 @@ def plan_fit(
 
     Args:
         state: The model and the configuration, before or after a fit.
-        selected: The Bayesian parameters; None if the first fit has to find the last layer.
         loader: The data of the fit.
         mode: The argument of `Laplace.fit`.
         folds: The argument of `Laplace.fit`.
@@ -151,7 +148,7 @@ def plan_fit(
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = state.config.fisher.seeded(None, process_group())
         stream = state.spec.fit_stream(loader, state.device)
-        _, context = examine(state, selected, [stream], reads_all=False, fisher=fisher)
+        _, context = examine(state, [stream], reads_all=False, fisher=fisher)
         ((x, y, *_),) = stream.first
         if num_batches is not None:
             context = replace(context, num_examples=num_batches * len(y))

@@ -20,6 +20,7 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.shared_copy import are_constant, refuse_calls
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -134,7 +135,7 @@ class PreparedModel:
 
 
 class PredictionCache:
-    """The prepared working copies of a model that are not in use.
+    """The prepared working copies of a model that are not in use, and its default links.
 
     A prediction takes one for itself, since threads cannot share the hooks of a tap, and returns it
     after its last pass. A copy is dropped if the user's modules have changed: an attribute, a hook,
@@ -144,9 +145,14 @@ class PredictionCache:
 
     Args:
         verified: The modules with which the blocks were verified; None if that is not known.
+
+    Attributes:
+        default_links: The links of a softmax likelihood if none is set, by the numbers of
+            dimensions of the inputs, which the outputs' depends on.
     """
 
     def __init__(self, verified: ModuleSnapshot | None = None) -> None:
+        self.default_links: dict[tuple[int, ...], Link | None] = {}
         self._idle: list[PreparedModel] = []
         self._verified = verified
 

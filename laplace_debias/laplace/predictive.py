@@ -20,7 +20,7 @@ from torch.distributions import (
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.inputs import Inputs, Record, take
+from laplace_debias.curvature.network.inputs import Inputs, Record, take, tensors_of
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.context import (
@@ -386,12 +386,17 @@ def _closed_predictive(
 
 
 def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
-    """Return the link of a fit that has none, by the outputs of the first example."""
-    shape = torch.Size()
-    if fitted.likelihood.activation == "softmax":
+    """Return the link of a fit that has none, by the shape of the outputs of an example."""
+    if fitted.likelihood.activation != "softmax":
+        return links.default_link(fitted.likelihood, torch.Size())
+    default_links = fitted.prediction_cache.default_links
+    # A model of `[B, d]` may take `[B, T, d]`, too, and has outputs at further positions then.
+    num_dims = tuple(tensor.ndim for tensor in tensors_of(x))
+    if num_dims not in default_links:
         with prediction_context(fitted, x) as context:
             shape = map_outputs(context.network, take(context.x, slice(1))).shape
-    return links.default_link(fitted.likelihood, shape)
+        default_links[num_dims] = links.default_link(fitted.likelihood, shape)
+    return default_links[num_dims]
 
 
 def within_positions(

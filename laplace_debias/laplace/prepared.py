@@ -43,6 +43,7 @@ class PreparedFit:
         context: The network with its blocks, as the passes run it.
         size: N, the number of training examples.
         mode: The name of the fitting scheme.
+        streams: The checked batches of each source of the scheme, in its order.
     """
 
     state: Unfitted | FittedPosterior
@@ -50,6 +51,7 @@ class PreparedFit:
     context: FitContext
     size: TrainingSize
     mode: str
+    streams: Sequence[Stream] = ()
 
     @property
     def config(self) -> CurvatureConfig:
@@ -59,7 +61,6 @@ class PreparedFit:
 
 def examine(
     state: Unfitted | FittedPosterior,
-    selected: ParameterBlocks | None,
     streams: Sequence[Stream],
     reads_all: bool,
     fisher: FisherType,
@@ -68,14 +69,13 @@ def examine(
 
     Args:
         state: The model and the options of the fit.
-        selected: The parameters that the model's structure shows; None to find them by an example.
         streams: Checked pairs. The first batch is read, and the fit can read it again.
         reads_all: Whether the fit reads all of the data, so that all batches may be searched for
             parameters that the first one does not use.
         fisher: The Fisher matrix, seeded.
     """
     validate_model(state.spec.model)
-    example, parameters, tap = _parameters_on_examples(state, selected, streams, reads_all)
+    example, parameters, tap = _parameters_on_examples(state, streams, reads_all)
     config = state.config
     blocks = parameters.blocks
     backend = choose_backend(state.spec.plain_model, config.backend, blocks)(tap, blocks)
@@ -94,7 +94,6 @@ def examine(
 
 def _parameters_on_examples(
     state: Unfitted | FittedPosterior,
-    selected: ParameterBlocks | None,
     streams: Sequence[Stream],
     reads_all: bool,
 ) -> tuple[Inputs, ParameterBlocks, Tap]:
@@ -112,6 +111,7 @@ def _parameters_on_examples(
     inputs = move(x, state.device, None)
     targets = y.to(state.device)
     plain = spec.plain_model
+    selected = state.selected
     if selected is None or config.params == LAST_LAYER:
         selected = ParameterBlocks.selected(plain, config, inputs)
         if state.parameters is not None and state.parameters.names != selected.names:

@@ -38,6 +38,8 @@ class Prior:
 
     def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
         """Return the prior for a number of blocks and parameters."""
+        if self.precision.shape == (1,) and num_blocks == 1:
+            return replace(self, precision=self.precision[0]).fitting(num_blocks, num_parameters)
         check_prior_precision(self.precision, num_blocks)
         if self.mean is None:
             return self

@@ -4,8 +4,8 @@ A scheme is a value that holds its data. A new way to fit is one more class here
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
@@ -23,14 +23,6 @@ from laplace_debias.system.ranks import process_group
 
 FOLDS = 2
 """Default number of folds of cross-fitting. More were no better in the study of debiasing."""
-# From data and a description of it, which errors show, to checked pairs.
-OpenStream = Callable[[Batches, str], Stream]
-
-
-def as_stream(data: Batches) -> Stream:
-    """Return the data of an opened scheme, which is a stream."""
-    assert isinstance(data, Stream)
-    return data
 
 
 @dataclass(frozen=True)
@@ -76,36 +68,44 @@ class Scheme(ABC):
 
     @property
     @abstractmethod
-    def sources(self) -> Sequence[Batches]:
-        """The data that a fit reads, in the order in which it is read."""
+    def sources(self) -> Mapping[str, Batches]:
+        """The data that a fit reads, in the order in which it is read, by what errors call it."""
 
-    def estimate_noise(self, context: FitContext) -> Gaussian:
-        """Estimate a regression's noise from the data of an opened scheme."""
+    def adding(self, information: Information) -> "Scheme":
+        """Return the scheme of a fit that adds its data to the information of earlier data.
+
+        Raises:
+            ValueError: If the fit does not measure the curvature of all of its data.
+        """
+        raise ValueError(
+            "`prior=` adds the curvature of all data to the prior's precision, so it "
+            f'requires `mode="full"`, but got `mode="{self.mode}"`. Use `mode="full"`, or '
+            "`prior_precision=` instead of `prior=`."
+        )
+
+    def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
+        """Estimate a regression's noise from the streams of the sources."""
         sources: list[Pairs] = []
-        for stream in self.sources:
-            assert isinstance(stream, Stream)
+        for stream in streams:
             # The first pair of an iterator is not lost, the others would be.
             is_read_once = isinstance(stream.source, Iterator)
             sources.append(stream.first if is_read_once else stream)
         return estimate_noise(context, sources)
 
     @abstractmethod
-    def opened(self, open_stream: OpenStream) -> "Scheme":
-        """Return a copy that checks each batch when it is read."""
-
-    @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit the curvature to the data of an opened scheme."""
+        """Fit the curvature to the streams of the sources, `prepared.streams`."""
 
     def check(self, structure: CurvatureStructure) -> None:  # noqa: B027 (most read data once)
         """Check before any work that the data can be read as often as the fit needs."""
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
         """Determine N: as passed, or the number of examples that the fit reads."""
-        is_shared = [check_shared(process_group(), data) for data in self.sources]
+        sources = self.sources.values()
+        is_shared = [check_shared(process_group(), data) for data in sources]
         if num_data is not None:
             return TrainingSize(whole(num_data, "num_data"), is_shared=is_shared[0])
-        for data in self.sources:
+        for data in sources:
             check_sampler(data)
         return TrainingSize(None, is_shared=is_shared[0])
 
@@ -129,13 +129,15 @@ class Full(Scheme):
         return cls(batches)
 
     @property
-    def sources(self) -> Sequence[Batches]:
+    def sources(self) -> Mapping[str, Batches]:
         """The data that the fit reads."""
-        return [self.data]
+        return {"data": self.data}
 
-    def opened(self, open_stream: OpenStream) -> "Full":
-        """Return a copy that checks each batch when it is read."""
-        return replace(self, data=open_stream(self.data, "data"))
+    def adding(self, information: Information) -> Scheme:
+        """Return the scheme that adds the data to the information of earlier data."""
+        if self.num_first_batches is not None:
+            return super().adding(information)
+        return Added(self.data, information)
 
     def check(self, structure: CurvatureStructure) -> None:
         """Require data that can be iterated twice, if the fit needs two passes."""
@@ -144,7 +146,23 @@ class Full(Scheme):
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the curvature to the data."""
-        return prepared.config.structure.fit(prepared.context, as_stream(self.data))
+        (data,) = prepared.streams
+        return prepared.config.structure.fit(prepared.context, data)
+
+
+@dataclass(frozen=True)
+class WholeLoader(Full):
+    """The scheme `Full` on all batches of a loader."""
+
+    mode = "full"
+
+
+@dataclass(frozen=True)
+class Mini(Full):
+    """The scheme `Full` on the first batch of a loader, only for comparisons."""
+
+    mode = "mini"
+    num_first_batches = 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,12 @@ class Added(Full):
         information: The information of earlier data, for the same parameters.
     """
 
+    mode = "full"
     information: Information
+
+    def adding(self, information: Information) -> Scheme:
+        """Return the scheme itself, which has the information already."""
+        return self
 
     def check(self, structure: CurvatureStructure) -> None:
         """Require factors that can be added."""
@@ -174,8 +197,9 @@ class Added(Full):
                 "The new data has different curvature blocks from the earlier data: "
                 f"{differing[:4]} differ. Fit to the earlier and the new data together."
             )
+        (data,) = prepared.streams
         num_data = prepared.size.num_data
-        return structure.update(prepared.context, self.information, as_stream(self.data), num_data)
+        return structure.update(prepared.context, self.information, data, num_data)
 
 
 def _check_has_factors(information: Information) -> None:
@@ -188,13 +212,6 @@ def _check_has_factors(information: Information) -> None:
                 "library, or it was created by OnlineCurvature. Fit to the earlier and "
                 "the new data together."
             )
-
-
-@dataclass(frozen=True)
-class Mini(Full):
-    """The scheme `Full` on the first batch of a loader, only for comparisons."""
-
-    num_first_batches = 1
 
 
 @dataclass(frozen=True)
@@ -218,24 +235,21 @@ class Split(Scheme):
         return cls(batches[:1], batches[1:])
 
     @property
-    def sources(self) -> Sequence[Batches]:
-        """Two data streams: one for the eigenvectors, and one for the curvature."""
-        return [self.directions, self.magnitudes]
+    def sources(self) -> Mapping[str, Batches]:
+        """The data that gives the eigenvectors, and the data that gives the curvature."""
+        return {
+            "batches of the directions": self.directions,
+            "batches of the magnitudes": self.magnitudes,
+        }
 
     def check(self, structure: CurvatureStructure) -> None:
         """Require data that can be read twice, if the fit needs two passes."""
         if structure.reads_directions_twice:
             _refuse_iterator(structure, self.directions)
 
-    def opened(self, open_stream: OpenStream) -> "Split":
-        """Return a copy that checks each batch when it is read."""
-        directions = open_stream(self.directions, "batches of the directions")
-        return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
-
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit eigenvectors to one data stream, then measure the curvature along them on another."""
-        directions = as_stream(self.directions)
-        magnitudes = as_stream(self.magnitudes)
+        directions, magnitudes = prepared.streams
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 
 
@@ -274,17 +288,13 @@ class CrossFit(Scheme):
         return self.folds
 
     @property
-    def sources(self) -> Sequence[Batches]:
+    def sources(self) -> Mapping[str, Batches]:
         """The data that the fit reads."""
-        return [self.data]
-
-    def opened(self, open_stream: OpenStream) -> "CrossFit":
-        """Return a copy that checks each batch when it is read."""
-        return replace(self, data=open_stream(self.data, "data"))
+        return {"data": self.data}
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Estimate the curvature from the data by cross-fitting."""
-        data = as_stream(self.data)
+        (data,) = prepared.streams
         return prepared.config.structure.crossfit(prepared.context, data, self.folds)
 
 

@@ -56,6 +56,11 @@ class Unfitted:
         return replace(self, prior=prior or self.prior, **fields)
 
     @property
+    def selected(self) -> ParameterBlocks | None:
+        """The parameters that a fit begins with; None if it has to run an example to find them."""
+        return self.parameters
+
+    @property
     def device(self) -> torch.device:
         """The device of the Bayesian parameters."""
         names = None if self.parameters is None else self.parameters.names
@@ -73,7 +78,9 @@ class FittedPosterior:
     Attributes:
         spec: The model and its likelihood.
         config: The options of the fit.
-        parameters: The Bayesian parameters and their blocks.
+        selected: The parameters that the structure of the model shows, with which another fit
+            begins; None if it has to run an example to find them.
+        parameters: The Bayesian parameters and their blocks, as the data of the fit showed them.
         posterior: The Gaussian, which owns the prior and the temperature.
         nll: The loss of the N examples, summed, in nats.
         frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
@@ -90,6 +97,7 @@ class FittedPosterior:
 
     spec: ModelSpec
     config: CurvatureConfig
+    selected: ParameterBlocks | None
     parameters: ParameterBlocks
     posterior: GaussianPosterior
     nll: float

@@ -1,5 +1,6 @@
 """Updates of a posterior with new data: the information of the data adds up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import SupportsIndex
@@ -10,13 +11,11 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches, check_batches
+from laplace_debias.curvature.network.batches import Batches, Stream, check_batches
 from laplace_debias.curvature.network.dataset_size import training_size
 from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.schemes import Added
 from laplace_debias.laplace.state import FittedPosterior
-
-_MODE = "full"  # All of the new data is read.
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Updated(Added):
 
     keeps_noise = True
 
-    def estimate_noise(self, context: FitContext) -> Gaussian:
+    def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
         """Return the noise of the fit, at which its curvature was measured."""
         loss = context.cotangents.loss
         assert isinstance(loss, NegativeLogLikelihood)
@@ -52,13 +51,13 @@ def update(
     posterior = fitted.posterior
     weight = posterior.data_weight * posterior.temperature
     information = Information(posterior.curvature, weight)
-    size = training_size(loader, num_data, _MODE, reads_all=True)
+    scheme = Updated(loader, information)
+    size = training_size(loader, num_data, scheme.mode, reads_whole_loader=True)
     added = fit(
-        fitted,
-        fitted.parameters,
-        Updated(loader, information),
+        # The new data are added to the blocks that the fit found.
+        replace(fitted, selected=fitted.parameters),
+        scheme,
         size,
-        mode=_MODE,
         generator=generator,
         resume=resume,
         progress=progress,
@@ -69,6 +68,7 @@ def update(
     total = posterior.num_data + added.posterior.num_data
     return replace(
         added,
+        selected=fitted.selected,
         posterior=added.posterior.changed(num_data=total),
         nll=fitted.nll + added.nll,
         num_targets=num_targets,

@@ -102,7 +102,19 @@ def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     return explained
 
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
+STORED_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that a file may have, by their names in the safetensors format."""
 _BLANK = "0" * 64
 # Quotes within names and texts are escaped: this stands in one place of a header.
 _CHECKSUM = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')
@@ -126,7 +138,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
         tensor = tensors[name]
         end = start + tensor.nbytes
         entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": STORED_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

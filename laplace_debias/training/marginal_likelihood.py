@@ -282,7 +282,7 @@ class _Fits:
         )
         scheme = Full(loader)
         size = scheme.training_size(None)
-        return fit(state, state.parameters, scheme, size, scheme.mode, generator=self.generator)
+        return fit(state, scheme, size, generator=self.generator)
 
 
 class Penalty:

@@ -350,9 +350,7 @@ class OnlineCurvature:
     def _prepare(self, stream: Any) -> None:
         """Check the model on the first batch, and set up the network and its sums."""
         state = self._state
-        self._parameters, self._context = examine(
-            state, state.parameters, [stream], False, state.config.fisher
-        )
+        self._parameters, self._context = examine(state, [stream], False, state.config.fisher)
         self._sums = BatchSums(self._context)
         self._runner = None
         if self._loaded is not None:

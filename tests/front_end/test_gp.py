@@ -408,3 +408,32 @@ def test_the_identity_of_a_fit_changes_with_the_inducing_inputs():
         for inducing in (None, 4, x[:4], x[1:5])
     ]
     assert len(set(marks)) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float16])
+def test_inputs_of_any_dtype_are_saved(tmp_path, dtype):
+    torch.manual_seed(0)
+    if dtype.is_floating_point:
+        model = nn.Linear(3, 3).to(dtype).eval()
+        x = torch.randn(20, 3).to(dtype)
+    else:
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).eval()
+        x = torch.randint(7, (20,), dtype=dtype)
+    la = Laplace(model, curvature="gp", inducing=5).fit([(x, torch.randint(3, (20,)))])
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    assert torch.equal(loaded.functional(x)[1], la.functional(x)[1])
+
+
+def test_inputs_that_a_file_cannot_store_are_refused_before_the_fit():
+    class Magnitude(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x.abs())
+
+    x = torch.randn(20, 3, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="complex64, which a file of the posterior cannot store"):
+        Laplace(Magnitude().eval(), curvature="gp").fit([(x, torch.randint(3, (20,)))])

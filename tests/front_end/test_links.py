@@ -269,3 +269,14 @@ def test_a_link_that_has_no_use_is_refused():
     ):
         with pytest.raises(ValueError, match="but Gaussian has no classes"):
             call()
+
+
+def test_the_default_link_does_not_depend_on_earlier_predictions():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).eval()
+    data = [(torch.randn(20, 3), torch.randint(4, (20,)))]
+    one_position, five_positions = torch.randn(2, 3), torch.randn(4, 5, 3)
+    la = Laplace(model, prior_precision=0.1).fit(data)
+    expected = Laplace(model, prior_precision=0.1).fit(data).predict(five_positions).probs
+    la.predict(one_position)
+    assert torch.equal(la.predict(five_positions).probs, expected)

@@ -116,13 +116,11 @@ class EveryOther(Scheme):
 
     @property
     def sources(self):
-        return [self.data]
-
-    def opened(self, open_stream):
-        return EveryOther(open_stream(self.data, "data"))
+        return {"data": self.data}
 
     def fit(self, prepared):
-        batches = list(self.data)
+        (stream,) = prepared.streams
+        batches = list(stream)
         even, odd = Fold.consecutive(batches[::2]), Fold.consecutive(batches[1::2])
         return prepared.config.structure.fit(prepared.context, even, odd)
 

@@ -93,13 +93,11 @@ class FirstFour(Scheme):
 
     @property
     def sources(self):
-        return [self.data]
-
-    def opened(self, open_stream):
-        return FirstFour(open_stream(self.data, "data"))
+        return {"data": self.data}
 
     def fit(self, prepared):
-        pairs = list(self.data)
+        (stream,) = prepared.streams
+        pairs = list(stream)
         even, odd = Fold.consecutive(pairs[::2]), Fold.consecutive(pairs[1::2])
         return prepared.config.structure.fit(prepared.context, even, odd)
 

@@ -178,7 +178,6 @@ def of_joint_blocks(model, curvature, joint=False, **options):
     la = Laplace(model, curvature=curvature, **options)
     config = replace(la._state.config, joint=True)
     la._state = replace(la._state, config=config, parameters=None)
-    la._selected = None
     return la
 
 

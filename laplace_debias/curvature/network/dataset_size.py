@@ -28,17 +28,42 @@ class TrainingSize:
 
     Attributes:
         num_data: N; None for the number of examples that the fit reads.
-        is_inferred: Whether N is from a loader's sampler: a pass over all data must confirm it.
+        is_inferred: Whether N is from a loader's sampler.
+        must_match_read: Whether the fit reads the whole loader, so that as many examples as N must
+            be read.
         is_shared: Whether several processes share the data by `ShardedBatches`.
     """
 
     num_data: int | None
     is_inferred: bool = False
+    must_match_read: bool = False
     is_shared: bool = False
+
+    def after_reading(self, weight: float) -> int:
+        """Determine N, given the weights of the examples that the fit has read, summed.
+
+        Raises:
+            ValueError: If the sum is not a whole number, or not the number that must be read.
+        """
+        if self.num_data is None:
+            if int(weight) != weight:
+                raise ValueError(
+                    f"The weights of the examples sum to {weight:.10g}, but the number of training "
+                    "examples must be a positive whole number. Pass `num_data=`, the number of "
+                    "training examples that the weights represent."
+                )
+            return int(weight)
+        if self.must_match_read and self.num_data != weight:
+            raise ValueError(
+                "According to the loader's sampler, the number of training examples is "
+                f"{self.num_data}, but the loader yielded {weight:.10g}. Pass `num_data=`, the "
+                "number of training examples."
+            )
+        return self.num_data
 
 
 def training_size(
-    loader: Any, num_data: SupportsIndex | None, mode: str, reads_all: bool
+    loader: Any, num_data: SupportsIndex | None, mode: str, reads_whole_loader: bool
 ) -> TrainingSize:
     """Determine N: it is passed, inferred from the loader, or counted during the fit.
 
@@ -50,7 +75,7 @@ def training_size(
     if num_data is not None:
         return TrainingSize(whole(num_data, "num_data"), is_shared=is_shared)
     inferred = dataset_size(loader)
-    if inferred is None and not reads_all:
+    if inferred is None and not reads_whole_loader:
         raise ValueError(
             f'`mode="{mode}"` uses only part of the data, and the number of training examples '
             "cannot be inferred from this loader. Pass `num_data=`, the number of training "
@@ -58,14 +83,16 @@ def training_size(
         )
     batch_size = int(getattr(loader, "batch_size", None) or 1)
     drops_last = bool(getattr(loader, "drop_last", False))
-    if reads_all and inferred and drops_last and inferred % batch_size:
+    if reads_whole_loader and inferred and drops_last and inferred % batch_size:
         raise ValueError(
             f'`mode="{mode}"` uses all data, but every pass of this loader leaves out '
             f"{inferred % batch_size} of its {inferred} examples (`drop_last=True`). Use "
             "`drop_last=False`. To scale the curvature to all examples instead, pass "
             f"`num_data={inferred}`."
         )
-    return TrainingSize(inferred, is_inferred=True, is_shared=is_shared)
+    return TrainingSize(
+        inferred, is_inferred=True, must_match_read=reads_whole_loader, is_shared=is_shared
+    )
 
 
 def dataset_size(loader: Any) -> int | None:

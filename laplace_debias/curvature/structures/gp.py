@@ -41,6 +41,7 @@ from laplace_debias.curvature.structures.base import (
 from laplace_debias.curvature.structures.dense import DenseCurvature, num_parameters
 from laplace_debias.operators import BlockDiagonal, LowRankPlusDiagonal
 from laplace_debias.system.checks import check_is, whole
+from laplace_debias.system.files import STORED_DTYPES
 from laplace_debias.system.memory import ROOM
 
 _DOUBLE_BYTES = 8
@@ -83,7 +84,10 @@ class GpCurvature(DenseCurvature):
 
     def __post_init__(self) -> None:
         check_is(self.independent_outputs, "independent_outputs", bool)
-        if self.inducing is not None and not isinstance(self.inducing, Tensor):
+        if isinstance(self.inducing, Tensor):
+            # The posterior keeps these inputs, and the user may change the tensor.
+            object.__setattr__(self, "inducing", self.inducing.detach().clone())
+        elif self.inducing is not None:
             whole(self.inducing, "inducing")
 
     @property
@@ -256,6 +260,11 @@ class GpCurvature(DenseCurvature):
                 '`curvature="gp"` stores inducing inputs. They must be a tensor, but the '
                 f"model's inputs are a {type(example).__name__}. Use "
                 '`curvature="lowrank"`.'
+            )
+        if example.dtype not in STORED_DTYPES:
+            raise TypeError(
+                f"The inputs are {example.dtype}, which a file of the posterior cannot store. "
+                "Convert them, for example to torch.float32."
             )
         if isinstance(self.inducing, Tensor):
             shape = tuple(self.inducing.shape)

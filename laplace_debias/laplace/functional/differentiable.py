@@ -17,6 +17,7 @@ from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.system.memory import is_out_of_memory
 
 
 def differentiable_moments(
@@ -52,7 +53,15 @@ def differentiable_moments(
                 )
             tensors = tuple(tensors_of(context.x))
             in_dims = (None, *[0] * len(tensors))
-            jacobians = vmap(jacrev(outputs_for_example), in_dims)(trained, *tensors)
+            jacobian = jacrev(outputs_for_example)
+            try:
+                jacobians = vmap(jacobian, in_dims)(trained, *tensors)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                # Some layers, such as an LSTM, cannot be vectorised over the examples.
+                by_example = [jacobian(trained, *rows) for rows in zip(*tensors, strict=True)]
+                jacobians = {name: torch.stack([J[name] for J in by_example]) for name in trained}
     J = torch.cat([jacobians[name].flatten(2) for name in trained], dim=2)
     if fitted.config.structure.has_independent_outputs:
         covariance = _independent_covariance(fitted.posterior, J, joint)

@@ -55,7 +55,7 @@ class Ordinal(Likelihood):
                 "The ordinal likelihood has no thresholds. Pass `likelihood=Ordinal([t_0, ..., "
                 "t_{K-2}])` with the thresholds that the network was trained with."
             )
-        values = torch.as_tensor(thresholds, dtype=torch.float64).detach().cpu()
+        values = torch.as_tensor(thresholds, dtype=torch.float64).detach().cpu().clone()
         is_increasing = values.ndim == 1 and len(values) > 0 and bool((values.diff() > 0).all())
         if not is_increasing or not values.isfinite().all():
             raise ValueError(
