@@ -61,7 +61,7 @@ def maximise_evidence(
 
 
 def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
-    """Whether σ is tuned: if `sigma` is True, or if it is None and σ was never set and can be.
+    """Whether σ is tuned: if `sigma` is True, or if it is None and the user gave no σ.
 
     Raises:
         ValueError: If `sigma` is True and σ cannot be tuned.
@@ -69,7 +69,7 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
     likelihood = fitted.likelihood
     if sigma is None:
         has_residuals = fitted.num_targets is not None
-        sigma = has_residuals and likelihood.has_sigma and likelihood.is_assumed
+        sigma = has_residuals and likelihood.has_free_sigma
     if not sigma:
         return False
     if not likelihood.has_sigma:
@@ -355,7 +355,7 @@ def rescaled(
     curvature_factor = factor**-2
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    likelihood = Gaussian(fitted.likelihood.curvature_sigma * factor)
+    likelihood = fitted.likelihood.scaled(factor)
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=posterior.mean.device)
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at

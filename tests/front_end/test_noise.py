@@ -208,6 +208,33 @@ def test_an_assumed_sigma_is_told_once_and_not_after_tuning():
         Laplace(model, Gaussian()).fit_batches([(x, y)])
 
 
+def test_a_noise_that_was_not_given_is_tuned_every_time(tmp_path):
+    model, x, y = problem()
+    held_out = [(x + 0.1, y + torch.randn_like(y))]
+
+    def unspecified():
+        with pytest.warns(UserWarning, match="is assumed"):
+            return Laplace(model, "regression").fit_batches([(x, y)])
+
+    expected = unspecified().tune(held_out)
+    la = unspecified()
+    by_evidence = la.tune_evidence().sigma
+    assert by_evidence != pytest.approx(expected.sigma, rel=0.1)
+    la.save(tmp_path / "tuned.safetensors")
+    for posterior in (la, Laplace.load(tmp_path / "tuned.safetensors", model)):
+        assert posterior.tune(held_out).sigma == pytest.approx(expected.sigma, rel=1e-6)
+    la.fit_batches([(x, y)])
+    assert la.tune(held_out).sigma == pytest.approx(expected.sigma, rel=1e-6)
+
+
+def test_a_noise_that_was_given_is_tuned_only_on_request():
+    la, x, y = fitted(sigma=2.0)
+    assert la.tune_evidence().sigma is None
+    tuned = la.tune_evidence(sigma=True).sigma
+    assert la.tune([(x, y + torch.randn_like(y))]).sigma is None
+    assert la.sigma == tuned
+
+
 def test_what_cannot_be_tuned_says_so():
     la, x, y = fitted()
     with pytest.raises(ValueError, match="does not use `loader"):

@@ -36,7 +36,7 @@ class Likelihood(ABC):
             sigmoid each. Links and temperatures are for these. None if the outputs are no logits.
         has_sigma: Whether the curvature goes with the inverse square of a noise `sigma`, so that a
             fit, `tune` and `tune_evidence` can determine it.
-        is_assumed: Whether `sigma` was not given.
+        is_assumed: Whether `sigma` was not given, and has not been tuned.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
         variances_suffice: Whether `predictive` depends on the variances of the outputs only.
         outputs_meaning: The name of the network's outputs in messages.
@@ -72,6 +72,11 @@ class Likelihood(ABC):
         It is called for every batch. On an accelerator the host waits for numbers that it looks at:
         those of this package's likelihoods are read once per fit.
         """
+
+    @property
+    def has_free_sigma(self) -> bool:
+        """Whether there is a noise `sigma` that was not given, so that tuning chooses it."""
+        return False
 
     def for_new_fit(self) -> "Likelihood":
         """Return the likelihood for a new fit, without the values that `tune` chose."""

@@ -72,7 +72,7 @@ class Gaussian(Likelihood):
 
     Attributes:
         sigma: The noise of the predictive.
-        is_assumed: Whether no `sigma` was given.
+        is_assumed: Whether no `sigma` was given, and none has been tuned.
 
     Raises:
         ValueError: If a standard deviation is not positive and finite.
@@ -87,6 +87,8 @@ class Gaussian(Likelihood):
     checks_shapes_only = True
     # The noise of the loss, if the predictive has another one.
     _curvature_sigma: Tensor | None = None
+    # Whether the noise was tuned, and none had been given.
+    _is_tuned: bool = False
 
     def __init__(self, sigma: float | Sequence[float] | Tensor | None = None) -> None:
         self.is_assumed = sigma is None
@@ -103,6 +105,11 @@ class Gaussian(Likelihood):
         likelihood = cls(sigma)
         likelihood.is_assumed = True
         return likelihood
+
+    @property
+    def has_free_sigma(self) -> bool:
+        """Whether no `sigma` was given, so that tuning chooses it."""
+        return self.is_assumed or self._is_tuned
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
@@ -122,6 +129,12 @@ class Gaussian(Likelihood):
         """Return the likelihood for a new fit, whose curvature is measured at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
+    def scaled(self, factor: float) -> "Gaussian":
+        """Return the likelihood with the noise `curvature_sigma` times a factor that was tuned."""
+        likelihood = Gaussian(self.curvature_sigma * factor)
+        likelihood._is_tuned = self.has_free_sigma
+        return likelihood
+
     def for_same_curvature(self) -> "Gaussian":
         """Return a likelihood whose predictions have the noise `curvature_sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
@@ -134,6 +147,8 @@ class Gaussian(Likelihood):
         options: dict[str, Any] = {"sigma": self.sigma.tolist()}
         if self.is_assumed:
             options["is_estimated"] = True
+        if self._is_tuned:
+            options["is_tuned"] = True
         if self._curvature_sigma is not None:
             options["curvature_sigma"] = self._curvature_sigma.tolist()
         return options
@@ -143,6 +158,7 @@ class Gaussian(Likelihood):
         """Make an instance from the result of `options`."""
         likelihood = cls(options["sigma"])
         likelihood.is_assumed |= options.get("is_estimated", False)
+        likelihood._is_tuned = options.get("is_tuned", False)
         if "curvature_sigma" in options:
             likelihood._curvature_sigma = cls(options["curvature_sigma"]).sigma
         return likelihood
