@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.laplace.tuning import LOG_EVIDENCE, Row, Tuning
 
@@ -373,6 +373,36 @@ def rescaled(
         thinned_at=limits,
     )
     return tuned, likelihood.sigma.tolist()
+
+
+def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosterior:
+    r"""Return the posterior at another noise, under the same prior.
+
+    The curvature goes with $\sigma^{-2}$ if the noises of all outputs are multiplied by one factor.
+
+    Raises:
+        ValueError: If they are not, or if the curvature does not go with the noise.
+    """
+    assert isinstance(fitted.likelihood, Gaussian)
+    assert isinstance(likelihood, Gaussian)
+    earlier = fitted.likelihood.curvature_sigma
+    sigma = likelihood.sigma
+    if earlier.ndim == sigma.ndim and earlier.shape != sigma.shape:
+        raise ValueError(
+            f"`sigma` has {len(sigma)} entries, but the model has {len(earlier)} outputs. Pass one "
+            "number, or one number per output."
+        )
+    factors = (sigma / earlier).reshape(-1)
+    is_common = bool((factors / factors[0] - 1).abs().max() < 1e-6)
+    if fitted.num_targets is None or not is_common:
+        raise ValueError(
+            "The curvature at this `sigma` is not known: it can be computed only if the noises of "
+            "all outputs change by the same factor, and not after a fit with "
+            '`fisher="empirical"` or `prior=`. Fit again with Laplace(..., sigma=).'
+        )
+    rescaled_fit, _ = rescaled(fitted, float(factors[0]), 1.0)
+    rescaled_fit = rescaled_fit.changed(prior=fitted.prior)
+    return replace(rescaled_fit, spec=replace(rescaled_fit.spec, likelihood=likelihood))
 
 
 def nll_with_noise(fitted: FittedPosterior, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:

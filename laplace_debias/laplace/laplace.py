@@ -738,11 +738,13 @@ class Laplace(Predictor):
     def sigma(self) -> Float[Tensor, "*outputs"]:
         """The standard deviation of a regression's noise: one number, or one per output.
 
-        After `tune(sigma="per_output")` it is that of the predictive; the curvature was measured at
+        It can be set without a new fit if all outputs are multiplied by the same factor. After
+        `tune(sigma="per_output")` it is that of the predictive; the curvature was measured at
         `likelihood.curvature_sigma`.
 
         Raises:
             AttributeError: If the likelihood is not `"regression"`.
+            ValueError: If a value is set at which the curvature is not known.
         """
         sigma: Tensor | None = getattr(self.likelihood, "sigma", None)
         if sigma is None:
@@ -751,6 +753,16 @@ class Laplace(Predictor):
                 f'{self.likelihood}. Fit with `likelihood="regression"`.'
             )
         return sigma.clone()
+
+    @sigma.setter
+    def sigma(self, value: float | Sequence[float] | Tensor) -> None:
+        likelihood = self.likelihood.with_sigma(value)
+        with _EXCHANGE:
+            if isinstance(self._state, FittedPosterior):
+                self._state = evidence.with_noise(self._state, likelihood)
+            else:
+                spec = replace(self._state.spec, likelihood=likelihood)
+                self._state = replace(self._state, spec=spec)
 
     # ------------------------------------------------- the posterior
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from laplace_debias.laplace.functional.differentiable import differentiable_mome
 from laplace_debias.laplace.laplace_torch_names import explains_laplace_torch_arguments
 from laplace_debias.laplace.links import Link, link_from, predictive
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, equal_mixture
+from laplace_debias.laplace.settable import check_settable
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
@@ -25,6 +27,10 @@ from laplace_debias.system.ranks import collective, process_group
 
 class Predictor(ABC):
     """The base class of `Laplace` and `Mixture`, which predict and are evaluated."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_settable(type(self), name)
+        super().__setattr__(name, value)
 
     @property
     @abstractmethod

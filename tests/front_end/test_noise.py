@@ -402,3 +402,35 @@ class Moved(nn.Module):
 
     def forward(self, h):
         return h.mT
+
+
+def test_a_noise_that_is_set_is_that_of_a_fit():
+    model, x, y = problem()
+    data = [(x, torch.cat([y, y + 1], dim=1))]
+    model = torch.nn.Sequential(*model, torch.nn.Linear(1, 2).double()).eval()
+    la = Laplace(model, "regression", sigma=[1.0, 2.0]).fit(data)
+    la.prior_precision = 0.3
+    la.sigma = [0.1, 0.2]
+    expected = Laplace(model, "regression", sigma=[0.1, 0.2], prior_precision=0.3).fit(data)
+    torch.testing.assert_close(la.predict(x).variance, expected.predict(x).variance)
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
+    for sigma, message in (
+        ([1.0, 1.0], "change by the same factor"),
+        ([1.0, 2.0, 3.0], "has 3 entries, but the model has 2 outputs"),
+        (-1.0, "must be a positive number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            la.sigma = sigma
+    assert la.sigma.tolist() == [0.1, 0.2]
+    unfitted = Laplace(model, "regression")
+    unfitted.sigma = 0.5
+    assert float(unfitted.fit(data).sigma) == 0.5
+
+
+def test_a_noise_is_not_set_where_the_curvature_does_not_go_with_it():
+    la, _, _ = fitted("kfac", fisher="empirical")
+    with pytest.raises(ValueError, match="Fit again"):
+        la.sigma = 0.5
+    classifier = Laplace(torch.nn.Linear(2, 3).eval())
+    with pytest.raises(ValueError, match="has no such noise"):
+        classifier.sigma = 0.5

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, Mixture
 from laplace_debias.curvature import KFAC, Fisher
 from laplace_debias.laplace.laplace_torch_names import EQUIVALENTS
 from laplace_debias.laplace.schemes import Split
@@ -215,3 +215,26 @@ def test_the_exact_fisher_of_many_tokens_tells_of_a_cheaper_one():
         warnings.simplefilter("error")
         Laplace(model, fisher="mc").fit([(tokens, tokens)])
         Laplace(model).fit([(tokens[:, :5], tokens[:, :5])])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("prior_prec", "Did you mean 'prior_precision'"),
+        ("temprature", "Did you mean 'temperature'"),
+        ("sigma_noise", "is a name of laplace-torch"),
+        ("subset_of_weights", "is a name of laplace-torch"),
+    ],
+)
+def test_a_misspelt_attribute_is_not_set(name, message):
+    la = Laplace(nn.Linear(2, 3).eval())
+    with pytest.raises(AttributeError, match=message):
+        setattr(la, name, 0.5)
+    la.note = "of the user"
+
+
+def test_what_members_own_is_not_set_on_a_mixture():
+    data = [(torch.randn(8, 2), torch.randint(3, (8,)))]
+    mixture = Mixture([Laplace(nn.Linear(2, 3).eval()).fit(data)])
+    with pytest.raises(AttributeError, match="Set `link` of each of its `members`"):
+        mixture.link = "probit"
