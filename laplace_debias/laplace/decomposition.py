@@ -123,7 +123,7 @@ def _factored_logits(
         if method.is_closed:
             assert fit.link is not None
             uses_covariance = links.required_moments(fit.likelihood, [fit.link]) != "variances"
-        factored = None if uses_covariance else fit.last_layer_outputs(x, method)
+        factored = None if uses_covariance else fit.factored_outputs(x, method)
         if factored is None:
             return []
         by_fit.append(factored)

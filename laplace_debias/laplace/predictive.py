@@ -22,7 +22,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, take, tensors_of
 from laplace_debias.laplace import links
-from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.functional import last_layer, linearised
 from laplace_debias.laplace.functional.context import (
     PredictionContext,
     map_outputs,
@@ -110,7 +110,7 @@ class LinkedFit:
         )
         return mean, covariances[0]
 
-    def last_layer_outputs(
+    def factored_outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> FactoredOutputs | None:
         """Factor the covariance of many classes of a last layer's posterior.
@@ -120,7 +120,7 @@ class LinkedFit:
         """
         if method.positions is not None:
             return None
-        return linearised.last_layer_outputs(self.fitted, x, min_outputs=links.MOST_CLASSES + 1)
+        return last_layer.factored_outputs(self.fitted, x, min_outputs=links.MOST_CLASSES + 1)
 
     def draws_of_factors(
         self, factored: FactoredOutputs, method: PredictionMethod
@@ -141,7 +141,7 @@ class LinkedFit:
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of the outputs, with logits divided by the temperature."""
         if method.name == "glm":
-            factored = self.last_layer_outputs(x, method)
+            factored = self.factored_outputs(x, method)
             if factored is not None:
                 return self.draws_of_factors(factored, method)
             mean, covariance = self.moments(x, method, diagonal=False)
@@ -177,7 +177,7 @@ class LinkedFit:
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution."""
         if method.is_closed:
-            moments = self._last_layer_differences(x, method)
+            moments = self._difference_variances(x, method)
             if moments is not None:
                 assert self.link is not None
                 logits = links.pairwise_of_differences(*moments, [self.link.temperature])[0]
@@ -195,7 +195,7 @@ class LinkedFit:
                 return self.likelihood.predictive(self.outputs(x, method), None)
             return self.likelihood.mixture(self.draws(x, method))
 
-    def _last_layer_differences(
+    def _difference_variances(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
         """Compute what `"pairwise"` needs of a last layer's outputs; None if it is not for them."""
@@ -203,7 +203,7 @@ class LinkedFit:
         is_pairwise = self.link is not None and self.link.name == "pairwise"
         if not (is_softmax and is_pairwise and method.positions is None):
             return None
-        return linearised.last_layer_moments(self.fitted, x, "difference variances")
+        return last_layer.moments_of_few_outputs(self.fitted, x, "difference variances")
 
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution of each target of a regression on its own."""

@@ -19,11 +19,11 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.laplace.evaluation import concatenate_batches
-from laplace_debias.laplace.functional.factored_covariance import (
+from laplace_debias.laplace.functional.last_layer import (
     LastLayerInputs,
+    recorded_inputs,
     squared_differences,
 )
-from laplace_debias.laplace.functional.linearised import last_layer_inputs
 from laplace_debias.laplace.grid_metrics import GridMetrics, ScoredTargets
 from laplace_debias.laplace.links import (
     MOST_CLASSES,
@@ -52,7 +52,7 @@ def search_temperatures(
     for the chosen link.
 
     Args:
-        fitted: A fit for which `last_layer_inputs` is not None.
+        fitted: A fit for which `recorded_inputs` is not None.
         data: Batches `(inputs, targets)`.
         metric: `"nll"` or `"brier"`.
         prior_precisions: Ascending.
@@ -264,7 +264,7 @@ def _last_layer_batches(fitted: FittedPosterior, data: Pairs, metric: str) -> li
     inputs = []
     targets = []
     for x, y in data:
-        batch_inputs = last_layer_inputs(fitted, x)
+        batch_inputs = recorded_inputs(fitted, x)
         assert batch_inputs is not None
         inputs.append(batch_inputs)
         targets.append(y)

@@ -21,7 +21,7 @@ from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace import evidence, predictive
 from laplace_debias.laplace.evaluation import check_held_out
-from laplace_debias.laplace.functional.linearised import last_layer_inputs
+from laplace_debias.laplace.functional.last_layer import recorded_inputs
 from laplace_debias.laplace.grid_metrics import (
     MIN_EXAMPLES,
     TIE_IN_STANDARD_ERRORS,
@@ -120,7 +120,7 @@ def tune_on_data(
     is_last_layer = False
     for x, _ in stream.first:
         default = predictive.default_link(fitted, x)
-        is_last_layer = last_layer_inputs(fitted, take(x, slice(1))) is not None
+        is_last_layer = recorded_inputs(fitted, take(x, slice(1))) is not None
     default = next(filter(None, process_group().exchange(default)), None)
     links = links_to_try(default, link)
     if links and True in process_group().exchange(is_last_layer):

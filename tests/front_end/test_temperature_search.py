@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
 from laplace_debias.laplace import links, predictive, tune
-from laplace_debias.laplace.functional.factored_covariance import squared_differences
-from laplace_debias.laplace.functional.linearised import last_layer_inputs
+from laplace_debias.laplace.functional.last_layer import recorded_inputs, squared_differences
 from laplace_debias.laplace.grid_metrics import evaluate_grid
 from laplace_debias.laplace.temperature_search import LastLayerBatch, TemperatureSearch
 
@@ -122,7 +121,7 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
     precision = la.num_data * la.posterior.curvature.to_dense()
     precision += delta * torch.eye(len(precision), dtype=torch.float64)
     identity = torch.eye(num_classes, dtype=torch.float64)
-    inputs = last_layer_inputs(la._fitted, x)
+    inputs = recorded_inputs(la._fitted, x)
     deltas = torch.full((len(inputs.heads),), delta, dtype=torch.float64)
     variances = torch.cat(inputs.eigen_variances(deltas), 1)
     matrix = squared_differences(inputs.heads)

@@ -16,7 +16,8 @@ from laplace_debias.curvature.layers.jacobians import (
 )
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.laplace.functional.linear_head import LinearHead, MomentKind
+from laplace_debias.laplace.functional.last_layer import LastLayer
+from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 
@@ -32,9 +33,6 @@ _TOLERANCE = 0.05
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
 # Entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
-FEW_OUTPUTS = 32
-"""Up to this number of outputs, a last layer has few pairs of outputs, so the moments that each
-direction contributes are kept."""
 # Products of this many columns are summed afterwards. Libraries compute each entry of a product on
 # one part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
@@ -63,7 +61,6 @@ class BlockMoments:
         self.posterior = posterior
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
-        self._kind: MomentKind = "variances" if diagonal else "covariance"
         self._jacobians = jacobians
         self._indices = {block: index for index, block in enumerate(blocks)}
         self._operators: list[EigenKronecker] = []
@@ -74,123 +71,36 @@ class BlockMoments:
         self._runs: dict[int, ColumnRuns] = {}
         # 1/(N Λ + δ) of the blocks, for a single prior precision.
         self._weights: dict[int, Tensor] = {}
-        # The blocks of the last layer, and the weights that are the same for every chunk of inputs.
-        self._heads: dict[int, LinearHead] = {}
-        self._head_weights: dict[int, Tensor] = {}
-        # Moments due to each direction of their outputs.
-        self._head_directions: dict[tuple[int, MomentKind], Tensor] = {}
-        # Moments due to their biases, for a single prior precision.
-        self._bias_moments: dict[tuple[int, MomentKind], Tensor] = {}
+        # Layers that were the last one, by their sites: a network may end in one of several.
+        self._last_layers: dict[Site, LastLayer] = {}
 
     @property
     def kept_row_bytes(self) -> int:
         """The bytes of a Jacobian row that are kept until all blocks are complete."""
         return 0
 
-    def last_layer_inputs(self, tap: Tap, outputs: Tensor) -> dict[int, Tensor]:
-        """Return the input of the last layer for each of its blocks, by the block's index.
+    def last_layer(
+        self, tap: Tap, outputs: Tensor
+    ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
+        """Return the blocks of the last layer, and its inputs.
 
-        It is empty unless the outputs `[B, C]` are those of a tapped linear layer.
+        It is None unless the outputs `[B, C]` are those of a tapped linear layer.
         """
         last = tap.last_layer(outputs)
         if last is None or outputs.ndim > 2:
-            return {}
+            return None
         site = Site((last.layer,))
-        return {
-            index: last.x
-            for index, block in enumerate(self.blocks)
-            if block.site == site and block.rule.is_linear
-        }
-
-    def add_last_layer(
-        self,
-        into: Float[Tensor, "grid batch columns *again"],
-        inputs: dict[int, Tensor],
-        chosen: Int[Tensor, "batch k"] | None,
-    ) -> None:
-        """Add the covariances, or variances, of the last layer's blocks, without a backward pass.
-
-        Args:
-            into: The sums.
-            inputs: `last_layer_inputs`.
-            chosen: Indices of the outputs; None for all.
-        """
-        if len(self.prior_precisions) == 1:
-            total = into[0]
-            total += self.last_layer_moments(inputs, chosen, self._kind)
-            return
-        for index, phi in inputs.items():
-            head = self._head(index)
-            deltas = self.prior_precisions[:, index]
-            squares = head.rotated_inputs(phi).square()
-            # One prior precision after the other: the weights, or the covariances, of all of them
-            # may not fit into memory.
-            if self._diagonal:
-                along = [squares @ head.variances(delta).mT for delta in deltas]
-                into += head.covariance(torch.stack(along), chosen, diagonal=True)
-                continue
-            if index not in self._head_weights:
-                self._head_weights[index] = head.variances(deltas)
-            for total, weights in zip(into, self._head_weights[index], strict=True):
-                total += head.covariance(squares @ weights.mT, chosen, diagonal=False)
-
-    def _head(self, index: int) -> LinearHead:
-        if index not in self._heads:
-            self._heads[index] = LinearHead.from_posterior(self.blocks[index], self.posterior)
-        return self._heads[index]
-
-    def last_layer_moments(
-        self,
-        inputs: dict[int, Tensor],
-        chosen: Int[Tensor, "batch k"] | None,
-        kind: MomentKind,
-    ) -> Float[Tensor, "batch columns *again"]:
-        """Compute moments of the outputs due to the last layer's blocks, at one prior precision.
-
-        Args:
-            inputs: `last_layer_inputs`.
-            chosen: Indices of the outputs; None for all.
-            kind: The moments; variances of differences only of all of at most `FEW_OUTPUTS`.
-        """
-        moments = [self._head_moments(index, phi, chosen, kind) for index, phi in inputs.items()]
-        if len(moments) > 1:
-            return sum(moments[1:], moments[0])
-        # A copy, since the moments of a bias are kept.
-        batch = len(next(iter(inputs.values())))
-        return moments[0].expand(batch, *moments[0].shape[1:]).clone()
-
-    def _head_moments(
-        self,
-        index: int,
-        phi: Float[Tensor, "batch d"],
-        chosen: Int[Tensor, "batch k"] | None,
-        kind: MomentKind,
-    ) -> Float[Tensor, "examples columns *again"]:
-        """Compute the moments due to a block of the last layer at a single prior precision.
-
-        A bias has the same moments for all examples, which are computed for one example.
-        """
-        head = self._head(index)
-        if index not in self._head_weights:
-            self._head_weights[index] = head.variances(self.prior_precisions[0, index])
-        is_same_for_all = head.block.is_exact and chosen is None
-        if is_same_for_all and (index, kind) in self._bias_moments:
-            return self._bias_moments[index, kind]
-        if is_same_for_all:
-            phi = phi[:1]
-        along = head.eigen_variances(phi, self._head_weights[index])
-        num_outputs = along.shape[-1] if head.U_G is None else len(head.U_G)
-        if chosen is not None or num_outputs > FEW_OUTPUTS:
-            moments = head.covariance(along, chosen, kind == "variances")
-        else:
-            if (index, kind) not in self._head_directions:
-                self._head_directions[index, kind] = head.moments_of_directions(kind)
-            moments = along @ self._head_directions[index, kind]
-            if kind != "variances":
-                moments = moments.view(-1, num_outputs, num_outputs)
-        if is_same_for_all:
-            self._bias_moments[index, kind] = moments
-        return moments
+        if site not in self._last_layers:
+            heads = []
+            prior_precisions = []
+            for index, block in enumerate(self.blocks):
+                if block.site == site and block.rule.is_linear:
+                    heads.append(LinearHead.from_posterior(block, self.posterior))
+                    prior_precisions.append(self.prior_precisions[:, index])
+            if not heads:
+                return None
+            self._last_layers[site] = LastLayer(heads, prior_precisions)
+        return self._last_layers[site], last.x
 
     def add(
         self,

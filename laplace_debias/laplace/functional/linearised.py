@@ -14,7 +14,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take, tensors_of
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.laplace.functional.blocks import FEW_OUTPUTS, BlockMoments
+from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.context import (
     OutputChoice,
     PredictionContext,
@@ -25,11 +25,7 @@ from laplace_debias.laplace.functional.dense import (
     IndependentMoments,
     moments_class,
 )
-from laplace_debias.laplace.functional.factored_covariance import (
-    FactoredOutputs,
-    LastLayerInputs,
-    with_shared_directions,
-)
+from laplace_debias.laplace.functional.last_layer import LastLayer, moments_of_few_outputs
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead, MomentKind
 from laplace_debias.laplace.functional.request import (
     ChunkSize,
@@ -41,7 +37,6 @@ from laplace_debias.laplace.functional.request import (
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.operators import EigenKronecker
 
 
 def moments(
@@ -85,9 +80,9 @@ def moments(
     """
     if prior_precisions is None and outputs is None and positions is None:
         kind: MomentKind = "variances" if diagonal else "covariance"
-        recorded = last_layer_moments(fitted, x, kind)
-        if recorded is not None:
-            mean, second_moments = recorded
+        few_outputs = moments_of_few_outputs(fitted, x, kind)
+        if few_outputs is not None:
+            mean, second_moments = few_outputs
             return mean, second_moments.unsqueeze(0)
     posterior = fitted.posterior
     blocks = fitted.parameters.blocks
@@ -113,128 +108,6 @@ def moments(
     if diagonal:
         covariances = context.by_position(covariances, num_outputs)
     return context.by_position(mean, num_outputs), covariances
-
-
-def last_layer_moments(
-    fitted: FittedPosterior, x: Inputs | Record, kind: MomentKind
-) -> (
-    tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]
-    | tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]]
-    | None
-):
-    """Compute the mean and moments of the outputs if only a last layer of few outputs is Bayesian.
-
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        kind: The moments.
-
-    Returns:
-        None for all other posteriors.
-
-    Raises:
-        ValueError: As `moments` does.
-    """
-    num_outputs = _num_linear_outputs(fitted)
-    if num_outputs is None or num_outputs > FEW_OUTPUTS:
-        return None
-    with prediction_context(fitted, x) as context:
-        prepared = context.prepared
-        assert prepared is not None
-        recorded = prepared.forward_of_last_layer(context.x)
-        if recorded is None:
-            return None
-        outputs, phi = recorded
-        accumulator = prepared.compute_once(
-            fitted.posterior, "last layer", partial(_block_moments, fitted)
-        )
-        inputs = dict.fromkeys(range(len(accumulator.blocks)), phi)
-        second_moments = accumulator.last_layer_moments(inputs, None, kind)
-    if kind == "covariance":
-        second_moments = (second_moments + second_moments.mT) / 2
-    check_covariance(second_moments, accumulator.prior_precisions)
-    return outputs, second_moments
-
-
-def _num_linear_outputs(fitted: FittedPosterior) -> int | None:
-    """Return the number of outputs of the linear layer that has all Bayesian parameters.
-
-    It is None for all other posteriors.
-    """
-    parameters = fitted.parameters
-    if not parameters.is_linear_layer or accumulator_of(fitted.posterior) is not BlockMoments:
-        return None
-    operator = fitted.posterior.curvature.blocks[parameters.blocks[0].name]
-    assert isinstance(operator, EigenKronecker)
-    return operator.sizes[0]
-
-
-def _block_moments(fitted: FittedPosterior) -> BlockMoments:
-    """Prepare the variances of a fit at its own prior precision."""
-    deltas = _deltas_per_block(fitted, None)
-    return BlockMoments(fitted.parameters.blocks, fitted.posterior, deltas, diagonal=True)
-
-
-def _last_layer_heads(fitted: FittedPosterior) -> list[LinearHead]:
-    """Prepare the blocks of a last layer that has all Bayesian parameters."""
-    blocks = fitted.parameters.blocks
-    heads = [LinearHead.from_posterior(block, fitted.posterior) for block in blocks]
-    return with_shared_directions(heads)
-
-
-def last_layer_outputs(
-    fitted: FittedPosterior, x: Inputs | Record, min_outputs: int
-) -> FactoredOutputs | None:
-    """Compute the outputs and the factors of their covariance if only the last layer is Bayesian.
-
-    No matrix of C × C per example is computed.
-
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        min_outputs: The least number of outputs.
-
-    Returns:
-        The outputs, or None for fewer outputs and for all other posteriors.
-
-    Raises:
-        ValueError: If the outputs, or their variances, are not finite.
-    """
-    inputs = last_layer_inputs(fitted, x, min_outputs)
-    if inputs is None:
-        return None
-    return inputs.outputs(inputs.eigen_variances(_deltas_per_block(fitted, None)[0]))
-
-
-def last_layer_inputs(
-    fitted: FittedPosterior, x: Inputs | Record, min_outputs: int = 1
-) -> LastLayerInputs | None:
-    """Compute the outputs and the last layer's inputs if only that layer is Bayesian.
-
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        min_outputs: The least number of outputs.
-
-    Returns:
-        None for fewer outputs and for all other posteriors.
-
-    Raises:
-        ValueError: If the outputs are not finite.
-    """
-    num_outputs = _num_linear_outputs(fitted)
-    if num_outputs is None or num_outputs < min_outputs:
-        return None
-    with prediction_context(fitted, x) as context:
-        prepared = context.prepared
-        assert prepared is not None
-        heads = prepared.compute_once(fitted.posterior, "heads", partial(_last_layer_heads, fitted))
-        recorded = prepared.forward_of_last_layer(context.x)
-        if recorded is None:
-            return None
-        outputs, phi = recorded
-    squares = [head.rotated_inputs(phi).square() for head in heads]
-    return LastLayerInputs(outputs, heads, squares)
 
 
 def _deltas_per_block(
@@ -394,7 +267,7 @@ class _OfOutputs:
         if row_bytes:
             return request.kept_rows(num_columns, gradient_bytes + row_bytes, outputs.device)
         column_bytes = None
-        needs_graph = not self._is_last_layer(outputs)
+        needs_graph = not self._has_all_blocks(self._last_layer(outputs))
         if needs_graph:
             column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())
         elif request.diagonal:
@@ -411,7 +284,7 @@ class _OfOutputs:
     def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
         """Run the network; without a graph if the outputs are those of the only Bayesian layer."""
         outputs = self._tap.forward(x, graph=size.needs_graph)
-        if not size.needs_graph and not self._is_last_layer(outputs):
+        if not size.needs_graph and not self._has_all_blocks(self._last_layer(outputs)):
             # The forward pass differs from that of the first inputs of this shape.
             outputs = self._tap.forward(x)
         return outputs
@@ -426,20 +299,20 @@ class _OfOutputs:
         request = self._request
         accumulator = self._accumulator
         num_points = len(accumulator.prior_precisions)
-        last_layer = self._last_layer_inputs(outputs)
-        has_all_blocks = len(last_layer) == len(accumulator.blocks)
-        if has_all_blocks and num_points == 1:
-            assert isinstance(accumulator, BlockMoments)
+        recorded = self._last_layer(outputs)
+        has_all_blocks = self._has_all_blocks(recorded)
+        if recorded is not None and has_all_blocks and num_points == 1:
             self._tap.forget()
+            last_layer, phi = recorded
             kind: MomentKind = "variances" if request.diagonal else "covariance"
-            return accumulator.last_layer_moments(last_layer, indices, kind).unsqueeze(0)
+            return last_layer.moments(phi, indices, kind).unsqueeze(0)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
         total = request.zeros(outputs, num_outputs, num_points)
         skipped = None
-        if last_layer:
-            assert isinstance(accumulator, BlockMoments)
-            accumulator.add_last_layer(total, last_layer, indices)
-            skipped = accumulator.blocks[next(iter(last_layer))].site
+        if recorded is not None:
+            last_layer, phi = recorded
+            last_layer.add(total, phi, indices, request.diagonal)
+            skipped = last_layer.site
         if has_all_blocks:
             self._tap.forget()
             return total
@@ -456,14 +329,14 @@ class _OfOutputs:
             accumulator.add(into, self._tap.backward(outputs, vectors, keep_graph, skipped))
         return total
 
-    def _is_last_layer(self, outputs: Tensor) -> bool:
-        """Whether the outputs are those of a linear layer that has all Bayesian parameters."""
-        return len(self._last_layer_inputs(outputs)) == len(self._accumulator.blocks)
-
-    def _last_layer_inputs(self, outputs: Tensor) -> dict[int, Tensor]:
+    def _last_layer(self, outputs: Tensor) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
         if isinstance(self._accumulator, DenseMoments):
-            return {}  # Its directions mix the last layer with all others.
-        return self._accumulator.last_layer_inputs(self._tap, outputs)
+            return None  # Its directions mix the last layer with all others.
+        return self._accumulator.last_layer(self._tap, outputs)
+
+    def _has_all_blocks(self, recorded: tuple[LastLayer, Tensor] | None) -> bool:
+        """Whether all Bayesian parameters are those of a `_last_layer`."""
+        return recorded is not None and len(recorded[0].heads) == len(self._accumulator.blocks)
 
 
 class _ThroughHead:

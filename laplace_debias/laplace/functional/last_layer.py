@@ -1,0 +1,396 @@
+r"""The part of the last layer in the moments of the outputs, which needs no backward pass.
+
+If the outputs `[B, C]` of the network are those of a linear layer with inputs φ, then φ determines
+the Jacobian in this layer's parameters (see `linear_head`). If no other parameter is Bayesian, one
+forward pass yields all that a prediction needs. The number C of outputs decides what comes next:
+
+| C        | function                 | what it computes                                           |
+|----------|--------------------------|------------------------------------------------------------|
+| up to 32 | `moments_of_few_outputs` | moments, by a product with those that each direction adds  |
+| over 32  | `linearised.moments`     | moments, of a few examples at a time                       |
+| over 100 | `factored_outputs`       | for draws and scores: variances along directions, no C × C |
+| any      | `recorded_inputs`        | for `tune`: inputs that suffice at any prior precision     |
+
+The limits are `FEW_OUTPUTS`, and `links.MOST_CLASSES`, up to which a softmax uses covariances.
+
+`linearised.moments` also computes moments at several prior precisions, at requested outputs and
+positions, and of posteriors with further parameters. There, `LastLayer` adds the layer's part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.curvature.layer_rules import Site
+from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace.functional.context import PredictionContext, prediction_context
+from laplace_debias.laplace.functional.dense import moments_class
+from laplace_debias.laplace.functional.factored_covariance import CovarianceFactor, FactoredOutputs
+from laplace_debias.laplace.functional.linear_head import LinearHead, MomentKind
+from laplace_debias.laplace.functional.request import check_covariance
+from laplace_debias.laplace.links import pairs_of_outputs
+from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.operators import EigenKronecker
+
+FEW_OUTPUTS = 32
+"""Up to this number of outputs, a last layer has few pairs of outputs, so the moments that each
+direction contributes are kept."""
+
+
+class LastLayer:
+    """The blocks of the linear layer whose outputs are the network's, at given prior precisions.
+
+    What is the same for all inputs is computed when it is first used, and kept.
+
+    Args:
+        heads: The blocks: the weight, the bias, or both.
+        prior_precisions: δ at every grid point, for each block.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[LinearHead],
+        prior_precisions: Sequence[Float[Tensor, " grid"]],
+    ) -> None:
+        self.heads = heads
+        self._prior_precisions = prior_precisions
+
+    @classmethod
+    def from_fit(cls, fitted: FittedPosterior) -> "LastLayer":
+        """Take the blocks, and δ, of a fit in which only a linear layer is Bayesian."""
+        posterior = fitted.posterior
+        heads = [LinearHead.from_posterior(block, posterior) for block in fitted.parameters.blocks]
+        return cls(_with_shared_directions(heads), list(posterior.deltas().unsqueeze(1)))
+
+    @property
+    def site(self) -> Site:
+        """The site of the layer in the network."""
+        return self.heads[0].block.site
+
+    def moments(
+        self,
+        phi: Float[Tensor, "batch d"],
+        chosen: Int[Tensor, "batch k"] | None,
+        kind: MomentKind,
+    ) -> Float[Tensor, "batch columns *again"]:
+        """Compute moments of the outputs due to the layer's blocks, at a single prior precision.
+
+        Args:
+            phi: The layer's inputs.
+            chosen: Indices of the outputs; None for all.
+            kind: The moments; variances of differences only of all of at most `FEW_OUTPUTS`.
+        """
+        moments = [head.moments(phi, chosen, kind) for head in self._head_moments]
+        if len(moments) > 1:
+            return sum(moments[1:], moments[0])
+        # A copy, since the moments of a bias are kept.
+        return moments[0].expand(len(phi), *moments[0].shape[1:]).clone()
+
+    def add(
+        self,
+        into: Float[Tensor, "grid batch columns *again"],
+        phi: Float[Tensor, "batch d"],
+        chosen: Int[Tensor, "batch k"] | None,
+        diagonal: bool,
+    ) -> None:
+        """Add the covariances of the outputs, or their variances, at every grid point.
+
+        Args:
+            into: The sums.
+            phi: The layer's inputs.
+            chosen: Indices of the outputs; None for all.
+            diagonal: Whether the sums are of variances.
+        """
+        if len(into) == 1:
+            total = into[0]
+            total += self.moments(phi, chosen, "variances" if diagonal else "covariance")
+            return
+        for index, head in enumerate(self.heads):
+            squares = head.rotated_inputs(phi).square()
+            # One prior precision after the other: the weights, or the covariances, of all of them
+            # may not fit into memory.
+            if diagonal:
+                deltas = self._prior_precisions[index]
+                along = [squares @ head.variances(delta).mT for delta in deltas]
+                into += head.covariance(torch.stack(along), chosen, diagonal=True)
+                continue
+            for total, variances in zip(into, self._grid_variances[index], strict=True):
+                total += head.covariance(squares @ variances.mT, chosen, diagonal=False)
+
+    @cached_property
+    def _head_moments(self) -> "list[_HeadMoments]":
+        """The moments due to each block, at a single prior precision."""
+        pairs = zip(self.heads, self._prior_precisions, strict=True)
+        return [_HeadMoments(head, deltas[0]) for head, deltas in pairs]
+
+    @cached_property
+    def _grid_variances(self) -> list[Float[Tensor, "grid rows columns"]]:
+        """The posterior variances of each block in its eigenbasis, at every grid point."""
+        pairs = zip(self.heads, self._prior_precisions, strict=True)
+        return [head.variances(deltas) for head, deltas in pairs]
+
+
+class _HeadMoments:
+    """Moments of the outputs due to one block, at one prior precision.
+
+    Args:
+        head: The block.
+        prior_precision: δ.
+    """
+
+    def __init__(self, head: LinearHead, prior_precision: Float[Tensor, ""]) -> None:
+        self._head = head
+        self._variances = head.variances(prior_precision)
+        self._num_outputs = len(head.magnitudes if head.U_G is None else head.U_G)
+        self._direction_moments: dict[MomentKind, Tensor] = {}
+        # Moments of all outputs due to a bias, which are the same for all examples.
+        self._bias_moments: dict[MomentKind, Tensor] = {}
+
+    def moments(
+        self,
+        phi: Float[Tensor, "batch d"],
+        chosen: Int[Tensor, "batch k"] | None,
+        kind: MomentKind,
+    ) -> Float[Tensor, "examples columns *again"]:
+        """Compute the moments, `[B, ...]`, or `[1, ...]` if they are the same for all examples."""
+        is_same_for_all = self._head.block.is_exact and chosen is None
+        if is_same_for_all:
+            if kind in self._bias_moments:
+                return self._bias_moments[kind]
+            phi = phi[:1]
+        along = self._head.eigen_variances(phi, self._variances)
+        if chosen is not None or self._num_outputs > FEW_OUTPUTS:
+            moments = self._head.covariance(along, chosen, kind == "variances")
+        else:
+            if kind not in self._direction_moments:
+                self._direction_moments[kind] = self._head.moments_of_directions(kind)
+            moments = along @ self._direction_moments[kind]
+            if kind != "variances":
+                moments = moments.view(-1, self._num_outputs, self._num_outputs)
+        if is_same_for_all:
+            self._bias_moments[kind] = moments
+        return moments
+
+
+@dataclass(frozen=True)
+class LastLayerInputs:
+    """The outputs, and all that their covariance depends on if only the last layer is Bayesian.
+
+    They suffice for any prior precision, without another pass through the network.
+
+    Attributes:
+        mean: The outputs, `[B, C]`.
+        heads: The last layer's blocks.
+        squares: For each block the squared inputs along its input directions, `[B, columns]`.
+    """
+
+    mean: Float[Tensor, "batch classes"]
+    heads: Sequence[LinearHead]
+    squares: Sequence[Float[Tensor, "batch _"]]
+
+    @classmethod
+    def concatenate(cls, batches: Sequence["LastLayerInputs"]) -> "LastLayerInputs":
+        """Join the examples of several batches."""
+        squares = zip(*(batch.squares for batch in batches), strict=True)
+        return cls(
+            mean=torch.cat([batch.mean for batch in batches]),
+            heads=batches[0].heads,
+            squares=[torch.cat(block_squares) for block_squares in squares],
+        )
+
+    def take(self, examples: slice) -> "LastLayerInputs":
+        """Return some of the examples."""
+        squares = [block_squares[examples] for block_squares in self.squares]
+        return LastLayerInputs(self.mean[examples], self.heads, squares)
+
+    def eigen_variances(
+        self, prior_precisions: Float[Tensor, " blocks"]
+    ) -> list[Float[Tensor, "batch _"]]:
+        """Compute the variances of the outputs' coordinates along each of `distinct_directions`.
+
+        Args:
+            prior_precisions: δ of each block.
+
+        Raises:
+            ValueError: If the variances are not finite.
+        """
+        totals: dict[int, Tensor] = {}
+        for head, squares, delta in zip(self.heads, self.squares, prior_precisions, strict=True):
+            variances = squares @ head.variances(delta).mT
+            key = id(head.U_G)
+            totals[key] = totals[key] + variances if key in totals else variances
+        for total in totals.values():
+            check_covariance(total, prior_precisions)
+        return list(totals.values())
+
+    def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch _"]]) -> FactoredOutputs:
+        """Return the outputs with the factors of their covariance, from its `eigen_variances`."""
+        factors = []
+        directions = distinct_directions(self.heads)
+        for U_G, variances in zip(directions, eigen_variances, strict=True):
+            factors.append(CovarianceFactor(U_G, variances))
+        return FactoredOutputs(self.mean, factors)
+
+
+def moments_of_few_outputs(
+    fitted: FittedPosterior, x: Inputs | Record, kind: MomentKind
+) -> (
+    tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]
+    | tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]]
+    | None
+):
+    """Compute the mean and moments of the outputs if only a last layer of few outputs is Bayesian.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        kind: The moments.
+
+    Returns:
+        None for more than `FEW_OUTPUTS` outputs and for all other posteriors.
+
+    Raises:
+        ValueError: If the outputs, or the moments, are not finite.
+    """
+    num_outputs = _num_outputs(fitted)
+    if num_outputs is None or num_outputs > FEW_OUTPUTS:
+        return None
+    with prediction_context(fitted, x) as context:
+        recorded = _recorded(fitted, context)
+        if recorded is None:
+            return None
+        last_layer, outputs, phi = recorded
+        second_moments = last_layer.moments(phi, None, kind)
+    if kind == "covariance":
+        second_moments = (second_moments + second_moments.mT) / 2
+    check_covariance(second_moments, fitted.posterior.prior_precision)
+    return outputs, second_moments
+
+
+def factored_outputs(
+    fitted: FittedPosterior, x: Inputs | Record, min_outputs: int
+) -> FactoredOutputs | None:
+    """Compute the outputs and the factors of their covariance if only the last layer is Bayesian.
+
+    No matrix of C × C per example is computed.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        min_outputs: The least number of outputs.
+
+    Returns:
+        The outputs, or None for fewer outputs and for all other posteriors.
+
+    Raises:
+        ValueError: If the outputs, or their variances, are not finite.
+    """
+    inputs = recorded_inputs(fitted, x, min_outputs)
+    if inputs is None:
+        return None
+    return inputs.outputs(inputs.eigen_variances(fitted.posterior.deltas()))
+
+
+def recorded_inputs(
+    fitted: FittedPosterior, x: Inputs | Record, min_outputs: int = 1
+) -> LastLayerInputs | None:
+    """Run the network and record the last layer's inputs if only that layer is Bayesian.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        min_outputs: The least number of outputs.
+
+    Returns:
+        The outputs and the layer's inputs, or None for fewer outputs and for all other posteriors.
+
+    Raises:
+        ValueError: If the outputs are not finite.
+    """
+    num_outputs = _num_outputs(fitted)
+    if num_outputs is None or num_outputs < min_outputs:
+        return None
+    with prediction_context(fitted, x) as context:
+        recorded = _recorded(fitted, context)
+        if recorded is None:
+            return None
+    last_layer, outputs, phi = recorded
+    squares = [head.rotated_inputs(phi).square() for head in last_layer.heads]
+    return LastLayerInputs(outputs, last_layer.heads, squares)
+
+
+def distinct_directions(
+    heads: Sequence[LinearHead],
+) -> list[Float[Tensor, "classes rows"] | None]:
+    """Return the output directions of blocks, each once; None for the coordinate axes."""
+    directions = {id(head.U_G): head.U_G for head in heads}
+    return list(directions.values())
+
+
+def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pairs"]:
+    r"""Compute the squared differences of the outputs' coordinates along the directions of U_G.
+
+    The variance of the difference of the outputs k and i is $\sum_r (U_{kr} - U_{ir})^2 v_r$ for
+    the variances $v_r$ along the directions.
+
+    Returns:
+        A row for each of the `distinct_directions`, and a column for each of the
+        `pairs_of_outputs`.
+    """
+    magnitudes = heads[0].magnitudes
+    directions = []
+    for U_G in distinct_directions(heads):
+        directions.append(torch.eye(len(magnitudes)).to(magnitudes) if U_G is None else U_G)
+    U = torch.cat(directions, 1).mT
+    first, second = pairs_of_outputs(U.shape[1], U.device)
+    return (U[:, first] - U[:, second]).square_()
+
+
+def _num_outputs(fitted: FittedPosterior) -> int | None:
+    """Return the number of outputs of the linear layer that has all Bayesian parameters.
+
+    It is None for all other posteriors.
+    """
+    parameters = fitted.parameters
+    if not parameters.is_linear_layer or moments_class(fitted.posterior) is not None:
+        return None
+    operator = fitted.posterior.curvature.blocks[parameters.blocks[0].name]
+    assert isinstance(operator, EigenKronecker)
+    return operator.sizes[0]
+
+
+def _recorded(
+    fitted: FittedPosterior, context: PredictionContext
+) -> tuple[LastLayer, Float[Tensor, "batch classes"], Float[Tensor, "batch d"]] | None:
+    """Run the network; return the only Bayesian layer, its outputs and its inputs.
+
+    It is None if the outputs of the network are not those of the layer.
+    """
+    prepared = context.prepared
+    assert prepared is not None
+    recorded = prepared.forward_of_last_layer(context.x)
+    if recorded is None:
+        return None
+    last_layer = prepared.compute_once(
+        fitted.posterior, "last layer", partial(LastLayer.from_fit, fitted)
+    )
+    return last_layer, *recorded
+
+
+def _with_shared_directions(heads: Sequence[LinearHead]) -> list[LinearHead]:
+    """Let blocks with equal output directions have one tensor of them.
+
+    If a layer is called once per example, its bias has the output directions of its weight.
+    """
+    shared: list[LinearHead] = []
+    for head in heads:
+        for earlier in shared:
+            U_G = earlier.U_G
+            if U_G is not None and head.U_G is not None and torch.equal(U_G, head.U_G):
+                head = replace(head, U_G=U_G)
+        shared.append(head)
+    return shared
