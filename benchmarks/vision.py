@@ -116,7 +116,9 @@ def _factors(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
         # A fit looks at its model before the first batch alone.
-        return lambda size: factor_sums(problem, Fold.consecutive([settings.data(size)]), first=1)
+        return lambda size: factor_sums(
+            problem, Fold.consecutive([settings.data(size)]), first_index=1
+        )
 
     return build
 

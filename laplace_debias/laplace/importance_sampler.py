@@ -208,8 +208,8 @@ class ImportanceSampler:
                 fold.inputs = _sum_of_both(fold.inputs, accumulator.reduce_side(1))
             if num_drawn[index]:
                 # Labels of two processes are drawn by indices that are far apart.
-                first = FAR * ranks.rank + self.num_drawn
-                sums, totals = factor_sums(self.context, _joined(drawn[index]), first)
+                first_index = FAR * ranks.rank + self.num_drawn
+                sums, totals = factor_sums(self.context, _joined(drawn[index]), first_index)
                 self.num_drawn += totals.num_examples
                 gradients = {block: G for block, (G, _) in sums.items()}
                 fold.gradients = _sum_of_both(fold.gradients, gradients)

@@ -6,7 +6,7 @@ from torch import nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import KeptRows, LeadingRows, MomentMatrix, SquaresAlong
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
@@ -62,12 +62,10 @@ ACCUMULATORS = {
 }
 
 
-class Unreduced(DataPass):
-    """A pass whose sums are looked at before they are reduced."""
-
-    def __init__(self, accumulator):
-        super().__init__(accumulator)
-        accumulator.reduce = lambda: None
+def accumulate_unreduced(accumulator, data):
+    """Pass over data without reducing the sums, which are looked at."""
+    accumulator.reduce = lambda: None
+    accumulate(accumulator, data)
 
 
 @pytest.mark.usefixtures("batches_apart")
@@ -75,13 +73,13 @@ class Unreduced(DataPass):
 def test_sums_that_are_put_back_go_on_to_the_same_bits(context, name):
     uninterrupted, before, after = (ACCUMULATORS[name](context) for _ in range(3))
     first, *others = batches()
-    Unreduced(uninterrupted).run(Fold.consecutive([first, *others]))
+    accumulate_unreduced(uninterrupted, Fold.consecutive([first, *others]))
     expected = uninterrupted.state_dict()
-    Unreduced(before).run(Fold.consecutive([first]))
+    accumulate_unreduced(before, Fold.consecutive([first]))
     saved = {key: value.clone() for key, value in before.state_dict().items()}
     assert any(not torch.equal(saved[key], value) for key, value in expected.items())
     after.load_state_dict(saved)
-    Unreduced(after).run(Fold.consecutive(others))
+    accumulate_unreduced(after, Fold.consecutive(others))
     found = after.state_dict()
     assert expected.keys() == found.keys()
     for key, value in expected.items():
@@ -95,7 +93,7 @@ def test_a_checkpoint_keeps_its_names(context):
     for name, make in ACCUMULATORS.items():
         accumulator = make(context)
         repetitions = 30 if name == "moments of rows" else 1
-        Unreduced(accumulator).run(Fold.consecutive(repetitions * batches()))
+        accumulate_unreduced(accumulator, Fold.consecutive(repetitions * batches()))
         names[name] = set(accumulator.state_dict())
     # Bias blocks have no A: it is the number of examples.
     sums_of_G = {f"sums of G/{block}" for block in blocks}

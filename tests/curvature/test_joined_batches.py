@@ -134,6 +134,75 @@ def test_an_interrupted_fit_of_joined_batches_resumes_to_the_same_bits(
     assert torch.equal(la.posterior.curvature.to_dense(), expected.posterior.curvature.to_dense())
 
 
+def in_the_same_memory(data):
+    """The batches of a loader that writes every one of them over the one before."""
+    num_examples = max(len(y) for _, y in data)
+    inputs = torch.empty(num_examples, 5, dtype=torch.float64)
+    targets = torch.empty(num_examples, dtype=torch.long)
+    for x, y in data:
+        yield inputs[: len(x)].copy_(x), targets[: len(y)].copy_(y)
+
+
+@pytest.mark.parametrize(
+    ("num_read", "num_saved"), [(1, 0), (2, 0), (3, 1), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)]
+)
+def test_a_fit_of_joined_batches_may_be_interrupted_before_any_batch(
+    model, monkeypatch, tmp_path, num_read, num_saved
+):
+    monkeypatch.setattr(chunks, "_MOST_JOINED_EXAMPLES", 9)
+    monkeypatch.setattr(checkpoint, "EVERY", 0)
+    run_together = []
+    original = chunks.ChunkRunner.run
+
+    def run(self, batch, first_index, totals):
+        run_together.append((first_index, len(batch[1])))
+        original(self, batch, first_index, totals)
+
+    monkeypatch.setattr(chunks.ChunkRunner, "run", run)
+    data = batches([4, 4, 3, 6, 9, 1, 2, 2])
+    expected = Laplace(model).fit_batches(data, num_data=31)
+    # The third batch does not fit to the first two, the fourth fills the second group.
+    groups = [(0, 8), (8, 9), (17, 9), (26, 5)]
+    assert run_together == groups
+
+    def interrupted():
+        yield from in_the_same_memory(data[:num_read])
+        raise KeyboardInterrupt
+
+    la = Laplace(model)
+    with pytest.raises(KeyboardInterrupt):
+        la.fit_batches(interrupted(), num_data=31, resume=tmp_path)
+    run_together.clear()
+    la.fit_batches(in_the_same_memory(data), num_data=31, resume=tmp_path)
+    assert run_together == groups[num_saved:]
+    assert torch.equal(la.posterior.curvature.to_dense(), expected.posterior.curvature.to_dense())
+
+
+def test_of_a_group_only_the_batches_that_are_not_saved_are_run(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "EVERY", 0)
+    data = batches([4, 4, 3, 4])
+    expected = Laplace(model).fit_batches(data, num_data=15)
+
+    def interrupted():
+        yield from data[:2]
+        raise KeyboardInterrupt
+
+    la = Laplace(model)
+    with monkeypatch.context() as apart:
+        apart.setattr(chunks, "_JOINED_BYTES", 0)
+        with pytest.raises(KeyboardInterrupt):
+            la.fit_batches(interrupted(), num_data=15, resume=tmp_path)
+    model.sizes.clear()
+    la.fit_batches(data, num_data=15, resume=tmp_path)
+    assert max(model.sizes) == 7
+    torch.testing.assert_close(
+        la.posterior.curvature.to_dense(),
+        expected.posterior.curvature.to_dense(),
+        rtol=1e-10,
+        atol=1e-14,
+    )
+
+
 def test_the_factor_that_weight_and_bias_share_is_decomposed_once(model, monkeypatch):
     decomposed = []
     original = eigenbases.eigh_of_each

@@ -1,6 +1,6 @@
 """One pass over data: batches become records of the blocks, and an accumulator sums them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,71 +57,88 @@ class _NumberedBatch:
         return True
 
 
-class DataPass:
-    """A pass over data, whose records of the blocks an accumulator sums.
+def accumulate(accumulator: Accumulator, data: FitData, first_index: int = 0) -> DataTotals:
+    """Read data to its end, and sum the records of its batches.
 
     Small batches of small networks are run together, since a batch takes longer to prepare than to
-    compute.
+    compute. A pass that was saved resumes after the batches that are in its sums.
 
     Args:
         accumulator: It has the sums of all processes when the pass has ended.
+        data: The batches of this process.
+        first_index: The index of the data's first example among all examples of the fit.
+            Monte-Carlo labels depend on it, so that different data get different labels.
+
+    Returns:
+        The totals over all processes.
     """
+    return _DataPass(accumulator).run(data, first_index)
+
+
+class _DataPass:
+    """A pass over data, whose records of the blocks an accumulator sums."""
 
     def __init__(self, accumulator: Accumulator) -> None:
-        self.accumulator = accumulator
+        self._accumulator = accumulator
+        self._runner: ChunkRunner | None = None
         self._faults = Faults()
         self._totals = DataTotals()
 
-    def run(self, data: FitData, first: int = 0) -> DataTotals:
-        """Read the data to its end, and return the totals over all processes.
-
-        `first` is the index of the data's first example among all examples of the fit. Monte-Carlo
-        labels depend on it, so that different data get different labels. A pass that was saved
-        resumes after the batches that are in its sums.
-        """
-        checkpoint = self.accumulator.context.checkpoint
-        self._totals = checkpoint.begin(self.accumulator)
-        runner: ChunkRunner | None = None
-        waiting: list[_NumberedBatch] = []
-        num_waiting = 0
-        for batch in _numbered(data, first):
-            if runner is None:
-                runner = ChunkRunner(self.accumulator, batch.tensors[0])
-            with self._faults.during_batch(batch.number):
-                num_joined = runner.num_joined_examples(batch.tensors[0])
-            is_small = num_waiting + batch.num_examples <= num_joined
-            if waiting and not (is_small and waiting[-1].precedes(batch)):
-                self._run_batches(runner, waiting)
-                waiting = []
-                num_waiting = 0
-            # The checkpoint counts the batch from here on. A batch that waits is counted before it
-            # is in the sums, but the sums are only saved when no batch waits.
-            if checkpoint.has(batch.tensors):
-                continue
-            num_waiting += batch.num_examples
-            if num_waiting < num_joined:
-                waiting.append(batch.copied())
-                continue
-            self._run_batches(runner, [*waiting, batch])
-            waiting = []
-            num_waiting = 0
-        if runner is not None and waiting:
-            self._run_batches(runner, waiting)
+    def run(self, data: FitData, first_index: int) -> DataTotals:
+        """Read the data to its end, and return the totals over all processes."""
+        context = self._accumulator.context
+        checkpoint = context.checkpoint
+        self._totals = checkpoint.begin(self._accumulator)
+        for group in self._groups(_numbered(data, first_index)):
+            # The checkpoint counts a batch when it is asked for it. No batch of a later group may
+            # be counted before these are saved.
+            unsaved = [batch for batch in group if not checkpoint.has(batch.tensors)]
+            if unsaved:
+                self._run_batches(unsaved)
+                checkpoint.save(self._totals, self._faults.read)
         self._faults.read()
         checkpoint.end()
-        totals = self._totals.over(self.accumulator.context.ranks)
-        self.accumulator.reduce()
+        totals = self._totals.over(context.ranks)
+        self._accumulator.reduce()
         return totals
 
-    def _run_batches(self, runner: ChunkRunner, batches: list[_NumberedBatch]) -> None:
-        """Run batches that can be concatenated, and let the checkpoint save the sums."""
-        if len(batches) == 1:
-            self._run_batch(runner, batches[0])
-        else:
-            self._run_joined(runner, batches)
-        self.accumulator.context.checkpoint.save(self._totals, self._faults.read)
+    def _groups(self, batches: Iterable[_NumberedBatch]) -> Iterator[list[_NumberedBatch]]:
+        """Group consecutive batches that are run together: small ones that can be concatenated.
 
-    def _run_joined(self, runner: ChunkRunner, batches: list[_NumberedBatch]) -> None:
+        A group that no batch may join is yielded before the next batch is read. Batches that wait
+        for others are copied.
+        """
+        group: list[_NumberedBatch] = []
+        for batch in batches:
+            max_examples = self._num_joined_examples(batch)
+            num_examples = batch.num_examples + sum(waiting.num_examples for waiting in group)
+            if group and not (num_examples <= max_examples and group[-1].precedes(batch)):
+                yield group
+                group = []
+                num_examples = batch.num_examples
+            if num_examples < max_examples:
+                group.append(batch.copied())
+            else:
+                yield [*group, batch]
+                group = []
+        if group:
+            yield group
+
+    def _num_joined_examples(self, batch: _NumberedBatch) -> int:
+        """Return the number of examples up to which a batch is run together with others."""
+        if self._runner is None:
+            self._runner = ChunkRunner(self._accumulator, batch.tensors[0])
+        with self._faults.during_batch(batch.number):
+            return self._runner.num_joined_examples(batch.tensors[0])
+
+    def _run_batches(self, batches: list[_NumberedBatch]) -> None:
+        """Run batches that can be concatenated."""
+        if len(batches) == 1:
+            self._run_batch(batches[0])
+        else:
+            self._run_joined(batches)
+
+    def _run_joined(self, batches: list[_NumberedBatch]) -> None:
         """Concatenate batches and run them.
 
         After an error they are run one after the other: its message has the number of the batch.
@@ -130,22 +147,23 @@ class DataPass:
         targets = torch.cat([batch.tensors[1] for batch in batches])
         joined = _NumberedBatch((inputs, targets), None, batches[0].first_index)
         try:
-            self._run_batch(runner, joined)
+            self._run_batch(joined)
         except Exception:
             for batch in batches:
-                self._run_batch(runner, batch)
+                self._run_batch(batch)
             raise
 
-    def _run_batch(self, runner: ChunkRunner, batch: _NumberedBatch) -> None:
+    def _run_batch(self, batch: _NumberedBatch) -> None:
+        assert self._runner is not None
         with self._faults.during_batch(batch.number):
-            runner.run(batch.tensors, batch.first_index, self._totals)
+            self._runner.run(batch.tensors, batch.first_index, self._totals)
 
 
-def _numbered(data: FitData, first: int) -> Iterator[_NumberedBatch]:
-    """Number the batches of some data, whose first example has the index `first`."""
+def _numbered(data: FitData, first_index: int) -> Iterator[_NumberedBatch]:
+    """Number the batches of some data, whose first example has the index `first_index`."""
     num_read = 0
     for index, tensors in enumerate(data):
-        first_index = first + data.first_index(index, num_read)
-        batch = _NumberedBatch(tensors, data.batch_number(index), first_index)
+        index_in_fit = first_index + data.first_index(index, num_read)
+        batch = _NumberedBatch(tensors, data.batch_number(index), index_in_fit)
         num_read += batch.num_examples
         yield batch

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.directions import (
     add_moments,
     average_degenerate,
@@ -256,7 +256,7 @@ def read_rows_of_folds(context: FitContext, folds: Sequence[Fold]) -> tuple[list
     totals = DataTotals()
     for fold in folds:
         accumulator = KeptRows(context)
-        totals = totals + DataPass(accumulator).run(fold)
+        totals = totals + accumulate(accumulator, fold)
         rows_by_fold.append(accumulator.joined)
     return rows_by_fold, totals
 

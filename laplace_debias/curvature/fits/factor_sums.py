@@ -18,7 +18,7 @@ from laplace_debias.curvature.fits.block_tensors import (
     with_all_blocks,
 )
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.factors import absent_examples, gradient_factor, input_factors
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -217,15 +217,15 @@ class FactorAccumulator(Accumulator):
 
 
 def factor_sums(
-    context: FitContext, data: FitData, first: int = 0
+    context: FitContext, data: FitData, first_index: int = 0
 ) -> tuple[FactorSums, DataTotals]:
     """Sum the factors of every block over all examples.
 
     With several processes the sums are over the examples of all, each block's only at its owner.
-    `first` is the index of the data's first example among all examples of the fit.
+    `first_index` is that of the data's first example among all examples of the fit.
     """
     accumulator = FactorAccumulator(context)
-    totals = DataPass(accumulator).run(data, first)
+    totals = accumulate(accumulator, data, first_index)
     return accumulator.factors(totals.weight), totals
 
 

@@ -16,7 +16,7 @@ from laplace_debias.curvature.fits.block_tensors import (
     sum_over_processes,
 )
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Factor,
@@ -36,7 +36,7 @@ from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 
 def curvature_along(
-    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
+    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
 ) -> tuple[BlockTensors, BlockTensors, DataTotals]:
     """Measure the factors' own curvature along every direction on other data (Eq. 9).
 
@@ -44,7 +44,7 @@ def curvature_along(
         The products of both factors' curvatures, the traces of A, and the totals of the data.
     """
     accumulator = DirectionalCurvature(context, bases)
-    totals = DataPass(accumulator).run(data, first)
+    totals = accumulate(accumulator, data, first_index)
     along_G, along_A = accumulator.projected
     table = {}
     traces_A = {}
@@ -115,11 +115,11 @@ class DirectionalCurvature(FactorAccumulator):
 
 
 def exact_sums(
-    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
+    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
 ) -> tuple[BlockTensors, DataTotals]:
     """Compute the exact curvature along every direction, summed over examples."""
     accumulator = SquaredGradients(context, bases)
-    totals = DataPass(accumulator).run(data, first)
+    totals = accumulate(accumulator, data, first_index)
     return accumulator.squares, totals
 
 
@@ -181,7 +181,7 @@ class _DroppedSquares(SquaredGradients):
 def drop_squares(context: FitContext, data: FitData) -> None:
     """Measure the squares along the coordinate axes without keeping them, for a plan."""
     axes = {block: coordinate_axes() for block in context.blocks}
-    DataPass(_DroppedSquares(context, axes)).run(data)
+    accumulate(_DroppedSquares(context, axes), data)
 
 
 def coordinate_axes() -> Eigenbasis:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits import dense
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, CountedRows, SquaresAlong
 from laplace_debias.curvature.fits.directions import average_degenerate
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -58,7 +58,7 @@ def measure_along(
     if data is None:
         return eigenvalues, totals
     accumulator = SquaresAlong(context, U)
-    measured_totals = DataPass(accumulator).run(data, totals.num_examples)
+    measured_totals = accumulate(accumulator, data, totals.num_examples)
     mean = accumulator.sums / measured_totals.weight
     return average_degenerate(mean, eigenvalues, context.dtype), totals + measured_totals
 
@@ -77,5 +77,5 @@ def num_parameters(context: FitContext) -> int:
 
 def _rows_trial(context: FitContext, data: FitData) -> TrialPass:
     accumulator = CountedRows(context)
-    DataPass(accumulator).run(data)
+    accumulate(accumulator, data)
     return TrialPass(row_bytes=accumulator.num_bytes)

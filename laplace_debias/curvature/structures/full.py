@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import (
     DENSE_BLOCK,
     MomentMatrix,
@@ -48,7 +48,7 @@ class FullCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same."""
         accumulator = MomentMatrix(context)
-        totals = DataPass(accumulator).run(directions)
+        totals = accumulate(accumulator, directions)
         eigenvalues, U = accumulator.decompose(totals.weight)
         values, totals = measure_along(context, U, eigenvalues, data=magnitudes, totals=totals)
         return _assemble(context, values, U, totals)
@@ -76,7 +76,7 @@ class FullCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Add the matrix of new data to that of earlier data, and decompose the sum; exact."""
         accumulator = MomentMatrix(context)
-        totals = DataPass(accumulator).run(data)
+        totals = accumulate(accumulator, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
         earlier = information.curvature.blocks[DENSE_BLOCK]
         accumulator.scale_and_add(counts.scale, counts.earlier, earlier)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, crossfit_rows
 from laplace_debias.curvature.fits.directions import average_degenerate
 from laplace_debias.curvature.fits.inducing import (
@@ -123,12 +123,12 @@ class GpCurvature(DenseCurvature):
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
             basis = _basis(context, inducing, output)
             accumulator = ProjectedMoments(context, basis)
-            totals = DataPass(accumulator).run(directions)
+            totals = accumulate(accumulator, directions)
             projected = ProjectedCurvature.mean([accumulator], totals.weight)
             values, U = rotate_to_eigenvectors(context, basis, projected.moments)
             if magnitudes is not None:
                 accumulator = ProjectedMoments(context, U)
-                measured_totals = DataPass(accumulator).run(magnitudes, totals.num_examples)
+                measured_totals = accumulate(accumulator, magnitudes, totals.num_examples)
                 projected = ProjectedCurvature.mean([accumulator], measured_totals.weight)
                 measured = projected.moments.diagonal()
                 values = average_degenerate(measured, values, context.dtype)
@@ -153,7 +153,7 @@ class GpCurvature(DenseCurvature):
             totals = DataTotals()
             for fold in folds:
                 accumulator = ProjectedMoments(context, basis)
-                totals = totals + DataPass(accumulator).run(fold)
+                totals = totals + accumulate(accumulator, fold)
                 sums_by_fold.append(accumulator)
             projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
             # Any rows with these products have the same eigenvectors.
@@ -188,7 +188,7 @@ class GpCurvature(DenseCurvature):
             assert isinstance(earlier.U, InducingDirections)
             U = replace(earlier.U, inducing=inducing)
             accumulator = ProjectedMoments(context, U)
-            totals = DataPass(accumulator).run(data)
+            totals = accumulate(accumulator, data)
             counts = ExampleCounts.for_update(information, num_data, totals)
             remainder = earlier.diagonal.double()
             earlier_values = earlier.magnitudes.double() + remainder

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
-from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import (
     DENSE_BLOCK,
     LeadingRows,
@@ -64,7 +64,7 @@ class LowRankCurvature(DenseCurvature):
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
-        totals = DataPass(accumulator).run(directions)
+        totals = accumulate(accumulator, directions)
         eigenvalues, U = decompose_on_first(
             context,
             [accumulator.joined],
@@ -104,7 +104,7 @@ class LowRankCurvature(DenseCurvature):
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
-        totals = DataPass(accumulator).run(data)
+        totals = accumulate(accumulator, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
         rows = [accumulator.joined * counts.scale**0.5]
         if context.ranks.rank == 0:
