@@ -14,12 +14,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
-from laplace_debias.curvature.fits.factor_sums import (
-    FactorAccumulator,
-    FactorSums,
-    ForwardPasses,
-    factor_sums,
-)
+from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, FactorSums, factor_sums
+from laplace_debias.curvature.fits.forward_passes import ForwardPasses
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood

@@ -20,15 +20,11 @@ from laplace_debias.curvature.fits.block_tensors import (
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
-from laplace_debias.curvature.fits.factors import absent_examples, gradient_factor, input_factors
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.batches import FitData
-from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.network.outputs import check_outputs
 
 # G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
@@ -77,16 +73,19 @@ class FactorAccumulator(Accumulator):
 
     def measure(self, record: BlockRecord) -> tuple[Factor, Iterable[Factor]]:
         """Compute G for a chunk, and the parts of A unless an earlier record had these inputs."""
-        block = record.block
-        keeps_rows_G, keeps_rows_A = self.keeps_rows(block)
+        keeps_rows_G, _ = self.keeps_rows(record.block)
         G = gradient_factor(record, as_rows=keeps_rows_G)
-        if block.is_exact or not record.has_new_inputs:
+        if record.block.is_exact or not record.has_new_inputs:
             return G, ()
+        return G, self.measure_inputs(record)
+
+    def measure_inputs(self, record: BlockRecord) -> Iterable[Factor]:
+        """Compute the parts of A for a chunk, which need no output gradients."""
+        _, keeps_rows_A = self.keeps_rows(record.block)
         inputs = record.weighted_inputs()
-        parts_of_A = input_factors(
-            record.layer, block, inputs, masks=record.masks, as_rows=keeps_rows_A
+        return input_factors(
+            record.layer, record.block, inputs, masks=record.masks, as_rows=keeps_rows_A
         )
-        return G, parts_of_A
 
     def add(self, block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
         """Add G, and the parts of A one by one."""
@@ -227,58 +226,3 @@ def factor_sums(
     accumulator = FactorAccumulator(context)
     totals = accumulate(accumulator, data, first_index)
     return accumulator.factors(totals.weight), totals
-
-
-class ForwardPasses:
-    """A pass that runs the network only forward, to sum the factors A."""
-
-    def __init__(self, context: FitContext) -> None:
-        self._context = context
-        self._blocks = [block for block in context.blocks if not block.is_exact]
-        self._tap = Tap(context.network, self._blocks)
-        self._positions: PositionFinder | None = None
-
-    def __call__(
-        self, x: Inputs, y: Tensor, accumulator: FactorAccumulator, totals: DataTotals
-    ) -> Tensor:
-        """Compute the outputs for a batch.
-
-        The layers' inputs are added to the accumulator, and the examples that have no position in
-        a layer to the totals.
-        """
-        context = self._context
-        tap = self._tap
-        outputs = tap.forward(move(x, context.device, None), graph=False)
-        check_outputs(outputs)
-        layer_calls = tap.layer_calls
-        tap.forget()
-        if self._positions is None:
-            self._positions = PositionFinder(
-                context.network,
-                self._blocks,
-                context.cotangents,
-                layer_calls=layer_calls,
-                outputs=outputs,
-            )
-            context.tap.conditional |= self._positions.sites_not_reached(x, y)
-        present = self._positions.find(x, y, context.tap.conditional | tap.conditional)
-        for block in self._blocks:
-            inputs = [call.x for call in layer_calls if call.layer == block.layer]
-            if not inputs:
-                accumulator.add_zero_factor(block, _A)
-                totals.add_absent(block, len(y))
-                continue
-            layer = tap.network.get_submodule(block.layer)
-            masks = present.masks(block, len(inputs))
-            for A in input_factors(
-                layer,
-                block,
-                inputs,
-                masks=masks,
-                as_rows=block.is_streamed[_A],
-            ):
-                accumulator.add_factor(block, _A, A)
-            absent = absent_examples(layer, block, inputs, masks)
-            if absent is not None:
-                totals.add_absent(block, absent.sum(dtype=torch.float64))
-        return outputs

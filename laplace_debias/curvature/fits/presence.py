@@ -1,12 +1,13 @@
 """Presence: which examples take part in a layer, chunk by chunk of a pass over data."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factors import absent_examples
+from laplace_debias.curvature.layer_rules import Site
 from laplace_debias.curvature.layers.masks import Masks
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
 from laplace_debias.curvature.layers.recorder import LayerCall
@@ -42,9 +43,24 @@ class Presence:
         # The blocks of whose layers it is not known whether all examples reach them.
         self.new_blocks = {block for block in context.blocks if not block.is_exact}
 
-    def of_chunk(self, x: Inputs, y: Tensor, weights: Tensor | None) -> "ChunkPresence":
-        """Find out who takes part among some examples; `weights` is None if all count the same."""
-        return ChunkPresence(self, x, y, weights)
+    def find_conditional_layers(self, x: Inputs, y: Tensor) -> None:
+        """Find all layers that only some examples reach, from examples that do not reach them."""
+        self.tap.conditional |= self.positions.sites_not_reached(x, y)
+        self.new_blocks.clear()
+
+    def of_chunk(
+        self, x: Inputs, y: Tensor, weights: Tensor | None, uncalled: Collection[Site] = ()
+    ) -> "ChunkPresence":
+        """Find out who takes part among some examples.
+
+        Args:
+            x: The inputs, on the device that the loader gave them on.
+            y: The targets.
+            weights: The weights of the examples; None if all count the same.
+            uncalled: The sites of layers that some batch did not call, besides those that the
+                context's tap knows.
+        """
+        return ChunkPresence(self, x, y, weights, uncalled)
 
 
 class ChunkPresence:
@@ -55,18 +71,28 @@ class ChunkPresence:
         x: The inputs, on the device that the loader gave them on.
         y: The targets.
         weights: The weights of the examples; None if all count the same.
+        uncalled: The sites of layers that some batch did not call, besides those that the
+            context's tap knows.
     """
 
-    def __init__(self, presence: Presence, x: Inputs, y: Tensor, weights: Tensor | None) -> None:
+    def __init__(
+        self,
+        presence: Presence,
+        x: Inputs,
+        y: Tensor,
+        weights: Tensor | None,
+        uncalled: Collection[Site],
+    ) -> None:
         self._presence = presence
         self._x = x
         self._y = y
         self._weights = weights
+        self._uncalled = uncalled
         self._present = self._find()
 
     def _find(self) -> PresentPositions:
-        presence = self._presence
-        return presence.positions.find(self._x, self._y, presence.tap.conditional)
+        conditional = self._presence.tap.conditional.union(self._uncalled)
+        return self._presence.positions.find(self._x, self._y, conditional)
 
     def masks(self, record: BlockRecord) -> Masks | None:
         """Return the positions of a record's layer that take part; None for all."""
@@ -75,11 +101,7 @@ class ChunkPresence:
         if record.block in new_blocks and _has_gradient(record):
             new_blocks.discard(record.block)
             if not _all_examples_have_gradients(record):
-                positions = self._presence.positions
-                not_reached = positions.sites_not_reached(self._x, self._y)
-                self._presence.tap.conditional |= not_reached
-                # All layers have been examined.
-                new_blocks.clear()
+                self._presence.find_conditional_layers(self._x, self._y)
                 self._present = self._find()
         return self._present.masks(record.block, len(record.inputs))
 

@@ -1,0 +1,65 @@
+"""Passes that run the network only forward, to sum the input factors A."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
+from laplace_debias.curvature.fits.presence import Presence
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.outputs import check_outputs
+
+# The side of A in a block.
+_A = 1
+
+
+class ForwardPasses:
+    """A network that is run only forward, batch by batch, to sum the factors A.
+
+    Args:
+        context: The network and its blocks.
+    """
+
+    def __init__(self, context: FitContext) -> None:
+        self._context = context
+        self._blocks = [block for block in context.blocks if not block.is_exact]
+        self._tap = Tap(context.network, self._blocks)
+        self._presence: Presence | None = None
+
+    def __call__(
+        self, x: Inputs, y: Tensor, accumulator: FactorAccumulator, totals: DataTotals
+    ) -> Tensor:
+        """Compute the outputs for a batch.
+
+        The layers' inputs are added to the accumulator, and the examples that have no position in
+        a layer to the totals.
+        """
+        context = self._context
+        tap = self._tap
+        outputs = tap.forward(move(x, context.device, None), graph=False)
+        check_outputs(outputs)
+        layer_calls = tap.layer_calls
+        tap.forget()
+        if self._presence is None:
+            self._presence = Presence(context, layer_calls, outputs)
+            # Without a backward pass no gradients show them later.
+            self._presence.find_conditional_layers(x, y)
+        presence = self._presence.of_chunk(x, y, weights=None, uncalled=tap.conditional)
+        for block in self._blocks:
+            inputs = [call.x for call in layer_calls if call.layer == block.layer]
+            if not inputs:
+                accumulator.add_zero_factor(block, _A)
+                totals.add_absent(block, len(y))
+                continue
+            record = BlockRecord(block, tap.network.get_submodule(block.layer), inputs)
+            record = replace(record, masks=presence.masks(record))
+            for A in accumulator.measure_inputs(record):
+                accumulator.add_factor(block, _A, A)
+            absent_weight = presence.absent_weight(record)
+            if absent_weight is not None:
+                totals.add_absent(block, absent_weight)
+        return outputs
