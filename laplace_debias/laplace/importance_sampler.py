@@ -1,7 +1,7 @@
 """Importance sampling of examples: all are passed forward, those that are drawn also backward."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
-from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, FactorSums, factor_sums
+from laplace_debias.curvature.fits.factor_keys import Side
+from laplace_debias.curvature.fits.factor_sums import FactorSums, SideSums, factor_sums
 from laplace_debias.curvature.fits.forward_passes import ForwardPasses
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
@@ -182,7 +183,7 @@ class ImportanceSampler:
     def _read(self, target: int) -> None:
         ranks = self.context.ranks
         drawn: list[list[Drawn]] = [[] for _ in self.folds]
-        inputs = [FactorAccumulator(self.context) for _ in self.folds]
+        inputs = [SideSums(self.context, Side.A) for _ in self.folds]
         own_totals = [DataTotals() for _ in self.folds]
         num_drawn = torch.zeros(len(self.folds), dtype=torch.long)
         while self.num_drawn + int(num_drawn.sum()) < target:
@@ -197,11 +198,11 @@ class ImportanceSampler:
                 )
         self._faults.read()
         for index, fold in enumerate(self.folds):
-            accumulator = inputs.pop(0)
+            fold_inputs = inputs.pop(0)
             read = reduce(operator.add, ranks.exchange(own_totals[index].as_numbers()))
             if read.num_examples:
                 fold.totals = fold.totals + read
-                fold.inputs = _sum_of_both(fold.inputs, accumulator.reduce_side(1))
+                fold.inputs = _sum_of_both(fold.inputs, fold_inputs.reduce())
             if num_drawn[index]:
                 # Labels of two processes are drawn by indices that are far apart.
                 first_index = FAR * ranks.rank + self.num_drawn
@@ -214,7 +215,7 @@ class ImportanceSampler:
         self,
         pair: tuple[Any, ...] | None,
         sizes: Sequence[int],
-        inputs: Sequence[FactorAccumulator],
+        inputs: Sequence[SideSums],
         drawn: list[list[Drawn]],
         own_totals: Sequence[DataTotals],
     ) -> Int[Tensor, " folds"]:
@@ -223,7 +224,7 @@ class ImportanceSampler:
         Args:
             pair: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
-            inputs: Accumulates A, by folds.
+            inputs: The sums of A, by folds.
             drawn: This process's drawn examples, by folds, to which those of the batch are added.
             own_totals: The totals of this process's examples, by folds; the batch is added.
 
@@ -261,7 +262,7 @@ class ImportanceSampler:
         self,
         pair: tuple[Any, ...] | None,
         fold_indices: Int[Tensor, " batch"],
-        inputs: Sequence[FactorAccumulator],
+        inputs: Sequence[SideSums],
         own_totals: Sequence[DataTotals],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
         """Pass a batch forward, fold by fold: curvatures in the outputs, loss, size of outputs."""
@@ -275,12 +276,12 @@ class ImportanceSampler:
             raise ValueError(
                 '`mode="auto"` does not support weights of examples. Remove them from the batches.'
             )
-        for index, (accumulator, totals) in enumerate(zip(inputs, own_totals, strict=True)):
+        for index, (sums, totals) in enumerate(zip(inputs, own_totals, strict=True)):
             in_fold = (fold_indices == index).nonzero()[:, 0]
             if len(in_fold):
                 totals.num_examples += len(in_fold)
                 totals.weight += len(in_fold)
-                outputs = self._forward(take(x, in_fold), y[in_fold], accumulator, totals)
+                outputs = self._forward(take(x, in_fold), y[in_fold], sums, totals)
                 fold_traces, loss = output_curvatures(self.context, outputs, y[in_fold])
                 traces[in_fold] = fold_traces.cpu()
                 nll += float(loss)
@@ -323,7 +324,7 @@ def _joined(drawn: Sequence[Drawn]) -> Fold:
     return Fold.consecutive([(join(list(xs)), torch.cat(ys), torch.cat(weights))])
 
 
-def _sum_of_both(first: Factors, second: Factors) -> Factors:
+def _sum_of_both(first: Factors, second: Mapping[Block, Factor]) -> Factors:
     """Add up factors, for the blocks of the second."""
     sums: Factors = {}
     for block, factor in second.items():

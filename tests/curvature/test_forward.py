@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
-from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
+from laplace_debias.curvature.fits.factor_keys import Side
+from laplace_debias.curvature.fits.factor_sums import SideSums, factor_sums
 from laplace_debias.curvature.fits.forward_passes import ForwardPasses
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import curvature_blocks
@@ -96,12 +97,12 @@ def test_input_factors_of_both_passes_agree(name: str):
     blocks = curvature_blocks(model, names)
     problem = FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
     factors, expected_totals = factor_sums(problem, Fold.consecutive([(x, y)]))
-    inputs, forward = FactorAccumulator(problem), ForwardPasses(problem)
+    inputs, forward = SideSums(problem, Side.A), ForwardPasses(problem)
     totals = DataTotals()
     outputs = [forward(x[part], y[part], inputs, totals) for part in (slice(0, 2), slice(2, 6))]
     assert totals.as_numbers().absent == expected_totals.absent
     torch.testing.assert_close(torch.cat(outputs), model(x))
-    found = inputs.reduce_side(1)
+    found = inputs.reduce()
     assert set(found) == {block for block in problem.blocks if not block.is_exact}
     for block, A in found.items():
         torch.testing.assert_close(dense(A), dense(factors[block][1]), rtol=1e-12, atol=1e-13)

@@ -40,6 +40,7 @@ from laplace_debias.curvature.fits.directions import (
     trace_along,
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
+from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
 from laplace_debias.curvature.fits.magnitudes import exact_sums
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -121,7 +122,7 @@ def total_of(totals_by_fold: Sequence[DataTotals]) -> DataTotals:
 def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
     """Add the factor sums of all folds, for the blocks that this process owns."""
     return {
-        block: (_total(sums_by_fold, block, 0), _total(sums_by_fold, block, 1))
+        block: (_total(sums_by_fold, block, Side.G), _total(sums_by_fold, block, Side.A))
         for block in sums_by_fold[0]
     }
 
@@ -209,14 +210,14 @@ def _mean_basis(
 ) -> Eigenbasis:
     """Compute the eigenbasis of a block's factors over all folds."""
     totals = total_of(totals_by_fold)
-    mean_G = _total(sums_by_fold, block, 0) / totals.weight
-    mean_A = _total(sums_by_fold, block, 1) / totals.input_divisor(block)
-    eigenvalues_G, U_G = eigh(mean_G, f"factor G of {block.name}")
-    eigenvalues_A, U_A = eigh(mean_A, f"factor A of {block.name}")
+    mean_G = _total(sums_by_fold, block, Side.G) / totals.weight
+    mean_A = _total(sums_by_fold, block, Side.A) / totals.input_divisor(block)
+    eigenvalues_G, U_G = eigh(mean_G, str(FactorKey(block, Side.G)))
+    eigenvalues_A, U_A = eigh(mean_A, str(FactorKey(block, Side.A)))
     return Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
 
 
-def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: int) -> Factor:
+def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: Side) -> Factor:
     return reduce(operator.add, [sums[block][side] for sums in sums_by_fold])
 
 
@@ -441,10 +442,10 @@ def exact_crossfit(
         for block in sums_by_fold[0]:
             pair_G, pair_A = mean_bases[block].sides
             eigenvalues_G, U_G = _eigenpairs_within(
-                _total(other_sums, block, 0) / num_others, pair_G, context.dtype
+                _total(other_sums, block, Side.G) / num_others, pair_G, context.dtype
             )
             eigenvalues_A, U_A = _eigenpairs_within(
-                _total(other_sums, block, 1) / num_others, pair_A, context.dtype
+                _total(other_sums, block, Side.A) / num_others, pair_A, context.dtype
             )
             bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
         bases = share_bases(context, bases)

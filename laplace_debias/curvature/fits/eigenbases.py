@@ -15,15 +15,13 @@ from laplace_debias.curvature.fits.directions import (
     GramFactor,
     eigh_of_each,
 )
+from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 
 # Small factors of so many numbers in all are decomposed together.
 _DECOMPOSED_TOGETHER = 2**20
-
-# A factor: its block, and 0 for G or 1 for A.
-FactorKey = tuple[Block, int]
 
 
 def eigenbases(
@@ -42,19 +40,20 @@ def eigenbases(
     weight_keys: dict[str, FactorKey] = {}
     repeated: dict[FactorKey, FactorKey] = {}
     for block in blocks:
-        for side, factor in enumerate(sums.pop(block)):
+        for side, factor in zip(Side, sums.pop(block), strict=True):
+            key = FactorKey(block, side)
             weight_key = weight_keys.get(block.layer)
-            if side == 0 and weight_key and _are_equal(factor, factors[weight_key]):
-                repeated[block, side] = weight_key
+            if side is Side.G and weight_key and _are_equal(factor, factors[weight_key]):
+                repeated[key] = weight_key
                 continue
-            if side == 0:
-                weight_keys[block.layer] = (block, side)
+            if side is Side.G:
+                weight_keys[block.layer] = key
             if isinstance(factor, GramFactor):
                 form: tuple[Any, ...] = (GramFactor, factor.max_rows, factor.rows.shape)
             else:
                 form = (type(factor), None, factor.shape)
-            keys_by_form.setdefault(form, []).append((block, side))
-            factors[block, side] = factor
+            keys_by_form.setdefault(form, []).append(key)
+            factors[key] = factor
     pairs: dict[FactorKey, Eigenpairs] = {}
     for (*_, shape), keys in keys_by_form.items():
         step = max(1, _DECOMPOSED_TOGETHER // max(1, shape.numel()))
@@ -65,8 +64,8 @@ def eigenbases(
         pairs[key] = (eigenvalues.clone(), None if U is None else U.clone())
     bases = {}
     for block in blocks:
-        eigenvalues_G, U_G = pairs.pop((block, 0))
-        eigenvalues_A, U_A = pairs.pop((block, 1))
+        eigenvalues_G, U_G = pairs.pop(FactorKey(block, Side.G))
+        eigenvalues_A, U_A = pairs.pop(FactorKey(block, Side.A))
         bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
     return share_bases(context, bases)
 
@@ -85,12 +84,11 @@ def _decompose(
 
     The sums are decomposed, and their eigenvalues divided: a mean would be a copy of the sum.
     """
-    names = [f"factor {'GA'[side]} of {block.name}" for block, side in keys]
-    pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(names))
+    pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(map(str, keys)))
     mean_pairs: dict[FactorKey, Eigenpairs] = {}
-    for (block, side), (eigenvalues, U) in zip(keys, pairs, strict=True):
-        weight = totals.weight if side == 0 else totals.input_divisor(block)
-        mean_pairs[block, side] = eigenvalues / weight, U
+    for key, (eigenvalues, U) in zip(keys, pairs, strict=True):
+        weight = totals.weight if key.side is Side.G else totals.input_divisor(key.block)
+        mean_pairs[key] = eigenvalues / weight, U
     return mean_pairs
 
 

@@ -5,16 +5,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
+from laplace_debias.curvature.fits.factor_sums import SideSums
+from laplace_debias.curvature.fits.factors import input_factors
 from laplace_debias.curvature.fits.presence import Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.outputs import check_outputs
-
-# The side of A in a block.
-_A = 1
 
 
 class ForwardPasses:
@@ -30,13 +28,11 @@ class ForwardPasses:
         self._tap = Tap(context.network, self._blocks)
         self._presence: Presence | None = None
 
-    def __call__(
-        self, x: Inputs, y: Tensor, accumulator: FactorAccumulator, totals: DataTotals
-    ) -> Tensor:
+    def __call__(self, x: Inputs, y: Tensor, sums: SideSums, totals: DataTotals) -> Tensor:
         """Compute the outputs for a batch.
 
-        The layers' inputs are added to the accumulator, and the examples that have no position in
-        a layer to the totals.
+        The layers' inputs are added to the sums of A, and the examples that have no position in a
+        layer to the totals.
         """
         context = self._context
         tap = self._tap
@@ -52,13 +48,14 @@ class ForwardPasses:
         for block in self._blocks:
             inputs = [call.x for call in layer_calls if call.layer == block.layer]
             if not inputs:
-                accumulator.add_zero_factor(block, _A)
+                sums.add_zero(block)
                 totals.add_absent(block, len(y))
                 continue
             record = BlockRecord(block, tap.network.get_submodule(block.layer), inputs)
             record = replace(record, masks=presence.masks(record))
-            for A in accumulator.measure_inputs(record):
-                accumulator.add_factor(block, _A, A)
+            as_rows = sums.keeps_rows(block)
+            for A in input_factors(record.layer, block, inputs, record.masks, as_rows):
+                sums.add(block, A)
             absent_weight = presence.absent_weight(record)
             if absent_weight is not None:
                 totals.add_absent(block, absent_weight)

@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
@@ -94,8 +94,10 @@ def add_earlier_factors(
         is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
         scale_to_all = all_totals.input_divisor(block) / totals.input_divisor(block)
         scales_A = torch.where(is_zero, scale_to_all, scales)
-        earlier_G = _factor(block, 0, counts.earlier * eigenvalues_G, earlier.U_G, new_G)
-        earlier_A = _factor(block, 1, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
+        key_G = FactorKey(block, Side.G)
+        key_A = FactorKey(block, Side.A)
+        earlier_G = _factor(key_G, counts.earlier * eigenvalues_G, earlier.U_G, new_G)
+        earlier_A = _factor(key_A, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
         sums[block] = (
             earlier_G + _scaled(new_G, scales),
             earlier_A + _scaled(new_A, scales_A),
@@ -114,8 +116,7 @@ def _scaled(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
 
 
 def _factor(
-    block: Block,
-    side: int,
+    key: FactorKey,
     eigenvalues: Float[Tensor, "*groups values"],
     U: Float[Tensor, "*groups d r"] | None,
     new: Factor,
@@ -123,8 +124,7 @@ def _factor(
     """Form a factor of its eigenvalues and eigenvectors, in the form of the new one.
 
     Args:
-        block: The block.
-        side: 0 for G, 1 for A.
+        key: The factor's block and side.
         eigenvalues: The eigenvalues; of a thin basis the last one is for all other directions.
         U: The eigenvectors; None for the coordinate axes.
         new: The factor of new data, to which it will be added.
@@ -138,9 +138,8 @@ def _factor(
         return (U * values.unsqueeze(-2)) @ U.mT
     d, r = U.shape[-2:]
     remainder = values[..., -1:]
-    if block.is_streamed[side] or (U.ndim == 2 and not remainder.any()):
+    if key.is_streamed or (U.ndim == 2 and not remainder.any()):
         rows = (U * values[:r].sqrt()).mT
-        max_rows = block.most_rows if block.is_streamed[side] else None
-        return GramFactor(rows, remainder.squeeze(-1) * (d - r), max_rows).compressed()
+        return GramFactor(rows, remainder.squeeze(-1) * (d - r), key.max_rows).compressed()
     leading = (U * (values[..., :r] - remainder).unsqueeze(-2)) @ U.mT
     return leading + torch.diag_embed(remainder.expand(*U.shape[:-2], d))

@@ -1,6 +1,5 @@
 """Magnitudes: the curvature along given directions, measured on data."""
 
-import itertools
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -26,7 +25,8 @@ from laplace_debias.curvature.fits.directions import (
     outer,
     trace_along,
 )
-from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
+from laplace_debias.curvature.fits.factor_keys import Side
+from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, SideSums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -45,10 +45,10 @@ def curvature_along(
     """
     accumulator = DirectionalCurvature(context, bases)
     totals = accumulate(accumulator, data, first_index)
-    along_G, along_A = accumulator.projected
+    along_A = accumulator.A.projected
     table = {}
     traces_A = {}
-    for block, G in along_G.items():
+    for block, G in accumulator.G.projected.items():
         A = G.new_ones(*block.groups, 1)
         if block in along_A:
             A = along_A[block] / totals.input_divisor(block)
@@ -57,61 +57,70 @@ def curvature_along(
     return table, traces_A, totals
 
 
-class DirectionalCurvature(FactorAccumulator):
-    """An accumulator of the factors' curvature along directions from other data.
+class ProjectedSums(SideSums):
+    """Sums of the curvature of one side's factors along directions from other data.
 
     Along thin directions rows are projected batch by batch. Along other directions the factors are
     summed first, and projected once.
 
     Attributes:
-        projected: The curvature along every direction, summed over examples; first that of G, then
-            that of A. After `reduce` those of all processes.
+        projected: The curvature along every direction, summed over examples. After `reduce` that of
+            all processes.
     """
 
-    def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
-        super().__init__(context)
-        self._directions = {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}
-        self.projected: tuple[BlockTensors, BlockTensors] = ({}, {})
+    def __init__(
+        self, context: FitContext, side: Side, directions: Mapping[Block, Tensor | None]
+    ) -> None:
+        super().__init__(context, side)
+        self._directions = directions
+        self.projected: BlockTensors = {}
 
     @property
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
         """The factors that are still summed, and the curvature along thin directions."""
-        projected_G, projected_A = self.projected
-        return {**super().tables, "G": projected_G, "A": projected_A}
+        return {**super().tables, self.side.name: self.projected}
 
-    def keeps_rows(self, block: Block) -> tuple[bool, bool]:
-        """Whether G, and A, of a block are measured as rows, which are projected at once."""
-        U_G, U_A = self._directions[block]
-        is_streamed_G, is_streamed_A = block.is_streamed
-        return is_thin(U_G) or is_streamed_G, is_thin(U_A) or is_streamed_A
+    def keeps_rows(self, block: Block) -> bool:
+        """Whether the factor of a block is measured as rows, which are projected at once."""
+        return is_thin(self._directions[block]) or super().keeps_rows(block)
 
-    def add_factor(self, block: Block, side: int, factor: Factor) -> None:
+    def add(self, block: Block, factor: Factor) -> None:
         """Project rows, or add a factor to the sum of factors."""
-        if self.keeps_rows(block)[side]:
-            self._project(block, side, factor)
+        if self.keeps_rows(block):
+            self._project(block, factor)
         else:
-            super().add_factor(block, side, factor)
+            super().add(block, factor)
 
-    def _project(self, block: Block, side: int, factor: Factor) -> None:
-        U = self._directions[block][side]
-        curvature = directional_curvature(factor.to(self.context.factor_dtype), U)
-        add_to(self.projected[side], block, curvature)
+    def _project(self, block: Block, factor: Factor) -> None:
+        U = self._directions[block]
+        curvature = directional_curvature(factor.to(self._context.factor_dtype), U)
+        add_to(self.projected, block, curvature)
 
-    def reduce(self) -> None:
+    def reduce(self) -> Mapping[Block, Factor]:
         """Project the summed factors, block by block, and add the results of all processes."""
-        for side, block in itertools.product((0, 1), self._directions):
-            if block in self.sums[side]:
-                self._project(block, side, self.sums[side].pop(block))
-            if block in self.rows[side]:
-                rows = torch.cat(self.rows[side].pop(block))
-                self._project(block, side, GramFactor(rows))
-        projected_G, projected_A = self.projected
-        check_finite(projected_G)
-        check_finite(projected_A)
-        self.projected = (
-            sum_over_processes(self.context, projected_G),
-            sum_over_processes(self.context, projected_A),
-        )
+        for block in self._directions:
+            if block in self.sums:
+                self._project(block, self.sums.pop(block))
+            if block in self.rows:
+                rows = torch.cat(self.rows.pop(block))
+                self._project(block, GramFactor(rows))
+        check_finite(self.projected)
+        self.projected = sum_over_processes(self._context, self.projected)
+        return self.projected
+
+
+class DirectionalCurvature(FactorAccumulator):
+    """An accumulator of the factors' curvature along directions from other data."""
+
+    G: ProjectedSums
+    A: ProjectedSums
+
+    def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
+        super().__init__(context)
+        directions_G = {block: basis.U_G for block, basis in bases.items()}
+        directions_A = {block: basis.U_A for block, basis in bases.items()}
+        self.G = ProjectedSums(context, Side.G, directions_G)
+        self.A = ProjectedSums(context, Side.A, directions_A)
 
 
 def exact_sums(
@@ -157,11 +166,11 @@ class SquaredGradients(Accumulator):
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
         """Begin the sum of a block if there is none."""
         if block not in self.squares:
-            shape = list(block.shape)
-            for side, U in enumerate(self._rotations[block]):
-                if is_thin(U):
-                    # The last magnitude is that of all remaining directions.
-                    shape[side] = U.shape[-1] + 1
+            # The last magnitude of thin directions is that of all remaining ones.
+            shape = [
+                U.shape[-1] + 1 if is_thin(U) else d
+                for d, U in zip(block.shape, self._rotations[block], strict=True)
+            ]
             zeros = torch.zeros(*block.groups, *shape, device=self.context.device)
             self.add(block, zeros)
 

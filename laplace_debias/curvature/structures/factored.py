@@ -1,6 +1,5 @@
 """Parts that K-FAC and EKFAC share: Kronecker factors, their rank and their memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -8,6 +7,7 @@ import torch
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_keys import FactorKey, factor_keys
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
@@ -95,33 +95,32 @@ def _entries(factor: Factor) -> torch.Tensor:
     return factor.rows if isinstance(factor, GramFactor) else factor
 
 
-def _side_sizes(block: Block, counts: Sequence[int | None], side: int) -> tuple[int, int | None]:
+def _sizes(key: FactorKey, num_rows: NumRows) -> tuple[int, int | None]:
     """Return the number of entries of a factor, and the number of its rows; None for a matrix."""
-    d = block.shape[side]
-    shape = block.factor_shapes[side]
-    num_rows = block.most_rows if block.is_streamed[side] else counts[side]
-    if num_rows is not None:
-        return num_rows * d, num_rows
-    return prod(shape) if shape else 0, None
+    counts = num_rows.get(key.block, (None, None))
+    factor_rows = key.max_rows if key.is_streamed else counts[key.side]
+    if factor_rows is not None:
+        return factor_rows * key.size, factor_rows
+    return prod(key.shape) if key.shape else 0, None
 
 
-def _is_axes(block: Block, side: int) -> bool:
-    """Whether the directions of a side are the coordinate axes."""
-    return block.has_diagonal_G if side == 0 else block.has_diagonal_A or block.is_exact
+def _is_axes(key: FactorKey) -> bool:
+    """Whether the directions of a factor are the coordinate axes."""
+    return key.is_diagonal or not key.shape
 
 
 def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> BlockBytes:
-    counts = num_rows.get(block, (None, None))
     factors = 0
     directions = 0
     magnitudes = block.num_groups
     kept_magnitudes = block.num_groups
-    for side, d in enumerate(block.shape):
-        num_entries, rows = _side_sizes(block, counts, side)
+    for key in factor_keys(block):
+        d = key.size
+        num_entries, rows = _sizes(key, num_rows)
         factors += num_entries
         magnitudes *= d if rows is None else rows + 1
         num_directions = d if rows is None else rows
-        if not _is_axes(block, side):
+        if not _is_axes(key):
             if block.rank is not None and 2 * block.rank < d:
                 num_directions = min(num_directions, block.rank)
             directions += block.num_groups * num_directions * d
@@ -136,6 +135,5 @@ def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> Blo
 
 def _largest_matrix(block: Block, context: FitContext, num_rows: NumRows) -> int:
     """Count the bytes of the largest matrix, or rows, that is decomposed for a block."""
-    counts = num_rows.get(block, (None, None))
-    entries = [_side_sizes(block, counts, side)[0] for side in (0, 1) if not _is_axes(block, side)]
+    entries = [_sizes(key, num_rows)[0] for key in factor_keys(block) if not _is_axes(key)]
     return context.factor_dtype.itemsize * max(entries, default=0)
