@@ -1,6 +1,7 @@
 """Magnitudes: the curvature along given directions, measured on data."""
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,26 +36,37 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 
+@dataclass(frozen=True)
+class ProductMagnitudes:
+    """Magnitudes that are products of the curvatures of both factors.
+
+    Attributes:
+        values: The products along every direction of each block.
+        traces_A: The trace of A of each block.
+        totals: The totals of the data that they were measured on.
+    """
+
+    values: BlockTensors
+    traces_A: BlockTensors
+    totals: DataTotals
+
+
 def curvature_along(
     context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
-) -> tuple[BlockTensors, BlockTensors, DataTotals]:
-    """Measure the factors' own curvature along every direction on other data (Eq. 9).
-
-    Returns:
-        The products of both factors' curvatures, the traces of A, and the totals of the data.
-    """
+) -> ProductMagnitudes:
+    """Measure the factors' own curvature along every direction on other data (Eq. 9)."""
     accumulator = DirectionalCurvature(context, bases)
     totals = accumulate(accumulator, data, first_index)
     along_A = accumulator.A.projected
-    table = {}
-    traces_A = {}
+    values: BlockTensors = {}
+    traces_A: BlockTensors = {}
     for block, G in accumulator.G.projected.items():
         A = G.new_ones(*block.groups, 1)
         if block in along_A:
             A = along_A[block] / totals.input_divisor(block)
-        table[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
+        values[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
         traces_A[block] = trace_along(A, bases[block].U_A)
-    return table, traces_A, totals
+    return ProductMagnitudes(values, traces_A, totals)
 
 
 class ProjectedSums(SideSums):
@@ -199,42 +211,75 @@ def coordinate_axes() -> Eigenbasis:
 
 
 def assemble(
-    context: FitContext,
-    bases: dict[Block, Eigenbasis],
-    table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
-    traces_A: BlockTensors | None = None,
-    totals: DataTotals | None = None,
+    context: FitContext, bases: dict[Block, Eigenbasis], magnitudes: BlockTensors
 ) -> BlockDiagonal:
-    """Build the curvature from directions and magnitudes.
+    """Build the curvature from directions and magnitudes, `[*groups, d_out, d_in]` for each block.
 
-    Bases and table are emptied on the way, so that no more than one block is there twice.
+    Both are emptied on the way, so that no more than one block is there twice.
+    """
+    blocks: dict[str, EigenKronecker] = {}
+    for block in context.blocks:
+        blocks[block.name] = _kronecker(bases.pop(block), magnitudes.pop(block), context.dtype)
+    return BlockDiagonal(blocks)
+
+
+def assemble_products(
+    context: FitContext, bases: dict[Block, Eigenbasis], products: ProductMagnitudes
+) -> BlockDiagonal:
+    """Build the curvature from directions and the products of the factors' curvatures along them.
+
+    Bases and products are emptied on the way, so that no more than one block is there twice.
+    """
+    blocks: dict[str, EigenKronecker] = {}
+    for block in context.blocks:
+        blocks[block.name] = _kronecker(
+            bases.pop(block),
+            products.values.pop(block),
+            context.dtype,
+            trace_A=products.traces_A[block],
+            share_A=products.totals.input_share(block),
+        )
+    return BlockDiagonal(blocks)
+
+
+def assemble_eigenvalues(
+    context: FitContext, bases: dict[Block, Eigenbasis], totals: DataTotals
+) -> BlockDiagonal:
+    """Build the curvature from directions and the products of the factors' own eigenvalues.
+
+    Bases are emptied on the way, so that no more than one block is there twice.
 
     Args:
         context: The blocks, in order, and the dtype.
         bases: The directions of each block.
-        table: The magnitudes of each block; None for the products of the factors' eigenvalues.
-        traces_A: The trace of A of each block, if the magnitudes in the table are products of
-            curvatures of the factors.
-        totals: The totals of the data that the magnitudes come from, if these are such products.
+        totals: The totals of the data that the factors come from.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in context.blocks:
         basis = bases.pop(block)
-        trace_A = None
-        if table is None:
-            magnitudes = outer(basis.eigenvalues_G, basis.eigenvalues_A)
-            trace_A = trace_along(basis.eigenvalues_A, basis.U_A)
-        else:
-            magnitudes = table.pop(block)
-            if traces_A is not None:
-                trace_A = traces_A[block]
-        U_G, U_A = basis.directions(context.dtype)
-        kronecker = EigenKronecker(
-            U_G,
-            U_A,
-            magnitudes.to(context.dtype),
-            trace_A=None if trace_A is None else trace_A.to(context.dtype),
-            share_A=1.0 if totals is None else totals.input_share(block),
+        blocks[block.name] = _kronecker(
+            basis,
+            outer(basis.eigenvalues_G, basis.eigenvalues_A),
+            context.dtype,
+            trace_A=trace_along(basis.eigenvalues_A, basis.U_A),
+            share_A=totals.input_share(block),
         )
-        blocks[block.name] = kronecker
     return BlockDiagonal(blocks)
+
+
+def _kronecker(
+    basis: Eigenbasis,
+    magnitudes: Float[Tensor, "*groups d_out d_in"],
+    dtype: torch.dtype,
+    trace_A: Float[Tensor, " *groups"] | None = None,
+    share_A: float = 1.0,
+) -> EigenKronecker:
+    """Build the curvature of a block, in the dtype of the posterior."""
+    U_G, U_A = basis.directions(dtype)
+    return EigenKronecker(
+        U_G,
+        U_A,
+        magnitudes.to(dtype),
+        trace_A=None if trace_A is None else trace_A.to(dtype),
+        share_A=share_A,
+    )

@@ -18,7 +18,11 @@ from laplace_debias.curvature.fits.information import (
     Information,
     add_earlier_factors,
 )
-from laplace_debias.curvature.fits.magnitudes import assemble, curvature_along
+from laplace_debias.curvature.fits.magnitudes import (
+    assemble_eigenvalues,
+    assemble_products,
+    curvature_along,
+)
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import TrialPass, Workload
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
@@ -40,14 +44,11 @@ class KfacCurvature(FactoredCurvature):
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
-            return self.leading(
-                CurvatureFit(assemble(context, bases, table=None, totals=totals), totals)
-            )
-        table, traces_A, more_totals = curvature_along(
-            context, bases, magnitudes, totals.num_examples
-        )
-        curvature = assemble(context, bases, table, traces_A, totals=more_totals)
-        return self.leading(CurvatureFit(curvature, totals + more_totals))
+            curvature = assemble_eigenvalues(context, bases, totals)
+            return self.leading(CurvatureFit(curvature, totals))
+        products = curvature_along(context, bases, magnitudes, totals.num_examples)
+        curvature = assemble_products(context, bases, products)
+        return self.leading(CurvatureFit(curvature, totals + products.totals))
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
@@ -79,7 +80,7 @@ class KfacCurvature(FactoredCurvature):
         counts = ExampleCounts.for_update(information, num_data, totals)
         all_totals = add_earlier_factors(sums, information, counts, totals)
         bases = eigenbases(context, sums, all_totals)
-        curvature = assemble(context, bases, table=None, totals=all_totals)
+        curvature = assemble_eigenvalues(context, bases, all_totals)
         return self.leading(CurvatureFit(curvature, totals))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
