@@ -22,7 +22,7 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.linalg.eigen.eigsh import lanczos_eigenpairs
@@ -74,13 +74,7 @@ class RowAccumulator(Accumulator):
 
     def measure(self, record: BlockRecord) -> Float[Tensor, "examples columns d"]:
         """Compute the Jacobian rows of a block."""
-        block = record.block
-        jacobians = []
-        for _, J, columns in rotated_jacobians(record, U_G=None, U_A=None):
-            if columns is not None:
-                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
-            jacobians.append(J.flatten(2))
-        return torch.cat(jacobians)
+        return torch.cat([rows for _, rows in dense_jacobians(record)])
 
     def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
         """Keep the rows of a block, and add them once those of all blocks are complete."""

@@ -14,11 +14,11 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, RowAccumulator, Rows
 from laplace_debias.curvature.fits.directions import eigh
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import Uniforms
-from laplace_debias.curvature.network.batches import FitData, Fold
+from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, granted
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -35,12 +35,7 @@ def block_rows(
     record: BlockRecord, jacobians: Jacobians = rotated_jacobians
 ) -> Float[Tensor, "examples columns d"]:
     """Compute the Jacobian rows of a block in double precision."""
-    slices = []
-    for _, J, columns in jacobians(record, None, None):
-        if columns is not None:
-            J = J.new_zeros(*J.shape[:3], record.block.shape[1]).index_add_(3, columns, J)
-        slices.append(J.flatten(2).double())
-    return torch.cat(slices)
+    return torch.cat([rows.double() for _, rows in dense_jacobians(record, jacobians)])
 
 
 class InducingInputs:
@@ -393,13 +388,6 @@ def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
     values, Q = eigh(moments, "the curvature along the inducing directions")
     assert Q is not None
     return (Q * values.clamp_min(0).sqrt()).T
-
-
-def joined_folds(folds: Sequence[Fold]) -> Fold:
-    """Join folds to one."""
-    pairs = [pair for fold in folds for pair in fold.pairs]
-    first_indices = [index for fold in folds for index in fold.first_indices]
-    return Fold(pairs, first_indices, sum(fold.size for fold in folds))
 
 
 def all_inputs(context: FitContext, data: FitData) -> Inputs:

@@ -165,6 +165,22 @@ def _triangular(
     return torch.linalg.qr(rows.mT, mode="r").R.mT
 
 
+def dense_jacobians(
+    record: BlockRecord, jacobians: Jacobians = rotated_jacobians
+) -> Iterator[tuple[slice, Float[Tensor, "part columns d"]]]:
+    """Yield rows of all of a block's parameters, with the examples that they belong to.
+
+    Args:
+        record: The record of the block.
+        jacobians: A function that computes Jacobians.
+    """
+    d_in = record.block.shape[1]
+    for examples, J, columns in jacobians(record, None, None):
+        if columns is not None:
+            J = J.new_zeros(*J.shape[:3], d_in).index_add_(3, columns, J)
+        yield examples, J.flatten(2)
+
+
 def joint_jacobians(
     record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
 ) -> Iterator[Rotated]:

@@ -368,6 +368,13 @@ class Fold:
         first_indices = list(accumulate(sizes[:-1], initial=0)) if sizes else []
         return cls(list(pairs), first_indices, sum(map(weight_of, pairs)))
 
+    @classmethod
+    def joined(cls, folds: "Sequence[Fold]") -> "Fold":
+        """Join folds to one, with their pairs fold after fold."""
+        pairs = [pair for fold in folds for pair in fold.pairs]
+        first_indices = [index for fold in folds for index in fold.first_indices]
+        return cls(pairs, first_indices, sum(fold.size for fold in folds))
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.pairs)
 

@@ -48,14 +48,8 @@ class DiagonalCurvature(CurvatureStructure):
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
         """Measure the diagonal on all folds, which is its value on held-out folds."""
-        pairs = []
-        first_indices = []
-        size = 0.0
-        for fold in split_folds(context.ranks, data, num_folds):
-            pairs.extend(fold.pairs)
-            first_indices.extend(fold.first_indices)
-            size += fold.size
-        return self.fit(context, Fold(pairs, first_indices, size))
+        folds = split_folds(context.ranks, data, num_folds)
+        return self.fit(context, Fold.joined(folds))
 
     def update(
         self,

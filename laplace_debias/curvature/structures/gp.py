@@ -19,7 +19,6 @@ from laplace_debias.curvature.fits.inducing import (
     all_inputs,
     drawn_inputs,
     independent_rows,
-    joined_folds,
     leading_examples,
     root_rows,
     rotate_to_eigenvectors,
@@ -27,7 +26,7 @@ from laplace_debias.curvature.fits.inducing import (
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batches import FitData, Fold
 from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, num_examples, take
 from laplace_debias.curvature.network.outputs import MEMORY_BOUND
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -143,7 +142,7 @@ class GpCurvature(DenseCurvature):
         The inducing inputs are those of all folds.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        inducing = self._inducing_inputs(context, self._inputs(context, joined_folds(folds)))
+        inducing = self._inducing_inputs(context, self._inputs(context, Fold.joined(folds)))
 
         def fit_output(
             context: FitContext, output: int | None

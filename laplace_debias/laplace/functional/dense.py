@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.fits.inducing import InducingDirections, block_rows
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -113,16 +113,13 @@ class DenseMoments:
         gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
         along = gram.new_zeros(*into.shape[1:3], self._num_directions)
         for record in records:
-            block = record.block
-            U = self._directions[block]
-            for examples, J, columns in self._jacobians(record, None, None):
-                if columns is not None:
-                    J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
-                rows = J.flatten(2).double()
+            U = self._directions[record.block]
+            for examples, rows in dense_jacobians(record, self._jacobians):
+                rows = rows.double()
                 gram[examples] += self._product(rows, rows)
                 along[examples] += rows @ U.double()
             # Let go before the next block's are made.
-            del record, J, rows
+            del record, rows
         return gram, along
 
     def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
