@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import markdown_table
-from laplace_debias.curvature.fits.directions import add_moments
+from laplace_debias.curvature.fits.gram_factor import add_moments
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layer_rules.patches import (
     fastest_moments,

@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Factor, GramFactor
 from laplace_debias.curvature.fits.factor_keys import Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums, SideSums, factor_sums
 from laplace_debias.curvature.fits.forward_passes import ForwardPasses
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood

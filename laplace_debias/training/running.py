@@ -11,16 +11,10 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import (
-    Eigenbasis,
-    Factor,
-    GramFactor,
-    directional_curvature,
-    moments,
-    outer,
-)
+from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
-from laplace_debias.curvature.fits.magnitudes import SquaredGradients
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
+from laplace_debias.curvature.fits.magnitudes import SquaredGradients, directional_curvature
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.records import BlockRecord

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import crossfit
 from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes, numerical_rank
-from laplace_debias.curvature.fits.directions import resolution
+from laplace_debias.curvature.fits.degenerate import resolution
 
 ROUNDING = 1e-10
 

@@ -9,8 +9,8 @@ from cases import one_axis_at_a_time
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import directions, factors
-from laplace_debias.curvature.fits.directions import GramFactor
+from laplace_debias.curvature.fits import directions, factors, gram_factor, magnitudes
+from laplace_debias.curvature.fits.gram_factor import GramFactor
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -47,7 +47,7 @@ def batches(*sizes):
 def keep_rows(monkeypatch, from_size=2, thin_from=2):
     """Keep rows of factors of so many columns, and make their directions thin."""
     monkeypatch.setattr(factors, "_WIDE", from_size)
-    monkeypatch.setattr(directions, "_THIN_FROM", thin_from)
+    monkeypatch.setattr(gram_factor, "_THIN_FROM", thin_from)
 
 
 def fit(curvature, mode, sharing="expand", **options):
@@ -187,12 +187,12 @@ def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, 
     record = BlockRecord(block, model[0], [x], [g])
     ranks = 3, 5
     U_G, U_A = (torch.linalg.qr(torch.randn(*block.groups, d, d).double())[0] for d in block.shape)
-    expected = directions.ekfac_magnitudes(record, U_G, U_A)
+    expected = magnitudes.ekfac_magnitudes(record, U_G, U_A)
     for dim, rank in zip((-2, -1), ranks, strict=True):
         kept, rest = expected.tensor_split([rank], dim)
         expected = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
     thin = (U[..., :rank] for U, rank in zip((U_G, U_A), ranks, strict=True))
-    actual = directions.ekfac_magnitudes(record, *thin)
+    actual = magnitudes.ekfac_magnitudes(record, *thin)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -227,16 +227,16 @@ def test_products_of_rows_are_those_of_dense_matrices(shape):
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     by_group = rows.reshape(len(rows), -1, shape[-1]).unbind(1)
     expected = torch.stack([group.T @ group for group in by_group])
-    products = directions.moments(rows)
+    products = gram_factor.moments(rows)
     torch.testing.assert_close(products, expected.view_as(products), rtol=1e-12, atol=1e-12)
     total = torch.ones_like(products)
-    directions.add_moments(total, rows)
+    gram_factor.add_moments(total, rows)
     torch.testing.assert_close(total, expected.view_as(total) + 1, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("shape", "has_strips"), [((64, 256), False), ((512, 256), True)])
 def test_only_large_products_of_rows_are_computed_in_strips(shape, has_strips):
     with torch.profiler.profile() as profile:
-        directions.moments(torch.randn(shape))
+        gram_factor.moments(torch.randn(shape))
     products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm_")]
     assert (len(products) > 1) == has_strips

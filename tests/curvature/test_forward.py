@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Factor, GramFactor
 from laplace_debias.curvature.fits.factor_keys import Side
 from laplace_debias.curvature.fits.factor_sums import SideSums, factor_sums
 from laplace_debias.curvature.fits.forward_passes import ForwardPasses
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace_debias.curvature.fits.directions import GramFactor, moments
 from laplace_debias.curvature.fits.factors import input_factors
+from laplace_debias.curvature.fits.gram_factor import GramFactor, moments
 from laplace_debias.curvature.layer_rules import convolution, patches, row_products
 from laplace_debias.curvature.layer_rules.patches import (
     fastest_moments,

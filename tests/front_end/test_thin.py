@@ -13,7 +13,7 @@ from networks_of_tokens import Words
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import directions
+from laplace_debias.curvature.fits import gram_factor
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.operators.exact import exact_trace
@@ -349,7 +349,7 @@ def test_thin_finds_few_directions_and_tells_their_error(curvature, error, tmp_p
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_a_thin_posterior_is_made_thinner(monkeypatch, curvature):
     """Of few examples, whose factors are thin from the start, and once more after that."""
-    monkeypatch.setattr(directions, "_THIN_FROM", 2)
+    monkeypatch.setattr(gram_factor, "_THIN_FROM", 2)
     la, x = wide(curvature=curvature, num_examples=9)
     assert any(is_thin(block.U_A) for block in la.posterior.curvature.blocks.values())
     for error in (1e-3, 1e-1):

@@ -34,7 +34,7 @@ from laplace_debias.curvature import (
     Hessian,
     Jacobian,
 )
-from laplace_debias.curvature.fits import checkpoint, chunks, directions, factors
+from laplace_debias.curvature.fits import checkpoint, chunks, factors, gram_factor
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
@@ -154,7 +154,7 @@ def fits(rank, cases, size=SIZE, batch=BATCH):
 
 def fits_of_few_rows(rank, cases, size=SIZE, batch=BATCH):
     """The same where factors of few rows are kept as rows."""
-    thin = mock.patch.object(directions, "_THIN_FROM", 2)
+    thin = mock.patch.object(gram_factor, "_THIN_FROM", 2)
     with mock.patch.object(factors, "_WIDE", 2), thin:
         return fits(rank, cases, size, batch)
 

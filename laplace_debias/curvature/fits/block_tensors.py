@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.layer_rules import Block
 
 BlockTensors = dict[Block, Tensor]

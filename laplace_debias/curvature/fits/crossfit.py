@@ -24,25 +24,20 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.block_tensors import BlockTensors, add_to, owners_of_blocks
 from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.degenerate import average_degenerate, numerical_rank, resolution
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
-    Factor,
-    GramFactor,
-    average_degenerate,
-    directional_curvature,
     eigh,
-    moments,
     num_remaining,
-    numerical_rank,
     outer,
-    resolution,
     trace_along,
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
-from laplace_debias.curvature.fits.magnitudes import exact_sums
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
+from laplace_debias.curvature.fits.magnitudes import directional_curvature, exact_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
@@ -286,7 +281,7 @@ def crossfit_magnitudes(
     the i-th eigenvector of the other folds, in descending order of their eigenvalues. If there are
     fewer directions than dimensions, the last magnitude belongs to all remaining ones. Curvature
     along directions that the other folds do not determine, above all those without curvature, is
-    averaged over the space of these directions; see `directions.average_degenerate`.
+    averaged over the space of these directions; see `degenerate.average_degenerate`.
 
     A diagonal factor's directions are the coordinate axes, whatever the data: its magnitudes are
     its entries, on held-out folds too.

@@ -12,14 +12,9 @@ from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
-from laplace_debias.curvature.fits.directions import (
-    add_moments,
-    average_degenerate,
-    eigh,
-    eigh_in_full,
-    moments,
-    resolution,
-)
+from laplace_debias.curvature.fits.degenerate import average_degenerate, resolution
+from laplace_debias.curvature.fits.directions import eigh, eigh_in_full
+from laplace_debias.curvature.fits.gram_factor import add_moments, moments
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import dense_jacobians

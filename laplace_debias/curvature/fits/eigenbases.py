@@ -8,15 +8,10 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.block_tensors import owners_of_blocks
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import (
-    Eigenbasis,
-    Eigenpairs,
-    Factor,
-    GramFactor,
-    eigh_of_each,
-)
+from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs, eigh_of_each
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 

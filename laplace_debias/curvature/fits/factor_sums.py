@@ -19,9 +19,9 @@ from laplace_debias.curvature.fits.block_tensors import (
 )
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
-from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord

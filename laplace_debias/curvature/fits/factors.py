@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Factor, GramFactor, add_moments, moments
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_moments, moments
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, select_positions
 from laplace_debias.curvature.layers.records import BlockRecord

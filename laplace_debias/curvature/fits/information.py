@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.fits.directions import Factor, GramFactor
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin

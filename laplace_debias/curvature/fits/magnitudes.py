@@ -17,23 +17,17 @@ from laplace_debias.curvature.fits.block_tensors import (
 )
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
-from laplace_debias.curvature.fits.directions import (
-    Eigenbasis,
-    Factor,
-    GramFactor,
-    directional_curvature,
-    ekfac_magnitudes,
-    outer,
-    trace_along,
-)
+from laplace_debias.curvature.fits.directions import Eigenbasis, num_remaining, outer, trace_along
 from laplace_debias.curvature.fits.factor_keys import Side
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, SideSums
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
 
 
 @dataclass(frozen=True)
@@ -135,6 +129,36 @@ class DirectionalCurvature(FactorAccumulator):
         self.A = ProjectedSums(context, Side.A, directions_A)
 
 
+def directional_curvature(
+    factor: Factor, U: Float[Tensor, "*groups d r"] | None
+) -> Float[Tensor, "*groups values"]:
+    r"""Compute a factor's curvature along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
+
+    If U is thin, its mean along all other directions follows.
+    """
+    if isinstance(factor, GramFactor):
+        return sum_remainder(coordinates(factor.rows, U).square().sum(0), U)
+    if factor.ndim == 1:
+        return factor if U is None else U.square().T @ factor
+    if U is None:
+        return factor.diagonal(dim1=-2, dim2=-1)
+    return ((factor @ U) * U).sum(-2).clamp_min(0)
+
+
+def sum_remainder(
+    squares: Float[Tensor, "*n columns"], U: Tensor | None
+) -> Float[Tensor, "*n values"]:
+    """Replace the squares in the directions that thin ones do not span by their mean.
+
+    Squares are those of coordinates in the frame of thin directions, `[..., r + d]`; they are
+    returned unchanged if U is not thin.
+    """
+    if not is_thin(U):
+        return squares
+    spanned, remainder = squares.split([U.shape[-1], U.shape[-2]], -1)
+    return torch.cat([spanned, remainder.sum(-1, keepdim=True) / num_remaining(U)], -1)
+
+
 def exact_sums(
     context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
 ) -> tuple[BlockTensors, DataTotals]:
@@ -190,6 +214,46 @@ class SquaredGradients(Accumulator):
         """Check that the squares are finite, and add those of all processes."""
         check_finite(self.squares)
         self.squares = sum_over_processes(self.context, self.squares)
+
+
+def ekfac_magnitudes(
+    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
+) -> Float[Tensor, "*groups d_out d_in"]:
+    r"""Compute the exact curvature along a block's directions, summed over examples.
+
+    $\Lambda_{ij} = \sum_n\sum_k \big((U_G^\top (\sum_t g_{kt} a_t^\top) U_A)_{ij}\big)^2$
+
+    Reference: George et al. (2018), "Fast approximate natural gradient descent in a
+    Kronecker-factored eigenbasis".
+    """
+    block = record.block
+    is_linear = block.rule.is_linear and not block.is_exact
+    total: Tensor | None = None
+    if is_linear and len(record.inputs) == 1 and record.inputs[0].ndim == 2:
+        # One position: the square of the outer product is the outer product of the squares.
+        activations = block.rule.activations(record.layer, block, record.inputs[0])
+        a = coordinates(activations[:, 0], U_A)
+        rows = coordinates(record.columns()[0][..., 0], U_G)
+        total = rows.square().sum(0).T @ a.square()
+    else:
+        # A frame has one more coordinate for each thin direction.
+        frame = [
+            d + U.shape[-1] if is_thin(U) else d
+            for d, U in zip(block.shape, (U_G, U_A), strict=True)
+        ]
+        for _, J, columns in rotated_jacobians(record, U_G, U_A):
+            squares = J.square().sum((0, 1))
+            if total is None and columns is None and list(squares.shape[-2:]) == frame:
+                total = squares
+                continue
+            if total is None:
+                total = squares.new_zeros(*squares.shape[:-2], *frame)
+            if columns is None:
+                total[..., : squares.shape[-2], : squares.shape[-1]] += squares
+            else:
+                total.index_add_(1, columns, squares)
+    assert total is not None
+    return sum_remainder(sum_remainder(total, U_A).mT, U_G).mT
 
 
 class _DroppedSquares(SquaredGradients):

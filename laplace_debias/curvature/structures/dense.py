@@ -10,8 +10,8 @@ from torch import Tensor
 from laplace_debias.curvature.fits import dense
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
+from laplace_debias.curvature.fits.degenerate import average_degenerate
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, CountedRows, SquaresAlong
-from laplace_debias.curvature.fits.directions import average_degenerate
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData

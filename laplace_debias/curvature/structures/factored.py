@@ -6,9 +6,9 @@ from math import prod
 import torch
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.directions import Factor, GramFactor
 from laplace_debias.curvature.fits.factor_keys import FactorKey, factor_keys
 from laplace_debias.curvature.fits.factor_sums import factor_sums
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import (

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.data_pass import accumulate
+from laplace_debias.curvature.fits.degenerate import average_degenerate
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, crossfit_rows
-from laplace_debias.curvature.fits.directions import average_degenerate
 from laplace_debias.curvature.fits.inducing import (
     InducingDirections,
     InducingInputs,
