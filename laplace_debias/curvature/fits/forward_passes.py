@@ -42,7 +42,7 @@ class ForwardPasses:
         tap.forget()
         if self._presence is None:
             self._presence = Presence(context, layer_calls, outputs)
-            # Without a backward pass no gradients show them later.
+            # No backward pass will show which layers these are.
             self._presence.find_conditional_layers(x, y)
         presence = self._presence.of_chunk(x, y, weights=None, uncalled=tap.conditional)
         for block in self._blocks:

@@ -44,7 +44,7 @@ class Presence:
         self.new_blocks = {block for block in context.blocks if not block.is_exact}
 
     def find_conditional_layers(self, x: Inputs, y: Tensor) -> None:
-        """Find all layers that only some examples reach, from examples that do not reach them."""
+        """Examine all layers: find those that some of these examples do not reach."""
         self.tap.conditional |= self.positions.sites_not_reached(x, y)
         self.new_blocks.clear()
 
