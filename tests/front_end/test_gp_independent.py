@@ -322,3 +322,26 @@ MISPLACED = "^`independent_outputs` applies only to curvature=\"gp\", got 'kfac'
 def test_wrong_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         Laplace(network("classification"), **options)
+
+
+@pytest.mark.parametrize("memory_bound", [None, 8000])
+@pytest.mark.parametrize("positions", [[-1], [2, 0]])
+def test_chosen_positions_have_the_processes_of_their_outputs(positions, memory_bound):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x, y = torch.randn(20, 3, 3, dtype=torch.float64), torch.randint(2, (20, 3))
+    la = laplace(model, "classification", memory_bound=memory_bound).fit([(x, y)])
+    inputs, size = x[:4], 2 * len(positions)
+    chosen = {"positions": torch.tensor(positions)}
+
+    variances = la.functional(inputs, diagonal=True)[1][:, positions]
+    found = la.functional(inputs, diagonal=True, **chosen)[1]
+    torch.testing.assert_close(found, variances)
+
+    covariance = la.functional(inputs)[1].view(4, 3, 2, 3, 2)
+    expected = covariance[:, positions][:, :, :, positions].reshape(4, size, size)
+    torch.testing.assert_close(la.functional(inputs, **chosen)[1], expected)
+
+    covariance = la.functional(inputs, joint=True)[1].view(4, 3, 2, 4, 3, 2)
+    expected = covariance[:, positions][:, :, :, :, positions].reshape(4, size, 4, size)
+    torch.testing.assert_close(la.functional(inputs, joint=True, **chosen)[1], expected)

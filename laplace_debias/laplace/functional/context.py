@@ -17,6 +17,7 @@ from laplace_debias.curvature.network.chosen_positions import (
 from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
 from laplace_debias.curvature.network.sharded import has_units
+from laplace_debias.laplace.functional.request import output_indices
 from laplace_debias.laplace.prediction_cache import PreparedModel
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.system.checks import whole
@@ -81,6 +82,28 @@ class PredictionContext:
         by_position = indices.unflatten(0, (len(values), -1))
         starts = num_outputs * torch.arange(by_position.shape[1], device=indices.device)
         return (by_position + starts[:, None]).flatten(1)
+
+    def model_outputs(
+        self,
+        outputs: Float[Tensor, "batch *outputs"],
+        indices: Int[Tensor, "batch k"] | None,
+        examples: slice | Int[Tensor, " batch"],
+    ) -> Int[Tensor, "#batch k"]:
+        """Compute the indices of requested outputs among all outputs of the model.
+
+        Args:
+            outputs: The outputs of some examples, at the chosen positions.
+            indices: Indices of the requested ones among them; None for all.
+            examples: Which examples these are.
+        """
+        requested = output_indices(outputs, indices)
+        if self.positions is None:
+            return requested
+        num_classes = outputs.shape[-1]
+        positions = self.positions.columns[examples]
+        requested = requested.expand(len(positions), -1)
+        by_output = positions.gather(1, requested // num_classes)
+        return by_output * num_classes + requested % num_classes
 
     def by_position(
         self, values: Float[Tensor, "..."], num_outputs: int | None

@@ -183,10 +183,15 @@ class KernelMoments(DenseMoments):
 class IndependentMoments(KernelMoments):
     """The variances of outputs with separate posteriors.
 
-    Different outputs have no covariance. `columns` are the outputs that the next records belong to.
+    Different outputs have no covariance.
+
+    Attributes:
+        outputs: The requested outputs of the chunk, as indices among all outputs of the model.
+        columns: Those of them that the next records belong to.
     """
 
-    columns: Int[Tensor, "#batch columns"]
+    outputs: Int[Tensor, "#batch k"]
+    columns: slice = slice(None)
 
     def add(
         self,
@@ -202,7 +207,7 @@ class IndependentMoments(KernelMoments):
         gram, rows_by_block = self._rows(into, records)
         if not rows_by_block:
             return
-        outputs = self.columns.expand(into.shape[1:3])
+        outputs = self.outputs[:, self.columns].expand(into.shape[1:3])
         for block in self.posterior.curvature.blocks.values():
             directions = inducing_directions(block)
             assert directions.output is not None

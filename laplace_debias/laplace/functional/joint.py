@@ -23,7 +23,6 @@ from laplace_debias.laplace.functional.request import (
     CovarianceRequest,
     bytes_per_column,
     check_covariance,
-    output_indices,
     unit_columns,
 )
 from laplace_debias.laplace.state import FittedPosterior
@@ -86,11 +85,12 @@ def joint_moments(
             group = group.to(mean.device)
             group_outputs = tap.forward(take(context.x, group))
             check_outputs(group_outputs)
-            vectors = unit_columns(group_outputs, None if indices is None else indices[group])
+            group_indices = None if indices is None else indices[group]
+            vectors = unit_columns(group_outputs, group_indices)
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
             if isinstance(accumulator, IndependentMoments):
-                columns = output_indices(group_outputs, None if indices is None else indices[group])
-                accumulator.columns = columns.expand(len(group), -1).reshape(1, -1)
+                group_columns = context.model_outputs(group_outputs, group_indices, group)
+                accumulator.outputs = group_columns.expand(len(group), -1).reshape(1, -1)
             accumulator.add(total, tap.backward(group_outputs, vectors))
             by_example = total.view(*[len(group), num_columns] * 2)
             covariance[group[:, None], :, group] = by_example.permute(0, 2, 1, 3)

@@ -32,7 +32,6 @@ from laplace_debias.laplace.functional.request import (
     CovarianceRequest,
     bytes_per_column,
     check_covariance,
-    output_indices,
     unit_columns,
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -163,6 +162,8 @@ def _moments_in_chunks(
             indices = request.outputs[examples]
             mean = mean.flatten(1).gather(1, indices)
         means.append(mean)
+        if isinstance(accumulator, IndependentMoments):
+            accumulator.outputs = context.model_outputs(outputs, indices, examples)
         covariances.append(method.covariance(outputs, indices, size.columns))
     # A copy: what a model returns may be overwritten by its next pass.
     mean = torch.cat(means)
@@ -325,7 +326,7 @@ class _OfOutputs:
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
             if isinstance(accumulator, IndependentMoments):
-                accumulator.columns = output_indices(outputs, indices)[:, columns]
+                accumulator.columns = columns
             accumulator.add(into, self._tap.backward(outputs, vectors, keep_graph, skipped))
         return total
 
