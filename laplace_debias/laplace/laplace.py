@@ -65,7 +65,7 @@ from laplace_debias.laplace.thinning import Thinning, thin_posterior
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.laplace.update import update
 from laplace_debias.metrics import Report
-from laplace_debias.system.checks import check_extra, check_is
+from laplace_debias.system.checks import check_extra, check_is, whole
 from laplace_debias.system.ranks import collective, process_group, refuse_ranks
 from laplace_debias.system.shown import html_table, warn
 
@@ -772,6 +772,7 @@ class Laplace(Predictor):
         """Draw Bayesian parameters, `[n, D]`, in the model's order."""
         return self.posterior.sample(n, generator)
 
+    @explains_laplace_torch_arguments
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
@@ -850,6 +851,53 @@ class Laplace(Predictor):
             state, x, diagonal=diagonal, outputs=outputs, positions=positions
         )
         return mean, covariances[0]
+
+    def sample_outputs(
+        self,
+        x: Inputs | Record,
+        n: int,
+        method: str = "glm",
+        generator: torch.Generator | None = None,
+        *,
+        joint: bool = False,
+        positions: Positions | None = None,
+    ) -> Float[Tensor, "samples batch *outputs"]:
+        """Draw samples of the outputs, `[n, B, ..., C]`: logits, or means of regression targets.
+
+        They have the mean and covariance of `functional`: neither the link's temperature nor the
+        noise of a regression is in them. Samples of targets come from `predict(x).sample((n,))`.
+
+        Args:
+            x: Inputs, `[B, ...]`, as `predict` takes them.
+            n: Number of samples.
+            method: `"glm"`: from the Gaussian of the linearised network's outputs. `"glm-mc"`: the
+                linearised network at `n` samples of the parameters. `"nn"`: the network itself at
+                `n` samples of the parameters. The last two are joint samples over all inputs.
+            generator: Seeds the draws; None for torch's global generator.
+            joint: For `"glm"`, whether a sample is one function at all inputs, as for Thompson
+                sampling; otherwise the samples at different inputs are independent. The covariance
+                of all outputs at all inputs is then decomposed, `[B·C, B·C]`.
+            positions: Which positions; see `predict`.
+
+        Raises:
+            ValueError: For `"map"`, which has no samples; also what `functional` raises.
+            RuntimeError: Before a fit, if the model has changed since, or under autocast.
+        """
+        whole(n, "n")
+        if method == "map":
+            raise ValueError(
+                '`method="map"` is the trained network, which has no samples. Use "glm", "glm-mc" '
+                'or "nn".'
+            )
+        sampled = PredictionMethod(method, n, generator, positions)
+        fit = LinkedFit(self._fitted, None)
+        with torch.inference_mode(False):
+            if not (joint and sampled.name == "glm"):
+                return fit.draws(x, sampled)
+            mean, covariance = joint_moments(fit.fitted, x, None, positions)
+            size = mean.numel()
+            covariance = covariance.reshape(1, size, size)
+            return fit.draws_of_moments(mean.unsqueeze(0), covariance, sampled).squeeze(1)
 
     def marginals(
         self,

@@ -63,6 +63,11 @@ class PredictionMethod:
         generator: torch.Generator | None = None,
         positions: Positions | None = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"`method` is a {type(name).__name__}. Pass the name of a method. A model with "
+                "several inputs takes them as one tuple, `predict((x1, x2))`."
+            )
         if name not in METHODS:
             raise ValueError(f"Unknown method={name!r}. Use one of {', '.join(METHODS)}.")
         check_generator(generator)

@@ -274,7 +274,12 @@ def choose(table: GridMetrics, metric: str) -> tuple[Tuning, int]:
     best_delta = table.prior_precisions[best]
     notes = []
     if len(points) > 1 and not is_flat:
-        notes += _notes_on_grid_ends(best_delta, is_first=best == 0, is_last=best == points[-1])
+        notes += _notes_on_grid_ends(
+            best_delta,
+            is_first=best == 0,
+            is_last=best == points[-1],
+            with_noise=table.sigma_factors is not None,
+        )
     if len(links) > 1:
         notes += _notes_on_temperature_ends(links[link])
     if best > 0 and not values[best - 1].isfinite():
@@ -403,17 +408,21 @@ def _notes_on_lower_scores(
     return [f"{lower_score} {rule}"]
 
 
-def _notes_on_grid_ends(delta: float, *, is_first: bool, is_last: bool) -> list[str]:
+def _notes_on_grid_ends(
+    delta: float, *, is_first: bool, is_last: bool, with_noise: bool
+) -> list[str]:
     """Note that the best prior precision is the first or the last of the grid."""
+    at_this_noise = " (sigma then stays as it is now)" if with_noise else ""
     if is_first:
         return [
             f"The best value is the smallest that was tried, {delta:.3g}. {_TUNE_AGAIN} smaller "
-            "ones."
+            f"ones{at_this_noise}."
         ]
     if is_last:
         return [
             f"The best value is the largest that was tried, {delta:.3g}. {_TUNE_AGAIN} larger "
-            "ones, or predict with method='map', which has no uncertainty of the parameters."
+            f"ones{at_this_noise}, or predict with method='map', which has no uncertainty of the "
+            "parameters."
         ]
     return []
 

@@ -1,5 +1,6 @@
 """`method="glm-mc"` of operations whose forward derivative torch lacks, or has wrong."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -350,3 +351,55 @@ def test_operations_of_torch(name):
     # torch's own derivative of hardsigmoid, which is the reference, has 1/6 in single precision.
     tolerance = 1e-7 if name == "hardsigmoid" else 1e-9
     close(linearised_outputs(model, ["weight"], x, draws), expected, tolerance)
+
+
+def fitted_classifier():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x, y = torch.randn(20, 3, dtype=torch.float64), torch.randint(2, (20,))
+    return Laplace(model).fit([(x, y)]), x[:3]
+
+
+def test_sampled_outputs_have_the_functional_moments():
+    la, x = fitted_classifier()
+    draws = la.sample_outputs(x, 20_000, generator=torch.Generator().manual_seed(0))
+    mean, covariance = la.functional(x)
+    scale = covariance.amax() ** 0.5
+    torch.testing.assert_close(draws.mean(0), mean, atol=0.03 * float(scale), rtol=0)
+    for index in range(len(x)):
+        found = torch.cov(draws[:, index].T)
+        torch.testing.assert_close(found, covariance[index], atol=0.05 * float(scale), rtol=0.05)
+    # Different inputs are drawn independently of each other.
+    between = torch.corrcoef(draws.flatten(1).T)[0:2, 2:]
+    assert between.abs().max() < 0.03
+
+
+def test_jointly_sampled_outputs_are_functions_of_all_inputs():
+    la, x = fitted_classifier()
+    draws = la.sample_outputs(x, 20_000, generator=torch.Generator().manual_seed(0), joint=True)
+    expected = la.functional(x, joint=True)[1].reshape(6, 6)
+    found = torch.cov(draws.flatten(1).T)
+    torch.testing.assert_close(found, expected, atol=0.05 * float(expected.max()), rtol=0)
+    # The covariance of nearly equal inputs is singular.
+    close = x[:1] + 1e-9 * torch.arange(50, dtype=torch.float64)[:, None]
+    assert la.sample_outputs(close, 5, joint=True).shape == (5, 50, 2)
+
+
+def test_outputs_at_sampled_parameters_are_those_of_the_parameters():
+    la, x = fitted_classifier()
+    draws = la.sample_outputs(x, 3, "nn", torch.Generator().manual_seed(1))
+    parameters = la.sample(3, torch.Generator().manual_seed(1))
+    model = copy.deepcopy(la.model)
+    for theta, outputs in zip(parameters, draws, strict=True):
+        nn.utils.vector_to_parameters(theta, model.parameters())
+        torch.testing.assert_close(model(x), outputs)
+
+
+def test_what_cannot_be_sampled_says_so():
+    la, x = fitted_classifier()
+    with pytest.raises(ValueError, match=r'"map"` is the trained network, which has no samples'):
+        la.sample_outputs(x, 3, "map")
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        la.sample_outputs(x, 0)
+    with pytest.raises(TypeError, match=r"takes them as one tuple"):
+        la.predict(x, x)

@@ -87,11 +87,14 @@ class BatchReader:
                 raise TypeError(
                     f"The function `batch=` returned {came}. Return a pair (inputs, targets)."
                 )
+            single = ""
+            if isinstance(batch, Tensor):
+                single = " If the data are a single batch, pass it in a list, `[(x, y)]`."
             raise TypeError(
                 "Batches must be pairs (inputs, targets), or mappings or dataclasses in "
                 "which the targets have one of the names "
                 f"{', '.join(map(repr, TARGETS))}, got {came}. For other batches, "
-                f"{USE_A_HOOK}. Combine several inputs in a tuple or a dict."
+                f"{USE_A_HOOK}. Combine several inputs in a tuple or a dict.{single}"
             )
         return _checked(inputs, targets, weights, name)
 
