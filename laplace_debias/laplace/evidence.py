@@ -387,10 +387,11 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
     assert isinstance(likelihood, Gaussian)
     earlier = fitted.likelihood.curvature_sigma
     sigma = likelihood.sigma
-    if earlier.ndim == sigma.ndim and earlier.shape != sigma.shape:
+    if sigma.ndim and earlier.shape != sigma.shape:
+        at_the_fit = f"{len(earlier)} entries" if earlier.ndim else "a single entry"
         raise ValueError(
-            f"`sigma` has {len(sigma)} entries, but the model has {len(earlier)} outputs. Pass one "
-            "number, or one number per output."
+            f"`sigma` has {len(sigma)} entries, but had {at_the_fit} at the fit. Pass as many, or "
+            "fit again with Laplace(..., sigma=)."
         )
     factors = (sigma / earlier).reshape(-1)
     is_common = bool((factors / factors[0] - 1).abs().max() < 1e-6)

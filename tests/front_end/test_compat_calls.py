@@ -459,3 +459,24 @@ def test_a_state_of_another_last_layer_is_refused():
     again = Laplace(network(), "classification", last_layer_name="1")
     again.load_state_dict(state)
     assert again.n_params == named.n_params
+
+
+@pytest.mark.parametrize("precisions", [2.0, torch.linspace(0.5, 2.0, 30)])
+def test_temperature_and_prior_mean_can_be_set(precisions):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    data = DataLoader(TensorDataset(torch.randn(20, 4), torch.randint(2, (20,))), 10)
+
+    def fitted(**options):
+        la = Laplace(model, "classification", "all", "diag", prior_precision=precisions, **options)
+        la.fit(data)
+        return la
+
+    la = fitted()
+    la.temperature = 0.5
+    la.prior_mean = 0.3
+    expected = fitted(temperature=0.5, prior_mean=0.3)
+    assert la.temperature == 0.5
+    assert float(la.prior_mean.flatten()[0]) == pytest.approx(0.3)
+    close(la.posterior_variance, expected.posterior_variance)
+    close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())

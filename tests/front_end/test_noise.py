@@ -416,7 +416,7 @@ def test_a_noise_that_is_set_is_that_of_a_fit():
     torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
     for sigma, message in (
         ([1.0, 1.0], "change by the same factor"),
-        ([1.0, 2.0, 3.0], "has 3 entries, but the model has 2 outputs"),
+        ([1.0, 2.0, 3.0], "has 3 entries, but had 2 entries at the fit"),
         (-1.0, "must be a positive number"),
     ):
         with pytest.raises(ValueError, match=message):

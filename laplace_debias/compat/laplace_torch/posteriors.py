@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
@@ -570,6 +569,11 @@ class Laplace:
         """The mean of the prior, one number or one per parameter."""
         return self.posterior.prior_mean
 
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        self._fit.prior_mean = _scalar_or_vector(value)
+        self._apply_precisions()
+
     @property
     def scatter(self) -> Float[Tensor, ""]:
         """Squared distance of the parameters to the prior mean, times the prior precision."""
@@ -613,7 +617,8 @@ class Laplace:
         Setting it after a fit scales the curvature.
 
         Raises:
-            ValueError: For another likelihood, or `backend` of the empirical Fisher matrix, whose
+            ValueError: For another likelihood, if the noises of several outputs do not change by
+                the same factor, or for the `backend` of the empirical Fisher matrix, whose
                 curvature is not proportional to the inverse variance.
         """
         if self.likelihood == "regression":
@@ -622,27 +627,18 @@ class Laplace:
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        fitted = self._fit._fitted
-        evidence.tunes_noise(fitted, True)
-        assert isinstance(fitted.likelihood, Gaussian)
-        fitted_sigma = fitted.likelihood.curvature_sigma
-        sigma = torch.as_tensor(value, dtype=torch.float64).detach()
-        if sigma.numel() != 1 or fitted_sigma.numel() != 1:
-            raise ValueError(
-                "After a fit, `sigma_noise` can only be changed if both the old and the "
-                f"new value are single numbers. The old value has {fitted_sigma.numel()} "
-                f"number(s), and the new value has {sigma.numel()}. Pass `sigma_noise=` "
-                "to the constructor and fit again."
-            )
-        factor = float(sigma) / float(fitted_sigma)
-        scaled, _ = evidence.rescaled(fitted, factor, 1.0)
-        self._fit = Posterior.from_posterior(scaled.changed(prior=fitted.prior))
+        self._fit.sigma = _scalar_or_vector(value)
         self._apply_precisions()
 
     @property
     def temperature(self) -> float:
         """The temperature T."""
         return self.posterior.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._fit.temperature = value
+        self._apply_precisions()
 
     @property
     def posterior_precision(self) -> Tensor | LinearOperator:
