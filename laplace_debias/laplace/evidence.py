@@ -64,14 +64,23 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
     """Whether σ is tuned: if `sigma` is True, or if it is None and the user gave no σ.
 
     Raises:
-        ValueError: If `sigma` is True and σ cannot be tuned.
+        ValueError: If σ cannot be tuned.
+    """
+    if sigma is None:
+        sigma = fitted.likelihood.has_free_sigma and fitted.num_targets is not None
+    if sigma:
+        check_can_tune_noise(fitted)
+    return sigma
+
+
+def check_can_tune_noise(fitted: FittedPosterior) -> None:
+    r"""Require a curvature that goes with the noise, and residuals that show it.
+
+    Raises:
+        ValueError: If the likelihood is no regression, if the curvature does not go with
+            $\sigma^{-2}$, or if the residuals are zero.
     """
     likelihood = fitted.likelihood
-    if sigma is None:
-        has_residuals = fitted.num_targets is not None
-        sigma = has_residuals and likelihood.has_free_sigma
-    if not sigma:
-        return False
     if not likelihood.has_sigma:
         raise ValueError(
             "`sigma=True` tunes the noise of a regression, but the likelihood is "
@@ -96,7 +105,6 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
             "to rounding, so the noise cannot be estimated. Check that the targets "
             "are not the model's own outputs, or fit with a smaller `sigma`."
         )
-    return True
 
 
 def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | None) -> Tuning:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.backends import make_backend
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
@@ -78,7 +78,7 @@ def examine(
     example, parameters, tap = _parameters_on_examples(state, streams, reads_all)
     config = state.config
     blocks = parameters.blocks
-    backend = choose_backend(state.spec.plain_model, config.backend, blocks)(tap, blocks)
+    backend = make_backend(config.backend, state.spec.plain_model, tap, blocks)
     likelihood = NegativeLogLikelihood(state.spec.likelihood)
     context = FitContext(
         cotangents=Cotangents(likelihood, fisher, state.spec.class_dim),

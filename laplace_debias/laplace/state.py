@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.backends import uses_backpack
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
 from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
@@ -323,8 +323,7 @@ def _checked_backend(backend: str, spec: ModelSpec) -> str:
             )
         if backend == "auto":
             backend = "hooks"
-    if backend not in ("auto", "hooks"):  # These two serve every model.
-        choose_backend(spec.plain_model, backend)
+    uses_backpack(backend, spec.plain_model)  # It raises if the model cannot be served.
     return backend
 
 

@@ -93,8 +93,9 @@ def tune_on_data(
     link_from(link, likelihood)
     posterior = fitted.posterior
     points = DEFAULT_GRID if grid is None else _ascending(grid)
-    with_noise = sigma or (is_regression and grid is None)
-    with_noise = with_noise and evidence.tunes_noise(fitted, sigma)
+    # A grid is one of prior precisions at the noise as it is, unless noise is tuned on request.
+    may_tune_noise = sigma or (is_regression and grid is None)
+    with_noise = may_tune_noise and evidence.tunes_noise(fitted, sigma)
     if with_noise:
         if grid is not None:
             raise ValueError(

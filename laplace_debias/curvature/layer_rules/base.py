@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -68,18 +69,6 @@ class Block:
         is_exact: Whether the block is that of vectors, and exact, instead of Kronecker-factored.
         is_one_hot: Whether activations are unit vectors, given by their index, as an embedding's
             are; then A is diagonal.
-        size: The number of parameters in the block.
-        site: The site where the block is measured.
-        groups: The leading dimension of each tensor with an entry per group, `(g,)`; `()` for one
-            group.
-        is_joint: Whether the bias is the weight matrix's last column.
-        has_diagonal_G: Whether only G's diagonal is kept, as a vector: it is wide, or a large exact
-            block.
-        has_diagonal_A: Whether A is a vector: that of an embedding is diagonal, of a wide one its
-            diagonal.
-        factor_shapes: The shapes of G and A; that of A is `()` if the block is exact.
-        most_rows: More rows of a streamed factor than this are compressed to half as many.
-        is_streamed: Whether no matrix is made of G, and of A, which is much wider than `rank`.
     """
 
     name: str
@@ -96,40 +85,64 @@ class Block:
     is_exact: bool = False
     is_one_hot: bool = False
 
-    size: int = field(init=False)
-    site: Site = field(init=False)
-    groups: tuple[int, ...] = field(init=False)
-    is_joint: bool = field(init=False)
-    has_diagonal_G: bool = field(init=False)
-    has_diagonal_A: bool = field(init=False)
-    factor_shapes: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
-    most_rows: int | None = field(init=False)
-    is_streamed: tuple[bool, bool] = field(init=False)
-
-    def __post_init__(self) -> None:
+    @cached_property
+    def size(self) -> int:
+        """The number of parameters in the block."""
         d_out, d_in = self.shape
-        is_generic = self.rule.is_generic
-        self.size = self.num_groups * d_out * d_in
-        self.groups = () if self.num_groups == 1 else (self.num_groups,)
-        self.is_joint = len(self.parameters) == 2
-        self.most_rows = None if self.rank is None else 4 * self.rank
+        return self.num_groups * d_out * d_in
+
+    @cached_property
+    def site(self) -> Site:
+        """The site where the block is measured."""
         if self.calls:
-            self.site = Site(self.calls, True)
-        else:
-            self.site = Site((self.name if is_generic else self.layer,))
-        wide = math.inf
-        if self.most_rows is not None and not self.groups and not is_generic:
-            wide = 2 * self.most_rows
-        self.is_streamed = d_out >= wide, d_in >= wide and not self.is_one_hot
-        self.has_diagonal_G = d_out > WIDE and not self.groups and not self.is_streamed[0]
-        self.has_diagonal_A = d_in > WIDE and not self.groups and not self.is_streamed[1]
-        if is_generic:
-            self.has_diagonal_G = self.size > _DENSE_UP_TO
+            return Site(self.calls, True)
+        return Site((self.name if self.rule.is_generic else self.layer,))
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The leading dimension of each tensor with an entry per group; `()` for one group."""
+        return () if self.num_groups == 1 else (self.num_groups,)
+
+    @cached_property
+    def is_joint(self) -> bool:
+        """Whether the bias is the weight matrix's last column."""
+        return len(self.parameters) == 2
+
+    @cached_property
+    def most_rows(self) -> int | None:
+        """More rows of a streamed factor than this are compressed to half as many."""
+        return None if self.rank is None else 4 * self.rank
+
+    @cached_property
+    def is_streamed(self) -> tuple[bool, bool]:
+        """Whether no matrix is made of G, and of A, which is much wider than `rank`."""
+        if self.most_rows is None or self.groups or self.rule.is_generic:
+            return False, False
+        d_out, d_in = self.shape
+        wide = 2 * self.most_rows
+        return d_out >= wide, d_in >= wide and not self.is_one_hot
+
+    @cached_property
+    def has_diagonal_G(self) -> bool:  # noqa: N802 (the name of the factor)
+        """Whether only G's diagonal is kept: it is wide, or that of a large exact block."""
+        if self.rule.is_generic:
+            return self.size > _DENSE_UP_TO
+        return self.shape[0] > WIDE and not self.groups and not self.is_streamed[0]
+
+    @cached_property
+    def has_diagonal_A(self) -> bool:  # noqa: N802 (the name of the factor)
+        """Whether A is a vector: that of an embedding is diagonal, of a wide one its diagonal."""
         if self.is_one_hot:
-            self.has_diagonal_A = True
+            return True
+        return self.shape[1] > WIDE and not self.groups and not self.is_streamed[1]
+
+    @cached_property
+    def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of G and A; that of A is `()` if the block is exact."""
+        d_out, d_in = self.shape
         G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
         A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
-        self.factor_shapes = G, () if self.is_exact else A
+        return G, () if self.is_exact else A
 
 
 ModuleTypes = tuple[type[nn.Module] | str, ...]

@@ -18,7 +18,7 @@ convolutional layers of a sequential network. Everything around them is of this 
   network it is a loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -171,28 +171,44 @@ Backend = Tap | BackpackTap
 """Runs batches forward and back, and yields blocks on the way."""
 
 
-def choose_backend(
-    model: nn.Module, name: str, blocks: Sequence[Block] = ()
-) -> Callable[[Tap, Sequence[Block]], Backend]:
-    """Choose a backend by its name.
+def make_backend(name: str, model: nn.Module, tap: Tap, blocks: Sequence[Block]) -> Backend:
+    """Make the backend of a name, which runs the network of a tap.
+
+    Args:
+        name: `"backpack"`, `"hooks"` or `"auto"`.
+        model: The user's model.
+        tap: The tap of its working copy.
+        blocks: The curvature blocks.
+    """
+    if uses_backpack(name, model, blocks):
+        return BackpackTap(tap, blocks)
+    return tap.attach(blocks)
+
+
+def uses_backpack(name: str, model: nn.Module, blocks: Sequence[Block] = ()) -> bool:
+    """Whether the backend of a name is BackPACK, rather than hooks.
 
     `"auto"` is BackPACK where it can be trusted, and hooks elsewhere and for convolutions on a
     processor, whose cotangents they push back in less time.
+
+    Raises:
+        ValueError: If there is no such backend.
+        NotImplementedError: For `"backpack"`, if BackPACK does not support the model.
     """
     if name == "hooks":
-        return Tap.attach
+        return False
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}. Use 'auto', 'backpack' or 'hooks'.")
     if name == "auto" and any(map(_differentiates_one_by_one, model.modules())):
-        return Tap.attach
+        return False
     obstacle = why_not_backpack(model)
     for block in blocks:
         if obstacle is None and block.rule.is_generic:
             obstacle = f"{block.name} is not a parameter of a layer that BackPACK supports"
     if obstacle is None:
-        return BackpackTap
+        return True
     if name == "auto":
-        return Tap.attach
+        return False
     raise NotImplementedError(
         f'BackPACK does not support this model: {obstacle}. Use `backend="hooks"` or '
         '`backend="auto"`.'

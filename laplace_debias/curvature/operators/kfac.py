@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.backends import make_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
@@ -198,7 +198,7 @@ class KFAC(Permuted):
             context = FitContext(
                 cotangents,
                 blocks,
-                choose_backend(unwrapped(model), backend, blocks)(tap, blocks),
+                make_backend(backend, unwrapped(model), tap, blocks),
                 factor_dtype,
                 memory_bound=memory_bound,
                 ranks=process_group(),
