@@ -368,7 +368,7 @@ class _Subspace:
 
     def __init__(
         self,
-        eigenvalues: Float[Tensor, "*groups d"],
+        eigenvalues: Float[Tensor, "*groups k"],
         U: Float[Tensor, "*groups d r"],
         dtype: torch.dtype,
     ) -> None:

@@ -76,32 +76,44 @@ def _rotated_slice(
     for all_inputs, all_gradients in record.calls():
         x = all_inputs[examples]
         g = all_gradients[:, examples]
-        if is_summed_first:
-            summed = rule.summed_products(layer, block, x, g)
-            if summed is not None:
-                product = coordinates(summed, U_A)
-                total = product if total is None else total.add_(product)
-                continue
-        if is_apart and is_thin(U_A):
-            a = rule.activations(layer, block, x)
-            is_few = a.shape[1] < block.shape[1]
-            a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
+        summed = rule.summed_products(layer, block, x, g) if is_summed_first else None
+        if summed is not None:
+            product = coordinates(summed, U_A)
         else:
-            a = rule.activations_along(layer, block, x, U_A)
-        # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves every
-        # column.
-        rows = rule.output_gradients(layer, block, x, g).movedim(0, -3)
-        if has_few_rows:
-            by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
-            few = _few_coordinates(by_example.flatten(1, 2), U_G)
-            rows = few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))
-        elif not is_summed_first:
-            rows = _along(U_G, rows)
-        product = rows.flatten(-3, -2) @ a.movedim(1, -2)
+            a = _activations_along(record, x, U_A, is_apart)
+            rows = rule.output_gradients(layer, block, x, g).movedim(0, -3)
+            if has_few_rows:
+                rows = _few_gradients(rows, U_G)
+            elif not is_summed_first:
+                rows = _along(U_G, rows)
+            # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
+            # column.
+            product = rows.flatten(-3, -2) @ a.movedim(1, -2)
         total = product if total is None else total.add_(product)
     assert total is not None
     J = total.unflatten(-2, (num_columns, -1))
     return (_along(U_G, J) if is_summed_first else J).movedim(-3, 1)
+
+
+def _activations_along(
+    record: BlockRecord, x: Tensor, U_A: Tensor | None, is_apart: bool
+) -> Float[Tensor, "batch positions *groups some_d_in"]:
+    """Rotate the activations of a layer, for some examples."""
+    block = record.block
+    if not (is_apart and is_thin(U_A)):
+        return block.rule.activations_along(record.layer, block, x, U_A)
+    a = block.rule.activations(record.layer, block, x)
+    is_few = a.shape[1] < block.shape[1]
+    return _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
+
+
+def _few_gradients(
+    rows: Float[Tensor, "batch *groups columns d_out positions"], U_G: Tensor | None
+) -> Float[Tensor, "batch *groups columns few positions"]:
+    """Rotate output gradients that are fewer, over columns and positions, than outputs."""
+    by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
+    few = _few_coordinates(by_example.flatten(1, 2), U_G)
+    return few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))
 
 
 def single_products(
