@@ -116,10 +116,12 @@ def thin_posterior(
     measured_on_variances = variances(fitted, measured_on)
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
     largest_block = max(fitted.posterior.curvature.sizes)
-    low = float(_gain(torch.as_tensor(2 * float(bound)))) / largest_block
+    low = float(_gain(2 * bound.double())) / largest_block
+    # The square of a very small error is 0, which no bisection of a ratio gets away from.
+    low = max(low, torch.finfo(torch.float64).tiny)
     high = max(float(_gain(ratios).sum()) for ratios in _curvature_ratios(fitted).values())
     while high > _FACTOR * low:
-        middle = math.sqrt(low * high)
+        middle = math.sqrt(low) * math.sqrt(high)
         compressed = compress(fitted, middle)
         if bool((errors(compressed, chosen_on, chosen_on_variances) <= bound).all()):
             low = middle
@@ -186,17 +188,17 @@ def _compress_block(block: LinearOperator, ratios: Tensor, threshold: float) -> 
 
 
 def _gain(ratios: Tensor) -> Tensor:
-    """Compute x² / (1 + x)."""
-    return ratios.square() / (1 + ratios)
+    """Compute x² / (1 + x), without the square, which overflows first."""
+    return ratios * (ratios / (1 + ratios))
 
 
 def _curvature_ratios(fitted: FittedPosterior) -> dict[str, Tensor]:
-    """Compute x = N Λ / (T δ) for every block."""
+    """Compute x = N Λ / (T δ) for every block, in float64: sums of x can exceed float32."""
     posterior = fitted.posterior
     blocks = posterior.curvature.blocks
-    deltas = posterior.prior_precision.to(posterior.mean).expand(len(blocks))
+    deltas = posterior.prior_precision.to(posterior.mean.device).double().expand(len(blocks))
     return {
-        name: posterior.data_weight / delta * block.magnitudes
+        name: posterior.data_weight / delta * block.magnitudes.double()
         for (name, block), delta in zip(blocks.items(), deltas, strict=True)
     }
 

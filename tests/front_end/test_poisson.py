@@ -12,6 +12,7 @@ from torch.distributions import Poisson as PoissonDistribution
 
 from laplace_debias import Laplace, Likelihood, Mixture, Poisson
 from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian
+from laplace_debias.curvature.losses.likelihoods import poisson
 from laplace_debias.curvature.losses.likelihoods.poisson import PoissonLogNormal
 
 N, DELTA = 30, 0.8
@@ -128,6 +129,64 @@ def test_quantiles_are_the_smallest_counts():
     assert quantiles[:, -1].tolist() == expected.tolist()
     with pytest.raises(ValueError, match="greater than 0 and less than 1"):
         counts.icdf(torch.tensor(1.0))
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Makes a bisection that does not end an error."""
+
+    def counted(cdf, probabilities):
+        num_steps = 0
+
+        def cdf_of_step(counts):
+            nonlocal num_steps
+            num_steps += 1
+            assert num_steps < 400, "the bisection does not end"
+            return cdf(counts)
+
+        return smallest_count(cdf_of_step, probabilities)
+
+    smallest_count = poisson.smallest_count
+    monkeypatch.setattr(poisson, "smallest_count", counted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("log_mean", [17.0, 19.0, 30.0, 36.0, 60.0, 80.0])
+@pytest.mark.parametrize("variance", [1e-4, 0.3, 4.0])
+def test_quantiles_of_large_counts_are_log_normal(few_steps, dtype, log_mean, variance):
+    """Neighbouring counts of float32 are more than 1 apart, and the counts' noise is small."""
+    counts = PoissonLogNormal(torch.tensor(log_mean).to(dtype), torch.tensor(variance).to(dtype))
+    probabilities = torch.tensor([0.025, 0.5, 0.975]).double()
+    deviation = math.sqrt(variance + math.exp(-log_mean))
+    expected = (log_mean + deviation * torch.special.ndtri(probabilities)).exp()
+    quantiles = torch.stack([counts.icdf(probability) for probability in probabilities])
+    assert quantiles.dtype == dtype
+    torch.testing.assert_close(quantiles.double(), expected, rtol=2e-5, atol=0)
+
+
+def test_a_quantile_in_single_precision_is_the_smallest_of_its_counts(few_steps):
+    """The quantile in double precision lies between two counts, and is rounded up."""
+    rounded = PoissonLogNormal(torch.tensor(19.0), torch.tensor(0.3))
+    variance = rounded.log_variance.double()
+    exact = PoissonLogNormal(torch.tensor(19.0).double(), variance)
+    for probability in torch.linspace(0.01, 0.99, 20):
+        count = rounded.icdf(probability)
+        below = count.nextafter(torch.tensor(0.0))
+        assert below.double() < exact.icdf(probability.double()) <= count.double()
+
+
+def test_quantiles_of_a_mixture_of_large_counts(few_steps):
+    rates = torch.tensor([[2e8], [5e8]])
+    mixture = Poisson().marginal_mixture(rates.log())
+    expected = scipy.stats.poisson(rates[0].log().exp().double().numpy()).ppf(0.95)
+    (quantile,) = mixture.icdf(torch.tensor([0.475]))
+    assert quantile.item() == pytest.approx(float(expected[0]), rel=1e-7)
+
+
+def test_labels_of_large_rates_are_drawn(few_steps):
+    log_rates = torch.tensor([[40.0, 85.0]]).double()
+    drawn = Poisson().sample(log_rates, torch.tensor([[0.5, 0.9]]).double())
+    torch.testing.assert_close(drawn.log(), log_rates)
 
 
 def test_draws_have_the_moments():

@@ -12,8 +12,9 @@ from language import GPT
 from networks_of_tokens import Words
 from torch import nn
 
-from laplace_debias import Laplace
+from laplace_debias import Gaussian, Laplace
 from laplace_debias.curvature.fits import gram_factor
+from laplace_debias.laplace import thinning
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.operators.exact import exact_trace
@@ -369,6 +370,43 @@ def test_less_error_keeps_more():
         shares.append(la.thin(x[:10], error).share)
     assert shares == sorted(shares)
     assert shares[0] < 0.8 * shares[-1]
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Makes a bisection that does not end an error."""
+    num_steps = 0
+
+    def counted(fitted, threshold):
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps < 100, "the bisection does not end"
+        return compress(fitted, threshold)
+
+    compress = thinning.compress
+    monkeypatch.setattr(thinning, "compress", counted)
+
+
+@pytest.mark.parametrize("sigma", [1e-10, 1e-17])
+def test_small_noise_in_single_precision_keeps_what_double_precision_keeps(few_steps, sigma):
+    """The squared ratios of the curvature to the prior precision exceed float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).eval()
+    x, y = torch.randn(64, 6) * torch.logspace(0, -2, 6), torch.randn(64, 2)
+    shares = []
+    for dtype in (torch.float64, torch.float32):
+        la = Laplace(model.to(dtype), Gaussian(sigma), curvature="kfac", prior_precision=1e-3)
+        found = la.fit([(x.to(dtype), y.to(dtype))]).thin(x[:20].to(dtype), 1e-2)
+        shares.append(found.share)
+    assert shares[1] == pytest.approx(shares[0], rel=0.2)
+
+
+@pytest.mark.parametrize("error", [1e-23, 1e-160])
+def test_an_error_whose_square_is_zero_keeps_nearly_everything(few_steps, error):
+    la, x = wide()
+    found = la.thin(x[:10], error)
+    assert found.share > 0.9
+    assert found.largest < 1e-12
 
 
 def test_thin_looks_at_the_prior_precision_and_the_temperature_at_hand():

@@ -159,10 +159,19 @@ class _Counts(Distribution):
 
     def cdf(self, value: Tensor) -> Tensor:
         """Compute the probability of at most this count."""
+        counts = torch.as_tensor(value, dtype=torch.float64, device=self.mean.device)
+        return self._cdf(counts).to(self.mean.dtype)
+
+    def _cdf(self, counts: Tensor) -> Tensor:
+        """Compute the distribution function in float64."""
         raise NotImplementedError
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Compute the smallest count whose distribution function is not below a probability."""
+        """Compute the smallest count whose distribution function is not below a probability.
+
+        It is the smallest of the counts that the dtype of the rates has: in float32 these are a
+        factor of up to 1.0000001 apart.
+        """
         probabilities = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
         if not ((probabilities > 0) & (probabilities < 1)).all():
             raise ValueError(
@@ -171,7 +180,10 @@ class _Counts(Distribution):
                 "values outside this range."
             )
         shape = torch.broadcast_shapes(probabilities.shape, self.batch_shape)
-        return smallest_count(self.cdf, probabilities.expand(shape))
+        counts = smallest_count(self._cdf, probabilities.double().expand(shape))
+        rounded = counts.to(self.mean.dtype)
+        above = rounded.nextafter(torch.full_like(rounded, torch.inf))
+        return torch.where(rounded.double() < counts, above, rounded)
 
 
 class PoissonLogNormal(_Counts):
@@ -252,30 +264,29 @@ class PoissonLogNormal(_Counts):
         log_prob = torch.where(is_certain, certain, log_prob) - (counts + 1).lgamma()
         return log_prob.to(self.log_mean.dtype)
 
-    def cdf(self, value: Tensor) -> Tensor:
+    def _cdf(self, counts: Tensor) -> Tensor:
         r"""Compute the probability of at most y by Gauss-Hermite quadrature with 32 nodes.
 
         It is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1. The
         nodes are those of the narrower one, on a logarithmic scale: given it, the distribution
         function of the other is smooth between them.
         """
-        counts = torch.as_tensor(value).to(self.log_mean).double().floor()
         tensors = torch.broadcast_tensors(
-            counts, self.log_mean.double(), self.log_variance.double()
+            counts.floor(), self.log_mean.double(), self.log_variance.double()
         )
         counts, mean, variance = (tensor.unsqueeze(-1) for tensor in tensors)
         nodes, weights = (tensor.to(mean) for tensor in _hermite())
         gamma_shape = counts.clamp_min(0) + 1
         rates = (mean + (2 * variance).sqrt() * nodes).exp()
         by_rates = weights / math.sqrt(math.pi) * torch.special.gammaincc(gamma_shape, rates)
-        log_gamma = gamma_shape.log() + math.sqrt(2) * gamma_shape.rsqrt() * nodes
-        log_density = gamma_shape * log_gamma - log_gamma.exp() - gamma_shape.lgamma()
-        density = math.sqrt(2) * gamma_shape.rsqrt() * (log_density + nodes.square()).exp()
+        shifts = math.sqrt(2) * gamma_shape.rsqrt() * nodes
+        log_density = _log_density_of_gamma(gamma_shape, shifts)
+        density = math.sqrt(2) * gamma_shape.rsqrt() * log_density.exp()
         deviation = torch.where(variance == 0, 1.0, variance).sqrt()
-        by_gamma = weights * density * torch.special.ndtr((log_gamma - mean) / deviation)
+        below_node = torch.special.ndtr((gamma_shape.log() + shifts - mean) / deviation)
+        by_gamma = weights * density * below_node
         below = torch.where(variance * gamma_shape <= 1, by_rates, by_gamma).sum(-1)
-        below = torch.where(counts.squeeze(-1) < 0, 0.0, below).clamp(0, 1)
-        return below.to(self.log_mean.dtype)
+        return torch.where(counts.squeeze(-1) < 0, 0.0, below).clamp(0, 1)
 
 
 class PoissonMixture(_Counts, MixtureSameFamily):
@@ -292,10 +303,24 @@ class PoissonMixture(_Counts, MixtureSameFamily):
             self, Categorical(logits=torch.zeros_like(rates)), PoissonDistribution(rates)
         )
 
-    def cdf(self, value: Tensor) -> Tensor:
-        """Compute the probability of at most this count."""
-        rates = self._rates
-        return poisson_cdf(torch.as_tensor(value).to(rates).unsqueeze(-1), rates).mean(-1)
+    def _cdf(self, counts: Tensor) -> Tensor:
+        """Compute the mean of the components' distribution functions."""
+        return poisson_cdf(counts.unsqueeze(-1), self._rates.double()).mean(-1)
+
+
+def _log_density_of_gamma(shape: Tensor, shifts: Tensor) -> Tensor:
+    r"""Compute the log-density of log g at log a + u plus a u² / 2, for a gamma variable g.
+
+    It is $a \log a - a - \log\Gamma(a) + a (1 + u + u^2/2 - e^u)$. For large shapes a, the terms
+    are many orders of magnitude larger than their sum, which has these series.
+    """
+    at_mode = shape * shape.log() - shape - shape.lgamma()
+    stirling = 0.5 * (shape / (2 * math.pi)).log() - 1 / (12 * shape) + shape.pow(-3) / 360
+    at_mode = torch.where(shape > 100, stirling, at_mode)
+    from_mode = shape * (shifts + shifts.square() / 2 - shifts.expm1())
+    series = 1 + shifts / 4 + shifts.square() / 20 + shifts.pow(3) / 120
+    series = -(shape * shifts.square()) * shifts / 6 * series
+    return at_mode + torch.where(shifts.abs() < 1e-3, series, from_mode)
 
 
 @lru_cache(maxsize=4)
@@ -317,21 +342,28 @@ def poisson_quantile(probabilities: Tensor, rates: Tensor) -> Tensor:
     return smallest_count(lambda counts: poisson_cdf(counts, rates), probabilities)
 
 
-def smallest_count(cdf: Any, probabilities: Tensor) -> Tensor:
-    """Bisect for the smallest count whose distribution function reaches a probability."""
+def smallest_count(
+    cdf: Callable[[Tensor], Tensor], probabilities: Float[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
+    """Bisect for the smallest count whose distribution function reaches a probability.
+
+    Counts and probabilities are in float64. Above 2⁵³, this is the smallest count of float64.
+    """
     low = torch.full_like(probabilities, -1.0)
     high = torch.ones_like(probabilities)
-    # Doubled up to what a count in this dtype can be.
-    for _ in range(60):
+    # Doubled up to the largest power of two in float64.
+    for _ in range(1023):
         is_below = cdf(high) < probabilities
         if not is_below.any():
             break
         low = torch.where(is_below, high, low)
         high = torch.where(is_below, 2 * high, high)
-    while bool((high - low > 1).any()):
+    while True:
         middle = ((low + high) / 2).floor()
+        # The middle of neighbouring counts is one of them, above 2⁵³ either of them.
+        is_open = (low < middle) & (middle < high)
+        if not is_open.any():
+            return high
         is_below = cdf(middle) < probabilities
-        open_bracket = high - low > 1
-        low = torch.where(open_bracket & is_below, middle, low)
-        high = torch.where(open_bracket & ~is_below, middle, high)
-    return high
+        low = torch.where(is_open & is_below, middle, low)
+        high = torch.where(is_open & ~is_below, middle, high)
