@@ -1,8 +1,10 @@
 """Training with prior precision and noise that maximise the marginal likelihood."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +15,7 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.dataset_size import training_size
 from laplace_debias.curvature.network.inputs import call
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -68,6 +71,7 @@ def marginal_likelihood_training(
     curvature: str = "kfac",
     params: ParameterSelection = "all",
     fisher: str = "exact",
+    num_data: SupportsIndex | None = None,
     generator: torch.Generator | None = None,
 ) -> MarginalLikelihoodRun:
     r"""Train a network, and choose prior precision and noise by marginal likelihood.
@@ -85,10 +89,11 @@ def marginal_likelihood_training(
         model: The network, which is trained in place and ends in eval mode.
         train_loader: Batches `(x, y)`, read once per epoch and once per fit.
         likelihood: As `Laplace` takes it.
-        optimizer: An optimizer of the model's parameters. Its weight decay must be 0, since the
-            prior takes its place.
+        optimizer: An optimizer of the model's parameters, whose `step()` needs no closure. Its
+            weight decay must be 0, since the prior takes its place.
         epochs: The number of epochs.
-        scheduler: A schedule of the learning rate, of which a step is made after each batch.
+        scheduler: A schedule of the learning rate, of which a step is made after each batch. It
+            must not depend on a metric.
         every: The number of epochs between two fits.
         burn_in: The number of epochs before the first fit.
         patience: Stop after this many fits without a larger marginal likelihood; None for all
@@ -103,11 +108,14 @@ def marginal_likelihood_training(
         curvature: The curvature of the posteriors, as `Laplace` takes it.
         params: The Bayesian parameters. The others have no prior.
         fisher: The Fisher matrix of the posteriors.
+        num_data: N, the number of training examples. None for the number that the loader reads in
+            a pass; needed if the loader leaves out examples (`drop_last=True`) or draws them.
         generator: Seeds sampled labels and what loaders draw; None for torch's global generator.
 
     Raises:
         ValueError: If an option is out of its range, if the optimizer has a weight decay or none
-            of the Bayesian parameters, or what `Laplace.fit` raises.
+            of the Bayesian parameters, if a step of the optimizer or the scheduler needs an
+            argument, or what `Laplace.fit` raises.
         FloatingPointError: If the training loss is no longer finite.
 
     Reference:
@@ -134,6 +142,8 @@ def marginal_likelihood_training(
     """
     _check_options(epochs, every, burn_in, patience, steps, learning_rate, per)
     check_generator(generator)
+    check_is(optimizer, "optimizer", Optimizer)
+    _check_steps(optimizer, scheduler)
     delta = real(prior_precision, "prior_precision")
     if delta.ndim:
         raise TypeError(
@@ -161,6 +171,7 @@ def marginal_likelihood_training(
             memory_bound=None,
         ),
         temperature=checked_temperature(temperature),
+        num_data=num_data,
         generator=generator,
     )
     # At the start, to find the blocks and the number of training examples.
@@ -230,9 +241,41 @@ def _check_options(
         )
 
 
+def _check_steps(
+    optimizer: Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler | None
+) -> None:
+    """Require steps without arguments, which the training loop does not have."""
+    argument = _argument_of_step(optimizer)
+    if argument is not None:
+        raise ValueError(
+            f"A step of {type(optimizer).__name__} needs the argument `{argument}`, but the "
+            "training calls `optimizer.step()` once per batch, after the backward pass. Use an "
+            "optimizer such as torch.optim.Adam or SGD."
+        )
+    argument = None if scheduler is None else _argument_of_step(scheduler)
+    if argument is not None:
+        raise ValueError(
+            f"A step of {type(scheduler).__name__} needs the argument `{argument}`, but the "
+            "training calls `scheduler.step()` after each batch. Use a schedule of the number of "
+            "steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
+        )
+
+
+def _argument_of_step(
+    stepping: Optimizer | torch.optim.lr_scheduler.LRScheduler,
+) -> str | None:
+    """Return the first argument that an object's `step` requires; None if it requires none."""
+    # The class has the original method, which a scheduler replaces on the optimizer itself.
+    _, *parameters = inspect.signature(type(stepping).step).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in parameters:
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in kinds:
+            return parameter.name
+    return None
+
+
 def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str]) -> None:
     """Require Bayesian parameters in the optimizer, without a weight decay."""
-    check_is(optimizer, "optimizer", Optimizer)
     plain = unwrapped(model)
     bayesian = {id(plain.get_parameter(name)) for name in names}
     trained = set[int]()
@@ -261,6 +304,7 @@ class _Fits:
         likelihood: The likelihood with its present noise.
         config: The curvature that a fit computes.
         temperature: T of the likelihood.
+        num_data: N; None for the number of examples of a pass.
         generator: Seeds labels and loaders.
     """
 
@@ -268,6 +312,7 @@ class _Fits:
     likelihood: Likelihood
     config: CurvatureConfig
     temperature: float
+    num_data: SupportsIndex | None
     generator: torch.Generator | None
 
     @property
@@ -280,9 +325,8 @@ class _Fits:
         state = initial_state(
             self.spec, self.config, prior_precision=prior_precision, temperature=self.temperature
         )
-        scheme = Full(loader)
-        size = scheme.training_size(None)
-        return fit(state, scheme, size, generator=self.generator)
+        size = training_size(loader, self.num_data, "full", reads_whole_loader=True)
+        return fit(state, Full(loader), size, generator=self.generator)
 
 
 class Penalty:

@@ -219,6 +219,105 @@ def test_a_weight_decay_or_parameters_of_another_model_are_refused():
             marginal_likelihood_training(model, data, "regression", optimizer=optimizer, epochs=1)
 
 
+def schedule(optimizer, name):
+    return {"scheduler": getattr(torch.optim.lr_scheduler, name)(optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer_cls", "options", "message"),
+    [
+        (torch.optim.LBFGS, lambda optimizer: {}, "step of LBFGS needs the argument `closure`"),
+        (
+            torch.optim.SGD,
+            lambda optimizer: schedule(optimizer, "ReduceLROnPlateau"),
+            "step of ReduceLROnPlateau needs the argument `metrics`",
+        ),
+    ],
+)
+def test_steps_that_need_an_argument_are_refused_before_training(optimizer_cls, options, message):
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = optimizer_cls(model.parameters(), lr=0.05)
+    with pytest.raises(ValueError, match=message):
+        marginal_likelihood_training(
+            model,
+            batches(*sine()),
+            "regression",
+            optimizer=optimizer,
+            epochs=1,
+            **options(optimizer),
+        )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_schedule_of_the_number_of_steps_is_followed():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    marginal_likelihood_training(
+        model,
+        batches(*sine()),
+        "regression",
+        optimizer=optimizer,
+        epochs=2,
+        scheduler=scheduler,
+    )
+    assert scheduler.get_last_lr() == [pytest.approx(0.05 * 0.5**6)]
+
+
+def dropping_loader():
+    """Three batches of seven of the 24 examples; the last three are in none."""
+    return DataLoader(TensorDataset(*sine()), 7, drop_last=True)
+
+
+def test_a_loader_that_leaves_out_examples_needs_their_number():
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"leaves out 3 of its 24 examples .*`num_data=24`"):
+        run(model, dropping_loader(), epochs=1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("num_data", [N, 1000])
+def test_the_posterior_has_the_precision_of_the_number_that_is_passed(num_data):
+    sigma, temperature, lr, delta = 0.4, 0.8, 0.05, 0.5
+    model, expected = network(), network()
+    result = run(
+        model,
+        dropping_loader(),
+        epochs=1,
+        num_data=num_data,
+        sigma=sigma,
+        temperature=temperature,
+        prior_precision=delta,
+        lr=lr,
+    )
+    for x, y in dropping_loader():
+        nll = oracle.nll("regression", expected(x), y, sigma).mean() / temperature
+        squares = sum(p.square().sum() for p in expected.parameters())
+        loss = nll + 0.5 * delta * squares / num_data
+        gradients = torch.autograd.grad(loss, expected.parameters())
+        for p, g in zip(expected.parameters(), gradients, strict=True):
+            p.data -= lr * g
+    oracle.close(result.laplace.mean, torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        oracle.close(p.detach(), q.detach())
+    x, y = (values[:21] for values in sine())
+    blocks = dense_curvature(expected, x)
+    deltas = result.laplace.prior_precision
+    precisions = [
+        num_data / (temperature * sigma**2) * C + d * torch.eye(len(C), dtype=C.dtype)
+        for C, d in zip(blocks, deltas, strict=True)
+    ]
+    oracle.close(result.laplace.posterior.precision.to_dense(), torch.block_diag(*precisions))
+    nll = oracle.nll("regression", expected(x).detach(), y, sigma).mean() * num_data
+    value = -nll / temperature
+    for P, d, name in zip(precisions, deltas, BLOCKS, strict=True):
+        theta = expected.get_parameter(name).detach()
+        value = value + 0.5 * (len(P) * d.log() - d * theta.square().sum() - torch.logdet(P))
+    assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(float(value), rel=1e-6)
+
+
 def test_a_loss_that_diverges_is_an_error():
     with pytest.raises(FloatingPointError, match="Use a smaller learning rate"):
         run(network(), batches(*sine()), lr=1e200, epochs=3)
