@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.checkpoint import check_folder
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import fingerprint, sum_of_bits
 from laplace_debias.laplace.file import likelihood_to_json
@@ -63,7 +64,7 @@ def fit_identity(
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
         "parameters and buffers": fingerprint(spec.plain_model, ()),
-        "likelihood": _likelihood_identity(prepared),
+        "likelihood": likelihood_identity(spec.likelihood),
         "blocks": {block.name: list(block.shape) for block in context.blocks},
         "curvature": config.structure.name,
         "rank": config.structure.rank,
@@ -104,8 +105,8 @@ def _earlier_data_identity(prepared: PreparedFit, scheme: Scheme) -> dict[str, A
     return identity
 
 
-def _likelihood_identity(prepared: PreparedFit) -> Any:
-    likelihood = prepared.state.spec.likelihood
+def likelihood_identity(likelihood: Likelihood) -> Any:
+    """Return plain data that differ for another likelihood or other options."""
     try:
         return likelihood_to_json(likelihood, may_be_own=True)
     except ValueError:

@@ -32,6 +32,7 @@ from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prepared import PreparedFit, examine
 from laplace_debias.laplace.prior import PriorPrecision
+from laplace_debias.laplace.resuming import likelihood_identity
 from laplace_debias.laplace.state import initial_state
 from laplace_debias.system.checks import check_generator, real, whole
 from laplace_debias.system.ranks import alone
@@ -282,6 +283,7 @@ class OnlineCurvature:
             blocks[block.name] = {name: value.clone() for name, value in tensors.items()}
         totals = self._factors.totals
         magnitude_totals = self._magnitudes.sums.totals
+        parameters = self._state.parameters
         return {
             "options": self._options,
             "num_updates": self._num_updates,
@@ -293,6 +295,7 @@ class OnlineCurvature:
             "magnitude_weight": magnitude_totals.weight,
             "magnitude_absent": dict(magnitude_totals.absent),
             "seed": self._state.config.fisher.seed,
+            "parameters": None if parameters is None else list(parameters.names),
             "blocks": blocks,
         }
 
@@ -308,8 +311,9 @@ class OnlineCurvature:
                 f"The state has the keys {list(state)[:5]}, but lacks `options` or `blocks`. Pass "
                 "a state that OnlineCurvature.state_dict() returned."
             )
-        # A state without the entry is of an earlier version, which measured every batch.
-        options = {"every": 1, **state["options"]}
+        # A state without `every` is of an earlier version, which measured every batch. Options
+        # that it lacks besides are unknown.
+        options = {**self._options, "every": 1, **state["options"]}
         for name, value in self._options.items():
             saved = options[name]
             if saved != value:
@@ -318,8 +322,9 @@ class OnlineCurvature:
                     f"{name}={value!r}. Use the options of the saved run."
                 )
         if self._state.parameters is not None:
-            names = {block.name: block for block in self._state.parameters.blocks}
-            _check_blocks(state["blocks"], names)
+            blocks = {block.name: block for block in self._state.parameters.blocks}
+            _check_blocks(state["blocks"], blocks)
+            _check_parameters_of_state(state.get("parameters"), self._state.parameters.names)
         config = self._state.config
         fisher = replace(config.fisher, seed=state["seed"])
         self._state = replace(self._state, config=replace(config, fisher=fisher))
@@ -339,6 +344,9 @@ class OnlineCurvature:
             "fisher": config.fisher.kind,
             "mc_samples": config.fisher.mc_samples,
             "joint": config.joint,
+            "sharing": config.sharing,
+            "likelihood": likelihood_identity(self._state.spec.likelihood),
+            "class_dim": self._state.spec.class_dim,
         }
 
     @property
@@ -350,7 +358,11 @@ class OnlineCurvature:
     def _prepare(self, stream: Any) -> None:
         """Check the model on the first batch, and set up the network and its sums."""
         state = self._state
-        self._parameters, self._context = examine(state, [stream], False, state.config.fisher)
+        parameters, context = examine(state, [stream], False, state.config.fisher)
+        if self._loaded is not None:
+            _check_all_blocks(self._loaded["blocks"], {b.name: b for b in context.blocks})
+        self._parameters = parameters
+        self._context = context
         self._sums = BatchSums(self._context)
         self._runner = None
         if self._loaded is not None:
@@ -363,7 +375,6 @@ class OnlineCurvature:
         assert self._sums is not None
         context = self._context
         blocks = {block.name: block for block in context.blocks}
-        _check_blocks(state["blocks"], blocks)
         self._factors.parts = {}
         self._magnitudes.sums.parts = {}
         self._bases = {}
@@ -468,6 +479,31 @@ def _checked_decay(value: Any) -> float:
             "mean over about 20 batches, or 1 for a mean over all batches."
         )
     return float(decay)
+
+
+def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]) -> None:
+    """Require the Bayesian parameters of a saved state, as far as it has them."""
+    if saved is None or set(saved) == set(names):
+        return
+    differing = sorted(set(saved) ^ set(names))
+    raise ValueError(
+        f"{differing[:4]} are parameters of only one of the two, the state and this object. Use "
+        "the same model and the same `params=` as when the state was saved."
+    )
+
+
+def _check_all_blocks(
+    saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]
+) -> None:
+    """Require that a saved state is of these blocks and, if it has any, of all of them."""
+    _check_blocks(saved, blocks)
+    missing = [name for name in blocks if name not in saved]
+    if saved and missing:
+        raise ValueError(
+            f"This model has the blocks {missing[:4]}, but the state does not. Load the state into "
+            "an object with the same model and the same `params=` as when it was saved. If the "
+            "first batch of the saved run did not call these layers, leave them out by `params=`."
+        )
 
 
 def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]) -> None:

@@ -285,6 +285,70 @@ def test_a_state_of_another_model_or_run_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("likelihood", "saved", "loaded", "message"),
+    [
+        ("classification", {}, {"sharing": "reduce"}, "sharing='expand', but .* sharing='reduce'"),
+        (
+            "regression",
+            {"sigma": 1.0},
+            {"sigma": 0.1},
+            r"likelihood={'name': 'regression', 'sigma': 1.0}, but .* 'sigma': 0.1",
+        ),
+        ("classification", {}, {"class_dim": 1}, "class_dim=None, but this object has class_dim=1"),
+        ("classification", {"params": ["3.weight"]}, {}, r"\['0.bias', .* only one of the two"),
+        ("classification", {}, {"params": ["3.weight"]}, "block '0.weight', but this model does"),
+    ],
+)
+def test_a_state_with_other_options_is_refused_when_it_is_loaded(
+    likelihood, saved, loaded, message
+):
+    model, data = convolutional(), batches()
+    if likelihood == "regression":
+        data = [(x, model(x).detach() + 1) for x, _ in data]
+    earlier = OnlineCurvature(model, likelihood, **OPTIONS, **saved)
+    for x, y in data[:3]:
+        earlier.update(x, y)
+    with pytest.raises(ValueError, match=message):
+        OnlineCurvature(model, likelihood, **OPTIONS, **loaded).load_state_dict(
+            earlier.state_dict()
+        )
+
+
+def test_a_state_of_another_likelihood_is_refused():
+    model, data = convolutional(), batches()
+    state = updated(model, data[:3]).state_dict()
+    with pytest.raises(ValueError, match=r"likelihood=\{'name': 'classification'"):
+        OnlineCurvature(model, "multilabel", **OPTIONS).load_state_dict(state)
+
+
+def test_a_state_of_an_earlier_version_lacks_options_and_parameters():
+    model, data = convolutional(), batches()
+    interrupted = updated(model, data[:3])
+    state = interrupted.state_dict()
+    del state["parameters"]
+    for name in ("sharing", "likelihood", "class_dim"):
+        del state["options"][name]
+    resumed = OnlineCurvature(model, **OPTIONS)
+    resumed.load_state_dict(state)
+    for online in (interrupted, resumed):
+        online.update(*data[3])
+    assert torch.equal(dense(resumed.posterior(100)), dense(interrupted.posterior(100)))
+
+
+def test_a_state_with_some_of_the_blocks_is_refused_by_every_update():
+    """Without its parameters, the state of an earlier version cannot be refused before."""
+    model, data = convolutional(), batches()
+    state = updated(model, data[:3], params=["3.weight"]).state_dict()
+    del state["parameters"]
+    online = OnlineCurvature(model, **OPTIONS)
+    online.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"has the blocks \['0.weight', .* the state does not"):
+            online.update(*data[3])
+    assert online.num_updates == 3
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"decay": 0.0}, "`decay` must be greater than 0 and at most 1, got 0.0"),
