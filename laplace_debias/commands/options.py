@@ -156,6 +156,8 @@ class CommandLine(Generic[Settings]):
             elif not equals and self._is_flag(name):
                 text = "true"
             elif not text:
+                if name != "config":
+                    self._option_and_key(name)
                 raise ValueError(f"--{name} has no value. Use {self._form(name)}.")
             yield name, text
 
@@ -167,18 +169,25 @@ class CommandLine(Generic[Settings]):
         """How an option is written, for messages."""
         option = self._by_name.get(name)
         metavar = "VALUE" if option is None else option.metavar
+        if name == "config":
+            metavar = "FILE"
         separator = "" if metavar.startswith(".") else " "
         example = f", for example --{name} digits=PATH" if name == "ood" else ""
         return f"--{name}{separator}{metavar}{example}"
 
-    def _read_option(self, name: str, text: str, option_values: OptionValues) -> None:
+    def _option_and_key(self, name: str) -> tuple[Option, str]:
+        """Return the option of a name such as `ood` or `model_args.depth`, and the key in it."""
         option = self._by_name.get(name)
-        key = ""
-        if option is None:
-            name, _, key = name.partition(".")
-            option = self._by_name.get(name)
-            if option is None or not key or option.container is not dict:
-                raise ValueError(self._unknown(f"--{name}{key and '.'}{key}", "--"))
+        if option is not None:
+            return option, ""
+        field_name, _, key = name.partition(".")
+        option = self._by_name.get(field_name)
+        if option is None or not key or option.container is not dict:
+            raise ValueError(self._unknown(f"--{name}", "--"))
+        return option, key
+
+    def _read_option(self, name: str, text: str, option_values: OptionValues) -> None:
+        option, key = self._option_and_key(name)
         repeated: Mapping[str, str] = getattr(self._settings, "repeated", {})
         if option.field in option_values.on_line and option.field in repeated:
             option = self._by_name[repeated[option.field]]
@@ -194,9 +203,7 @@ class CommandLine(Generic[Settings]):
             else:
                 value = converted(text, option.kind)
         except UnexpectedValueError as error:
-            raise ValueError(
-                f"`--{name}{key and '.'}{key} {text}` is not valid. Pass {error}."
-            ) from error
+            raise ValueError(f"`--{name} {text}` is not valid. Pass {error}.") from error
         option_values.values[option.field] = value
 
     def _entries(self, option: Option, text: str) -> Any:

@@ -99,6 +99,17 @@ WRONG = {
     "ood": ([*IMAGES, "--ood", "digits"], "Use --ood NAME=PATH"),
     "ood of a fit": ([*IMAGES, "--ood", "x=nowhere"], "--ood has no effect here"),
     "ood value": ([*IMAGES, "--ood"], "--ood has no value. Use --ood NAME=PATH"),
+    "unknown option": (
+        [*IMAGES, "--xyz"],
+        "laplace-debias fit has no option --xyz. --help lists the options.",
+    ),
+    "misspelt option": (
+        [*IMAGES, "--progess", "--seed=1"],
+        "laplace-debias fit has no option --progess. Did you mean --progress?",
+    ),
+    "unknown key": ([*IMAGES, "--model_arg.depth"], "no option --model_arg.depth"),
+    "value of a key": ([*IMAGES, "--model_args.depth="], "--model_args.depth has no value. Use"),
+    "config value": ([*IMAGES, "--config"], "--config has no value. Use --config FILE"),
     "severity": ([*IMAGES, "--corruptions=[6]"], "Pass severities from 1 to 5"),
     "std": ([*IMAGES, "--std=[0.0]"], "Pass positive numbers"),
     "mean": ([*IMAGES, "--mean=[0.5, 0.5]", "--std=1,1,1"], "one number per channel"),
