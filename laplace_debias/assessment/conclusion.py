@@ -19,6 +19,7 @@ from laplace_debias.runs.records import (
     Recommendation,
     RunRecord,
 )
+from laplace_debias.runs.relevance import matters
 from laplace_debias.runs.wording import SCORES, brief
 
 _CRITERIA = {
@@ -28,8 +29,6 @@ _CRITERIA = {
     "crps": ("CRPS", "{}"),
     "scaled_error": ("misfit of the standard deviations", "{}"),
 }
-_SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
-"""Differences smaller than these do not matter."""
 _LARGEST_TEMPERATURE = 20.0
 """With a temperature above this, the network's confidence means nothing."""
 _MOST_OVERCONFIDENCE = 0.1
@@ -96,6 +95,8 @@ class _Verdict:
         row = self._differences[reference, method, metric, set_name, None]
         return dataclasses.replace(
             row,
+            method=method,
+            reference=reference,
             value=-row.value,
             low=None if row.high is None else -row.high,
             high=None if row.low is None else -row.low,
@@ -109,13 +110,23 @@ class _Verdict:
         worse = {}
         for metric in self._criteria:
             row = self._difference(method, reference, metric)
-            if abs(row.value) < _SMALLEST.get(metric, 0):
-                continue
-            if row.sign() < 0:
+            sign = self._sign(row)
+            if sign < 0:
                 better[metric] = row
-            elif row.sign() > 0:
+            elif sign > 0:
                 worse[metric] = row
         return better, worse
+
+    def _sign(self, difference: DifferenceRow) -> int:
+        """The sign of a difference that is significant and large enough to matter, else 0."""
+        reference_metrics = {
+            metric: row.value
+            for (method, metric, set_name, _), row in self._rows.items()
+            if method == difference.reference and set_name == difference.set_name
+        }
+        if not matters(difference.metric, difference.value, reference_metrics):
+            return 0
+        return difference.sign()
 
     def _is_better(self, method: str, reference: str) -> bool:
         better, worse = self._significant(method, reference)
@@ -317,9 +328,10 @@ class _Verdict:
             return [f"{sentence}."]
         row = self._difference(self._remedy, self._network, calibration, hardest.name)
         label = self._labels[self._remedy]
-        if not row.sign():
+        sign = self._sign(row)
+        if not sign:
             return [f"{sentence}. For {label}, this is not significantly different."]
-        verb = "lowers" if row.sign() < 0 else "raises"
+        verb = "lowers" if sign < 0 else "raises"
         label = f"{label[:1].upper()}{label[1:]}"
         return [f"{sentence}. {label} {verb} {_amounts({calibration: row})}."]
 

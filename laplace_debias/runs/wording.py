@@ -16,7 +16,8 @@ SCORES = {
 }
 """Scores that separate familiar inputs from others."""
 
-MOST_DECIMALS = 5
+_MOST_DECIMALS = 5
+"""A number with more decimals is written with a power of ten."""
 
 
 def in_order(metrics: Iterable[str]) -> list[str]:
@@ -32,20 +33,46 @@ def decimals(low: float, high: float, value: float) -> int:
     """
     half_width = (high - low) / 2
     magnitude = abs(value)
+    largest = max(magnitude, *(abs(end) for end in (low, high) if math.isfinite(end)), 0.0)
     resolution = max(magnitude / 100, min(1e-3, magnitude / 10))
     if half_width > 0 and math.isfinite(half_width):
         resolution = half_width / 10
     if not resolution > 0 or not math.isfinite(resolution):
         return 2
-    return min(max(0, -math.floor(math.log10(resolution))), MOST_DECIMALS)
+    return min(max(0, -math.floor(math.log10(resolution))), most_decimals(largest))
+
+
+def most_decimals(largest: float) -> int:
+    """Return the most decimals for numbers of which the largest has this absolute value.
+
+    There are five, or as many as five digits of the largest number need if it is below 0.001.
+    """
+    if not 0 < largest < 1e-3:
+        return _MOST_DECIMALS
+    return _MOST_DECIMALS - 1 - math.floor(math.log10(largest))
 
 
 def number(value: float | None, places: int) -> str:
-    """Format a number with a minus sign, or a missing one as a dash."""
+    """Format a number with a minus sign, or a missing one as a dash.
+
+    With more than five decimals, it has a power of ten.
+    """
     if value is None or not math.isfinite(value):
         return "–"
+    if places > _MOST_DECIMALS:
+        return _with_power_of_ten(value, places)
     text = f"{value:,.{places}f}"
     return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
+
+
+def _with_power_of_ten(value: float, places: int) -> str:
+    """Format a number, rounded to a number of decimals, with a power of ten."""
+    rounded = round(value, places)
+    if rounded == 0:
+        return "0"
+    num_digits = max(0, places + math.floor(math.log10(abs(rounded))))
+    mantissa, _, exponent = f"{rounded:.{num_digits}e}".partition("e")
+    return f"{mantissa}·{power_of_ten(int(exponent))}".replace("-", "−")
 
 
 def brief(value: float) -> str:

@@ -204,6 +204,47 @@ def test_a_biased_regression_hears_of_it(shift, said):
     assert "misfit of the standard deviations by" in told[1]
 
 
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(1 + 1e-5, "No method improves the network"), (1.02, "Use “Laplace”")],
+)
+def test_a_gain_of_the_size_of_rounding_is_no_reason_to_use_a_method(factor, said, unit):
+    """It is certain, as every example has it. How small it is does not depend on the unit."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(400, generator=generator).double()
+    error = 0.5 * torch.randn(400, generator=generator).double()
+    shifted = {"test": target, "shift-5": target + 1}
+    tables = {}
+    for name, targets in shifted.items():
+        for method, by in (("network", 1.0), ("laplace", factor)):
+            tables[method, name] = {
+                "index": torch.arange(400),
+                "mean": unit * (target + error - error.mean()),
+                "target": unit * targets,
+                "epistemic": torch.zeros(400).double(),
+                "standard_deviation": torch.full((400,), 0.2 * by * unit).double(),
+            }
+    told = verdict(tables, task="regression")
+    assert told[1].startswith(said)
+    if factor < 1.01:
+        assert "For “Laplace”" not in told[-1]
+
+
+def test_a_negligible_change_on_shifted_inputs_is_not_reported_as_one():
+    """The method is better on the test set, and on the shifted inputs it changes nearly nothing."""
+    logits, labels = exact()
+    hard, hard_labels = exact(noise=2.0, seed=1)
+    tables = {
+        ("network", "test"): table_of(2.5 * logits, labels),
+        ("laplace", "test"): table_of(logits, labels),
+        ("network", "shift-5"): table_of(2.5 * hard, hard_labels),
+        ("laplace", "shift-5"): table_of(2.49 * hard, hard_labels),
+    }
+    last = verdict(tables, training=trained())[-1]
+    assert last.endswith("For “Laplace”, this is not significantly different.")
+
+
 # --------------------------------------------------------------------- fair comparisons
 
 

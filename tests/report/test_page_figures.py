@@ -182,6 +182,66 @@ def test_the_table_marks_what_is_beyond_chance(run_of_images, tmp_path):
     assert cells(second, "NLL")["laplace"].verdict == ""  # its interval is not known
 
 
+def test_the_table_calls_certain_but_small_differences_negligible(run_of_images, tmp_path):
+    """In the unit of the targets, the smallest difference is a share of the reference's error."""
+    run = table_of(
+        run_of_images,
+        tmp_path / "run",
+        [
+            (method, "test", metric, value, 0.9 * value, 1.1 * value)
+            for method in ("network", "temperature", "laplace")
+            for metric, value in (("nll", 0.3), ("crps", 2e-9), ("rmse", 4e-9), ("bias", 1e-12))
+        ],
+        [
+            ("temperature", "test", "nll", -0.0009, -0.001, -0.0008, "network"),
+            ("laplace", "test", "nll", -0.0011, -0.0012, -0.001, "network"),
+            ("temperature", "test", "crps", -1.9e-12, -2e-12, -1.8e-12, "network"),
+            ("laplace", "test", "crps", -2.1e-12, -2.2e-12, -2e-12, "network"),
+            ("temperature", "test", "rmse", 3.9e-12, 3.8e-12, 4e-12, "network"),
+            ("laplace", "test", "rmse", 4.1e-12, 4e-12, 4.2e-12, "network"),
+            ("temperature", "test", "bias", 3.9e-12, 3.8e-12, 4e-12, "network"),
+            ("laplace", "test", "bias", 3.9e-12, -1e-12, 9e-12, "network"),
+        ],
+    )
+    table = main_table(run)
+    verdicts = {
+        label: [cells(table, label)[key].verdict for key in ("temperature", "laplace")]
+        for label in ("NLL", "CRPS", "RMSE", "Bias")
+    }
+    assert verdicts == {
+        "NLL": ["negligible difference", "better"],
+        "CRPS": ["negligible difference", "better"],
+        "RMSE": ["negligible difference", "worse"],
+        "Bias": ["negligible difference", "no clear difference"],
+    }
+
+
+def test_columns_in_small_units_have_powers_of_ten(run_of_images, tmp_path):
+    run = table_of(
+        run_of_images,
+        tmp_path / "run",
+        [
+            ("network", "test", "rmse", 2.6543e-9, 2.5e-9, 2.8e-9),
+            ("temperature", "test", "rmse", 2.6544e-9, 2.5e-9, 2.8e-9),
+            ("network", "test", "nll", 0.3, 0.28, 0.32),
+            ("temperature", "test", "nll", 0.3, 0.28, 0.32),
+        ],
+        [
+            ("temperature", "test", "rmse", 1.3e-13, 1e-15, 2.6e-13, "network"),
+            ("temperature", "test", "nll", 2e-8, 1e-8, 3e-8, "network"),
+        ],
+    )
+    rmse = cells(main_table(run), "RMSE")["network"]
+    assert rmse.value == "2.65·10⁻⁹"
+    assert rmse.interval == "2.50·10⁻⁹ … 2.80·10⁻⁹"
+    assert cells(main_table(run), "NLL")["network"].value == "0.300"
+    (differences,) = difference_tables(run)
+    change = cells(differences, "RMSE")["temperature"]
+    assert change.value == "+1.30·10⁻¹³"
+    assert change.interval.startswith("1·10⁻¹⁵ …")
+    assert cells(differences, "NLL")["temperature"].interval == "1.0·10⁻⁸ … 3.0·10⁻⁸"
+
+
 def test_scores_of_ood_sets_are_kept_apart(run):
     table = main_table(run)
     areas = cells(table, "AUROC", "static")
@@ -197,7 +257,16 @@ def test_scores_of_ood_sets_are_kept_apart(run):
 
 @pytest.mark.parametrize(
     ("value", "places", "text"),
-    [(-0.5, 2, "−0.50"), (-0.001, 2, "0.00"), (1234.5, 1, "1,234.5"), (math.nan, 2, "–")],
+    [
+        (-0.5, 2, "−0.50"),
+        (-0.001, 2, "0.00"),
+        (1234.5, 1, "1,234.5"),
+        (math.nan, 2, "–"),
+        (-1.2345e-9, 11, "−1.23·10⁻⁹"),
+        (9.9996e-8, 10, "1.000·10⁻⁷"),
+        (3e-12, 11, "0"),
+        (0.00012, 5, "0.00012"),
+    ],
 )
 def test_number(value, places, text):
     assert number(value, places) == text

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -10,7 +10,8 @@ import pandas as pd
 from laplace_debias.metrics import METRICS, Metric
 from laplace_debias.report.page.run import Run
 from laplace_debias.runs.records import MethodRecord
-from laplace_debias.runs.wording import MOST_DECIMALS, SCORES, decimals, in_order, number
+from laplace_debias.runs.relevance import matters
+from laplace_debias.runs.wording import SCORES, decimals, in_order, most_decimals, number
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def _table(
     keys = [method.key for method in methods]
     columns = []
     cells = []
+    reference_rows = run.rows[(run.rows["method"] == compared_with) & run.rows["score"].isna()]
     for data, name in metrics:
+        reference_metrics = reference_rows[reference_rows["set_name"] == data]
         differences = rows_of_metric(all_differences, data, name, score)
         rows = differences
         if reference is None:
@@ -95,7 +98,8 @@ def _table(
             labels_of_column.append(SCORES.get(score_shown, score_shown))
         unit = metric.unit.replace("the target", run.record.target or "the target")
         columns.append((replace(metric, unit=unit), ", ".join(labels_of_column)))
-        cells.append(_cells(rows, differences, keys, metric, is_difference=reference is not None))
+        verdicts = _verdicts(differences, metric, reference_metrics)
+        cells.append(_cells(rows, verdicts, keys, is_difference=reference is not None))
     by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
     return MetricTable(columns, by_method, labels[compared_with])
 
@@ -114,20 +118,18 @@ def rows_of_metric(
 
 def _cells(
     rows: pd.DataFrame,
-    differences: pd.DataFrame,
+    verdicts: Mapping[str, str],
     methods: Sequence[str],
-    metric: Metric,
     is_difference: bool,
 ) -> list[Cell]:
     shown = rows[["value", "low", "high"]]
-    places = int(statistics.median([decimals(low, high, v) for v, low, high in shown.to_numpy()]))
+    most = most_decimals(shown.abs().max(axis=None))
+    row_places = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
+    places = min(most, int(statistics.median(row_places)))
     if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
         smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
-        while places < MOST_DECIMALS and smallest < 0.5 * 10.0**-places:
+        while places < most and smallest < 0.5 * 10.0**-places:
             places += 1
-    # Without an interval there is no verdict.
-    with_intervals = differences[["low", "high"]].dropna().itertuples()
-    verdicts = {key: _verdict(low, high, metric.better) for key, low, high in with_intervals}
     cells = []
     for key in methods:
         if key not in shown.index:
@@ -139,6 +141,24 @@ def _cells(
         interval = f"{number(low, places)} … {number(high, places)}" if high >= low else ""
         cells.append(Cell(sign + text, interval, verdicts.get(key, "")))
     return cells
+
+
+def _verdicts(
+    differences: pd.DataFrame, metric: Metric, reference_metrics: pd.DataFrame
+) -> dict[str, str]:
+    """The verdicts on the methods whose difference from the reference has an interval."""
+    values_by_metric = dict(
+        zip(reference_metrics["metric"], reference_metrics["value"], strict=True)
+    )
+    verdicts = {}
+    with_intervals = differences[["value", "low", "high"]].dropna().itertuples()
+    for key, value, low, high in with_intervals:
+        is_significant = low > 0 or high < 0
+        if is_significant and not matters(metric.name, value, values_by_metric):
+            verdicts[key] = "negligible difference"
+        else:
+            verdicts[key] = _verdict(low, high, metric.better)
+    return verdicts
 
 
 def _verdict(low: float, high: float, better: str | None) -> str:
