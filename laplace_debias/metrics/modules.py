@@ -1,12 +1,15 @@
 """The metrics as classes of torchmetrics: they gather over batches and over processes.
 
 `from laplace_debias.metrics.modules import NLL`: not with the other metrics, because torchmetrics
-takes seconds to import. A class takes what its function of the same name takes, batch by batch;
-`compute` gives the function's value on all examples of all processes. They are logged in
-Lightning as any metric of torchmetrics. `torchmetrics.regression.MeanSquaredError(squared=False)`
-is the root mean squared error.
+takes seconds to import. `update` takes a batch of the arguments of the function that the class is
+named after, such as `low`, `high` and `targets` for `IntervalCoverage`. The classes of OOD
+detection take the scores of a batch, and 1 for each OOD example and 0 for the others. `compute`
+gives the function's value on all examples of all processes. The classes are logged in Lightning as
+any metric of torchmetrics. `torchmetrics.regression.MeanSquaredError(squared=False)` is the root
+mean squared error.
 
-All keep the predictions, 4 · (classes + 2) bytes an example in float32.
+All classes keep their inputs: the metrics of probabilities, for example, need 4 · (classes + 2)
+bytes per example in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +24,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from laplace_debias.metrics import calibration, classification, ood, regression, selective
-from laplace_debias.metrics.checks import check_classification, check_level, check_scores
-from laplace_debias.metrics.definitions import METRICS, covered, widths
+from laplace_debias.metrics.checks import check_classification, check_scores
+from laplace_debias.metrics.definitions import METRICS
+from laplace_debias.metrics.regression import Real, check_gaussian, check_intervals, check_pit
 from laplace_debias.system.checks import whole
 
 __all__ = [
@@ -52,121 +56,144 @@ class _OverBatches(Metric):
 
     Attributes:
         _function: The metric as a function of these tensors.
-        _check: Checks a batch of them.
-        _num_inputs: Their number.
+        _num_inputs: The number of these tensors.
         _option_defaults: Options of the function, by name.
     """
 
     is_differentiable = False
     full_state_update = False
     _function: Callable[..., Tensor]
-    _check: Callable[..., object]
     _num_inputs: int
-    # Whether a value needs both ID and OOD examples.
-    _needs_both_kinds: bool
-    _option_defaults: Mapping[str, Any]
+    _option_defaults: Mapping[str, int]
 
     def __init__(self, **options: Any) -> None:
         self._options = {
-            name: options.pop(name, self._option_defaults[name]) for name in self._option_defaults
+            name: whole(options.pop(name, default), name)
+            for name, default in self._option_defaults.items()
         }
-        for name, value in self._options.items():
-            if name == "level":
-                check_level(value)
-            else:
-                whole(value, name)
         super().__init__(**options)
-        self._is_in_forward = False
         for number in range(self._num_inputs):
             self.add_state(f"given_{number}", [], dist_reduce_fx="cat")
 
-    def forward(self, *batch: Tensor) -> Float[Tensor, ""]:
-        """Add a batch, and return its value; NaN if a kind of examples is missing in it."""
-        self._is_in_forward = True
-        try:
-            return super().forward(*batch)
-        finally:
-            self._is_in_forward = False
-
-    def update(self, *batch: Tensor) -> None:
-        """Add a batch of the function's arguments; of scores `[n]` and 1 if OOD, else 0."""
-        if len(batch) != self._num_inputs:
-            arguments = "probabilities and labels"
-            if self._needs_both_kinds:
-                arguments = "scores, and 1 for OOD examples and 0 for the others"
-            elif self._num_inputs == 3:
-                arguments = "means, standard deviations and targets"
-            raise TypeError(
-                f"{type(self).__name__}.update takes {self._num_inputs} tensors, got {len(batch)}. "
-                f"Pass {arguments}."
-            )
-        self._check(*batch)
+    def _add(self, *batch: Tensor) -> None:
         for number, tensor in enumerate(batch):
             getattr(self, f"given_{number}").append(tensor.detach())
 
-    def compute(self) -> Float[Tensor, ""]:
-        """The function of the examples of all batches; ValueError if there were none."""
+    def _examples(self) -> list[Tensor]:
+        """The inputs of all batches; ValueError if there were none."""
         batches = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
         if isinstance(batches[0], list) and not batches[0]:
             raise ValueError(f"{type(self).__name__} has no examples. Call `update` first.")
-        examples = [dim_zero_cat(batch) for batch in batches]
-        if self._is_in_forward and self._needs_both_kinds and len(examples[1].unique()) < 2:
-            return torch.tensor(torch.nan, device=examples[0].device)
-        return self._function(*examples, **self._options)
+        return [dim_zero_cat(batch) for batch in batches]
+
+    def compute(self) -> Float[Tensor, ""]:
+        """The function of the examples of all batches; ValueError if there were none."""
+        return self._function(*self._examples(), **self._options)
 
 
-def _check_labelled_scores(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
-    check_scores(scores, "scores")
-    if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
-        raise ValueError(
-            f"`is_ood` has shape {list(is_ood.shape)}. Pass 0 or 1 for each of the {len(scores)} "
-            f"scores, in the shape {list(scores.shape)}."
-        )
+class _OfProbabilities(_OverBatches):
+    _num_inputs = 2
+
+    def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
+        """Add a batch: probabilities `[n, classes]`, or `[n]` of class 1, and class indices."""
+        check_classification(probs, labels)
+        self._add(probs, labels)
+
+
+class _OfScores(_OverBatches):
+    _num_inputs = 2
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._is_in_forward = False
+
+    def update(self, scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
+        """Add a batch of scores, with 1 for each OOD example and 0 for the others."""
+        check_scores(scores, "scores")
+        if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
+            raise ValueError(
+                f"`is_ood` has shape {list(is_ood.shape)}. Pass 0 or 1 for each of the "
+                f"{len(scores)} scores, in the shape {list(scores.shape)}."
+            )
+        self._add(scores, is_ood)
+
+    def forward(self, *batch: Tensor, **named: Tensor) -> Float[Tensor, ""]:
+        """Add a batch, and return its value; NaN if a kind of examples is missing in it."""
+        self._is_in_forward = True
+        try:
+            return super().forward(*batch, **named)
+        finally:
+            self._is_in_forward = False
+
+    def compute(self) -> Float[Tensor, ""]:
+        """The function of the examples of all batches; ValueError if a kind of them is missing."""
+        scores, is_ood = self._examples()
+        if self._is_in_forward and len(is_ood.unique()) < 2:
+            return torch.tensor(torch.nan, device=scores.device)
+        return self._function(scores[is_ood == 0], scores[is_ood == 1])
+
+
+class _OfGaussians(_OverBatches):
+    _num_inputs = 3
+
+    def update(self, mean: Real, standard_deviation: Real, targets: Real) -> None:
+        """Add a batch of Gaussian predictions, with the noise included, and their targets."""
+        check_gaussian(mean, standard_deviation, targets)
+        self._add(mean, standard_deviation, targets)
+
+
+class _OfIntervalsAndTargets(_OverBatches):
+    _num_inputs = 3
+
+    def update(self, low: Real, high: Real, targets: Real) -> None:
+        """Add a batch of intervals, as their lower and upper ends, and their targets."""
+        check_intervals(low, high, targets)
+        self._add(low, high, targets)
+
+
+class _OfIntervals(_OverBatches):
+    _num_inputs = 2
+
+    def update(self, low: Real, high: Real) -> None:
+        """Add a batch of intervals, as their lower and upper ends."""
+        check_intervals(low, high)
+        self._add(low, high)
+
+
+class _OfTransforms(_OverBatches):
+    _num_inputs = 1
+
+    def update(self, pit: Real) -> None:
+        """Add a batch of probability integral transforms, such as those of `gaussian_pit`."""
+        check_pit(pit)
+        self._add(pit)
 
 
 def _metric_class(
-    check: Callable[..., object],
+    kind: type[_OverBatches],
     metric: str,
     name: str,
     function: Callable[..., Tensor],
-    **defaults: Any,
+    **defaults: int,
 ) -> Any:
     """The class of a metric of `METRICS`: its function over batches."""
     definition = METRICS[metric]
     return type(
         name,
-        (_OverBatches,),
+        (kind,),
         {
             "__doc__": f"{definition.label} over batches. {definition.meaning}",
             "__module__": __name__,
             "_function": staticmethod(function),
-            "_check": staticmethod(check),
-            "_needs_both_kinds": check is _check_labelled_scores,
-            "_num_inputs": 3 if check is regression.check_gaussian else 2,
             "_option_defaults": MappingProxyType(defaults),
             "higher_is_better": {"higher": True, "lower": False}.get(definition.better or ""),
         },
     )
 
 
-def _ood_class(metric: str, name: str, function: Callable[..., Tensor]) -> Any:
-    """The class of a function of the scores of ID and of OOD examples."""
-
-    def by_label(scores: Tensor, is_ood: Tensor) -> Tensor:
-        return function(scores[is_ood == 0], scores[is_ood == 1])
-
-    return _metric_class(_check_labelled_scores, metric, name, by_label)
-
-
-def _calibration_error_of_quantiles(
-    mean: Tensor, standard_deviation: Tensor, targets: Tensor, num_levels: int
-) -> Tensor:
-    pit = regression.gaussian_pit(mean, standard_deviation, targets)
-    return regression.quantile_calibration_error(pit, num_levels)
-
-
-_classification_class = partial(_metric_class, check_classification)
-_regression_class = partial(_metric_class, regression.check_gaussian)
+_classification_class = partial(_metric_class, _OfProbabilities)
+_ood_class = partial(_metric_class, _OfScores)
+_gaussian_class = partial(_metric_class, _OfGaussians)
 
 Accuracy = _classification_class("accuracy", "Accuracy", classification.accuracy)
 NLL = _classification_class("nll", "NLL", classification.nll)
@@ -187,20 +214,16 @@ AUPR = _ood_class("aupr_out", "AUPR", ood.aupr)
 AuprIn = _ood_class("aupr_in", "AuprIn", ood.aupr_in)
 FPR95 = _ood_class("fpr95", "FPR95", ood.fpr95)
 
-GaussianNLL = _regression_class("nll", "GaussianNLL", regression.gaussian_nll)
-CRPS = _regression_class("crps", "CRPS", regression.crps)
-IntervalCoverage = _regression_class(
-    "coverage",
-    "IntervalCoverage",
-    lambda m, sd, y, level: covered(m, sd, y, level).mean(),
-    level=0.95,
+GaussianNLL = _gaussian_class("nll", "GaussianNLL", regression.gaussian_nll)
+CRPS = _gaussian_class("crps", "CRPS", regression.crps)
+IntervalCoverage = _metric_class(
+    _OfIntervalsAndTargets, "coverage", "IntervalCoverage", regression.interval_coverage
 )
-IntervalWidth = _regression_class(
-    "width", "IntervalWidth", lambda m, sd, y, level: widths(m, sd, y, level).mean(), level=0.95
-)
-QuantileCalibrationError = _regression_class(
+IntervalWidth = _metric_class(_OfIntervals, "width", "IntervalWidth", regression.interval_width)
+QuantileCalibrationError = _metric_class(
+    _OfTransforms,
     "quantile_calibration_error",
     "QuantileCalibrationError",
-    _calibration_error_of_quantiles,
+    regression.quantile_calibration_error,
     num_levels=99,
 )

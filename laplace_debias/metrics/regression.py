@@ -120,8 +120,7 @@ def interval_coverage(
         ValueError: An argument is empty or not finite, shapes or devices differ, or an upper end is
             below its lower one.
     """
-    check_real({"low": low, "high": high, "targets": targets})
-    _check_ends(low, high)
+    check_intervals(low, high, targets)
     return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
 
 
@@ -131,8 +130,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
     If two predictives have the same coverage, the one with the narrower intervals is better.
     Arguments and errors are those of `interval_coverage`.
     """
-    check_real({"low": low, "high": high})
-    _check_ends(low, high)
+    check_intervals(low, high)
     return reduced(high - low, reduction)
 
 
@@ -162,8 +160,7 @@ def interval_score(
         (2007), equation 43.
     """
     check_level(level)
-    check_real({"low": low, "high": high, "targets": targets})
-    _check_ends(low, high)
+    check_intervals(low, high, targets)
     distance_outside = (low - targets).clamp(min=0) + (targets - high).clamp(min=0)
     return reduced(high - low + 2 / (1 - level) * distance_outside, reduction)
 
@@ -226,13 +223,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
         regression. ICML, 2018, section 3.5; absolute values instead of squares.
     """
     whole(num_levels, "num_levels")
-    check_real({"pit": pit})
-    if pit.min() < 0 or pit.max() > 1:
-        raise ValueError(
-            f"`pit` has values from {pit.min():.4g} to {pit.max():.4g}, but must be between 0 "
-            "and 1. Pass the cumulative distribution function of the predictive "
-            "distribution, evaluated at the targets."
-        )
+    check_pit(pit)
     steps = torch.arange(1, num_levels + 1, dtype=torch.float64, device=pit.device)
     levels = steps / (num_levels + 1)
     shares = torch.searchsorted(pit.flatten().double().sort().values, levels, right=True)
@@ -253,9 +244,25 @@ def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = 
         )
 
 
-def _check_ends(low: Tensor, high: Tensor) -> None:
+def check_intervals(low: Real, high: Real, targets: Real | None = None) -> None:
+    """Checks the ends of intervals, with targets or without."""
+    tensors = {"low": low, "high": high}
+    if targets is not None:
+        tensors["targets"] = targets
+    check_real(tensors)
     if (high < low).any():
         raise ValueError(
             f"In {int((high < low).sum())} of {low.numel()} intervals, `high` is below `low`. "
             "Pass the lower ends first."
+        )
+
+
+def check_pit(pit: Real) -> None:
+    """Checks probability integral transforms."""
+    check_real({"pit": pit})
+    if pit.min() < 0 or pit.max() > 1:
+        raise ValueError(
+            f"`pit` has values from {pit.min():.4g} to {pit.max():.4g}, but must be between 0 "
+            "and 1. Pass the cumulative distribution function of the predictive "
+            "distribution, evaluated at the targets."
         )

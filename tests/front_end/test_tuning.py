@@ -667,6 +667,20 @@ def test_the_choice_is_compared_with_the_network_itself(link, params):
     assert rows["temperature scaling"] == pytest.approx(min(of_temperatures), abs=1e-6)
 
 
+def test_temperature_scaling_of_the_network_by_the_row_of_the_comparison():
+    """The recipe of docs/not-here.md: the temperature of the posterior's link is another one."""
+    model, x, y = problem(3.0, 400, temperature=0.3)
+    la = Laplace(model).fit([(x[:200], y[:200])])
+    x, y = x[200:], y[200:]
+    compared = la.tune([(x, y)], grid=[1.0]).compared
+    (row,) = (row for row in compared if row["name"] == "temperature scaling")
+    assert la.link.temperature != row["temperature"]
+    la.link = Link("probit", row["temperature"])
+    probs = la.predict(x, method="map").probs
+    torch.testing.assert_close(probs, (model(x).detach() / row["temperature"]).softmax(1))
+    assert F.nll_loss(probs.log(), y).item() == pytest.approx(row["nll"], rel=1e-9)
+
+
 @pytest.mark.parametrize("params", ["last_layer", "all"])
 @pytest.mark.parametrize("name", ["probit", "pairwise"])
 def test_the_prior_precision_is_tuned_for_a_link_with_a_temperature(params, name):

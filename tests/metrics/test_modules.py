@@ -1,5 +1,7 @@
 """The torchmetrics classes: over batches, after a reset, over processes."""
 
+import inspect
+
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -25,16 +27,9 @@ OOD_METRICS = {
     modules.AuprIn: metrics.aupr_in,
     modules.FPR95: metrics.fpr95,
 }
-REGRESSION_METRICS = {
+GAUSSIAN_METRICS = {
     modules.GaussianNLL: metrics.gaussian_nll,
     modules.CRPS: metrics.crps,
-    modules.IntervalCoverage: lambda m, s, y: metrics.interval_coverage(
-        *metrics.gaussian_interval(m, s), y
-    ),
-    modules.IntervalWidth: lambda m, s, y: metrics.interval_width(*metrics.gaussian_interval(m, s)),
-    modules.QuantileCalibrationError: lambda m, s, y: metrics.quantile_calibration_error(
-        metrics.gaussian_pit(m, s, y)
-    ),
 }
 
 
@@ -56,8 +51,13 @@ def cases():
         expected = function(scores[is_ood == 0], scores[is_ood == 1])
         yield kind, (scores, is_ood), expected
     mean, y = probs[:, :2], scores[:, None].expand(70, 2)
-    for kind, function in REGRESSION_METRICS.items():
+    for kind, function in GAUSSIAN_METRICS.items():
         yield kind, (mean, 1 + mean, y), function(mean, 1 + mean, y)
+    low, high = metrics.gaussian_interval(mean, 1 + mean)
+    yield modules.IntervalCoverage, (low, high, y), metrics.interval_coverage(low, high, y)
+    yield modules.IntervalWidth, (low, high), metrics.interval_width(low, high)
+    pit = metrics.gaussian_pit(mean, 1 + mean, y)
+    yield modules.QuantileCalibrationError, (pit,), metrics.quantile_calibration_error(pit)
 
 
 def test_every_class_is_tested():
@@ -95,24 +95,33 @@ def test_options_have_an_effect():
         torch.testing.assert_close(metric.compute(), expected)
         with pytest.raises(ValueError, match="num_bins must be at least 1"):
             kind(num_bins=0)
-    mean, y = probs[:, 0], probs[:, 1]
-    ends = metrics.gaussian_interval(mean, 1 + mean, 0.5)
-    metric = modules.IntervalWidth(level=0.5)
-    metric.update(mean, 1 + mean, y)
-    torch.testing.assert_close(metric.compute(), metrics.interval_width(*ends))
-    metric = modules.IntervalCoverage(level=0.5)
-    metric.update(mean, 1 + mean, y)
-    torch.testing.assert_close(metric.compute(), metrics.interval_coverage(*ends, y))
+    pit = probs[:, 0]
     metric = modules.QuantileCalibrationError(num_levels=3)
-    metric.update(mean, 1 + mean, y)
-    pit = metrics.gaussian_pit(mean, 1 + mean, y)
+    metric.update(pit)
     torch.testing.assert_close(metric.compute(), metrics.quantile_calibration_error(pit, 3))
-    for build in (
-        lambda: modules.IntervalWidth(level=2),
-        lambda: modules.QuantileCalibrationError(num_levels=0),
-    ):
-        with pytest.raises(ValueError, match=r"Pass|at least 1"):
-            build()
+    with pytest.raises(ValueError, match="num_levels must be at least 1"):
+        modules.QuantileCalibrationError(num_levels=0)
+
+
+def test_batches_may_be_passed_by_the_names_of_the_function():
+    """`help` shows these names; the first argument of OOD detection has both kinds of scores."""
+    for kind, arguments, expected in cases():
+        names = list(inspect.signature(kind.update).parameters)[1:]
+        metric = kind()
+        metric.update(**dict(zip(names, arguments, strict=True)))
+        torch.testing.assert_close(metric.compute().double(), expected.double())
+        metric.reset()
+        metric(**dict(zip(names, arguments, strict=True)))
+        torch.testing.assert_close(metric.compute().double(), expected.double())
+        if kind in OOD_METRICS:
+            assert names == ["scores", "is_ood"]
+            continue
+        function = {
+            modules.IntervalCoverage: metrics.interval_coverage,
+            modules.IntervalWidth: metrics.interval_width,
+            modules.QuantileCalibrationError: metrics.quantile_calibration_error,
+        }.get(kind) or {**CLASSIFICATION_METRICS, **GAUSSIAN_METRICS}[kind]
+        assert names == list(inspect.signature(function).parameters)[: len(names)]
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -126,6 +135,12 @@ def test_bad_batches_are_refused_when_they_come():
         modules.AUROC().update(scores / 0 * 0, is_ood)
     with pytest.raises(ValueError, match="must be positive"):
         modules.CRPS().update(scores, 0 * scores, scores)
+    with pytest.raises(ValueError, match="`high` is below `low`"):
+        modules.IntervalCoverage().update(scores, 0.5 * scores, scores)
+    with pytest.raises(ValueError, match="`high` is below `low`"):
+        modules.IntervalWidth().update(scores, 0.5 * scores)
+    with pytest.raises(ValueError, match="`pit` has values from"):
+        modules.QuantileCalibrationError().update(scores)
 
 
 def compute_on_rank(rank, size, folder):

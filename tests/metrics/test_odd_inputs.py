@@ -77,10 +77,11 @@ def test_sets_whose_metrics_would_have_one_name_are_refused():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("GaussianNLL", "takes 3 tensors, got 1. Pass means, standard deviations and targets"),
-        ("IntervalWidth", "takes 3 tensors, got 1. Pass means, standard deviations and targets"),
-        ("AUROC", "takes 2 tensors, got 1. Pass scores, and 1 for OOD examples"),
-        ("ECE", "takes 2 tensors, got 1. Pass probabilities and labels"),
+        ("GaussianNLL", "'standard_deviation' and 'targets'"),
+        ("IntervalCoverage", "'high' and 'targets'"),
+        ("IntervalWidth", "'high'"),
+        ("AUROC", "'is_ood'"),
+        ("ECE", "'labels'"),
     ],
 )
 def test_a_missing_argument_is_refused_at_once(name, message):
