@@ -104,6 +104,13 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
         raise ValueError(f"`{name}` contains NaN, which cannot be ordered. Remove these examples.")
 
 
+def check_score_pair(scores_id: Float[Tensor, " n"], scores_ood: Float[Tensor, " m"]) -> None:
+    """Checks the scores of ID and of OOD examples, which may differ in number."""
+    check_scores(scores_id, "scores_id")
+    check_scores(scores_ood, "scores_ood")
+    check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
+
+
 def check_same_device(
     first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], first_name: str, second_name: str
 ) -> None:

@@ -11,6 +11,7 @@ from laplace_debias.metrics.checks import (
     check_probs,
     check_real,
     check_same_device,
+    check_score_pair,
     check_tensor,
 )
 from laplace_debias.metrics.definitions import (
@@ -296,6 +297,7 @@ def evaluate_ood(
         TypeError: An argument is not a tensor.
         ValueError: Scores are empty, not one-dimensional, or hold NaN; as `evaluate`.
     """
+    check_score_pair(scores_id, scores_ood)
     statistics = {metric.name: metric.statistic(scores_id, scores_ood) for metric in OOD_METRICS}
     return report_of(statistics, None, level, intervals)
 
@@ -317,6 +319,7 @@ def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str,
 
 def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
     """The NLL by log-probabilities of the labels."""
+    check_tensor(log_probs, "log_probs")
     if log_probs.shape != (num_examples,):
         raise ValueError(
             f"`log_probs` has shape {list(log_probs.shape)}. For each of the "

@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from laplace_debias.metrics import calibration, classification, ood, regression, selective
-from laplace_debias.metrics.checks import check_classification, check_scores
+from laplace_debias.metrics.checks import check_classification, check_scores, check_tensor
 from laplace_debias.metrics.definitions import METRICS
 from laplace_debias.metrics.regression import Real, check_gaussian, check_intervals, check_pit
 from laplace_debias.system.checks import whole
@@ -110,6 +110,7 @@ class _OfScores(_OverBatches):
     def update(self, scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
         """Add a batch of scores, with 1 for each OOD example and 0 for the others."""
         check_scores(scores, "scores")
+        check_tensor(is_ood, "is_ood")
         if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
             raise ValueError(
                 f"`is_ood` has shape {list(is_ood.shape)}. Pass 0 or 1 for each of the "

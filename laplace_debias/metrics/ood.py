@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from laplace_debias.metrics.checks import check_probs, check_same_device, check_scores
+from laplace_debias.metrics.checks import check_probs, check_score_pair
 
 
 def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
@@ -111,9 +111,7 @@ def _ranked(
     torchmetrics would take scores outside [0, 1] for logits and squash them, which makes large
     scores equal. Ranks keep the order and the ties exactly.
     """
-    check_scores(scores_id, "scores_id")
-    check_scores(scores_ood, "scores_ood")
-    check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
+    check_score_pair(scores_id, scores_ood)
     if torch.finfo(torch.get_default_dtype()).bits < 32:
         raise ValueError(
             "torchmetrics counts examples in the default dtype of torch, which is "

@@ -166,3 +166,31 @@ def test_class_156_in_bytes_is_a_class():
     expected = la.fit_batches([(x, y)]).posterior.precision.to_dense()
     actual = la.fit_batches([(x, y.byte())]).posterior.precision.to_dense()
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("is_ignored", [False, True])
+@pytest.mark.parametrize(("convolution", "positions"), [(nn.Conv2d, (8, 8)), (nn.Conv1d, (7,))])
+def test_outputs_with_the_classes_first_are_refused_with_ignored_targets_too(
+    convolution, positions, is_ignored
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(convolution(3, 4, 3, padding=1), nn.ReLU(), convolution(4, 5, 1)).eval()
+    x, y = torch.randn(6, 3, *positions), torch.randint(5, (6, *positions))
+    if is_ignored:
+        y[:, 0] = -100
+    with pytest.raises(ValueError, match=r"Targets of shape .* use class_dim=1"):
+        Laplace(model).fit([(x, y)])
+    Laplace(model, class_dim=1).fit([(x, y)])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_label_per_position_of_a_pooled_model_is_refused_with_ignored_targets_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 5)
+    ).eval()
+    y = torch.randint(5, (6, 7))
+    y[:, 0] = -100
+    with pytest.raises(ValueError, match="must be one class label per example"):
+        Laplace(model).fit([(torch.randn(6, 3, 7), y)])

@@ -7,9 +7,10 @@ import torch
 from spectra import Matrix, generator, symmetric
 from torch import nn
 
-from laplace_debias.curvature import Hessian
+from laplace_debias.curvature import KFAC, Hessian
 from laplace_debias.linalg import diagonal, frobenius_norm, inverse, trace
 from laplace_debias.linalg.probes import draw
+from laplace_debias.operators import Identity
 
 curvlinops = pytest.importorskip("curvlinops", reason="compares with curvlinops")
 
@@ -90,3 +91,22 @@ def test_lsmr_of_an_indefinite_hessian(indefinite):
     actual = inverse(ours, "lsmr", tol=1e-14, max_iter=2000) @ B
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(ours.to_dense() @ actual, B, rtol=0, atol=1e-9)
+
+
+def test_the_damped_inverse_of_kfac_is_the_one_with_exact_damping():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    data = [(torch.randn(20, 3).double(), torch.randint(2, (20,)))]
+    loss = nn.CrossEntropyLoss()
+    ours = KFAC(model, loss, data)
+    theirs = curvlinops.KFACLinearOperator(
+        model, loss, list(model.parameters()), data, fisher_type=curvlinops.FisherType.TYPE2
+    )
+    b = torch.randn(ours.shape[0], dtype=torch.float64)
+    actual = inverse(ours + 0.1 * Identity(len(b))) @ b
+    exact, default = (
+        curvlinops.KFACInverseLinearOperator(theirs, damping=0.1, use_exact_damping=is_exact) @ b
+        for is_exact in (True, False)
+    )
+    torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-12)
+    assert (actual - default).norm() > 0.1 * actual.norm()

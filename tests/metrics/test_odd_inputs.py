@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,3 +94,33 @@ def test_large_errors_in_half_precision():
     mean = torch.zeros(4, dtype=torch.float16)
     targets = torch.full((4,), 500.0, dtype=torch.float16)
     assert float(metrics.rmse(mean, targets)) == 500
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("scores", "error", "message"),
+    [
+        ([0.5, 0.2], TypeError, "is a list, but must be a tensor"),
+        (np.array([0.5, 0.2]), TypeError, "is a ndarray, but must be a tensor"),
+        (torch.ones(3, 1), ValueError, r"has shape \[3, 1\], but must have one score per example"),
+        (torch.ones(0), ValueError, "is empty"),
+        (torch.tensor([0.5, torch.nan]), ValueError, "contains NaN"),
+        (torch.tensor([1, 2]), ValueError, "has dtype torch.int64, but must be floating point"),
+    ],
+)
+def test_scores_are_checked_by_all_metrics_of_detection(scores, error, message):
+    good = torch.tensor([0.1, 0.4])
+    for function in (metrics.evaluate_ood, metrics.auroc, metrics.fpr95):
+        with pytest.raises(error, match=f"`scores_ood` {message}"):
+            function(good, scores)
+        with pytest.raises(error, match=f"`scores_id` {message}"):
+            function(scores, good)
+    with pytest.raises(TypeError, match="`is_ood` is a list, but must be a tensor"):
+        modules.AUROC().update(good, [0, 1])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_log_probabilities_in_a_list_are_refused():
+    probs, labels = torch.full((3, 2), 0.5), torch.zeros(3).long()
+    with pytest.raises(TypeError, match="`log_probs` is a list, but must be a tensor"):
+        metrics.evaluate(probs, labels, log_probs=[-0.7, -0.7, -0.7])

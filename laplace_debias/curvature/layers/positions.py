@@ -271,6 +271,9 @@ class _Pass:
         edges = [z.edge for *_, z in calls if z.edge is not None]
         if not (edges and outputs.requires_grad):
             return {}
+        if counted is not None and not _broadcasts(counted, outputs):
+            # The loss raises an error about such targets when it gets the outputs.
+            return {}
         _pass_through(outputs)
         # Zero where nothing counts, with no two equal entries elsewhere.
         numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
@@ -322,6 +325,11 @@ class _Pass:
                     idle |= zero_rows & ~influence[length]
             masks_by_layer.setdefault(call.layer, []).append(mask | ~idle)
         return masks_by_layer
+
+
+def _broadcasts(mask: Tensor, outputs: Tensor) -> bool:
+    sizes = zip(mask.shape, outputs.shape, strict=False)
+    return mask.ndim == outputs.ndim and all(size in (1, other) for size, other in sizes)
 
 
 def _pass_through(outputs: Tensor) -> None:
