@@ -55,13 +55,22 @@ def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | 
 class SelectedBatches:
     """Batches of all or selected examples, on the model's device.
 
-    With several processes each has every n-th batch.
+    With several processes each has every n-th batch. Targets that a set without labels lacks are
+    zeros.
     """
 
-    def __init__(self, model: nn.Module, batches: Batches, positions: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        positions: Tensor | None = None,
+        *,
+        has_labels: bool = True,
+    ) -> None:
         self._model = model
         self._batches = batches
         self._positions = positions
+        self._read = BatchReader(model, needs_targets=has_labels)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for _, x, y in self.with_positions():
@@ -70,7 +79,7 @@ class SelectedBatches:
     def with_positions(self) -> Iterator[tuple[int, Inputs, Tensor]]:
         """Yield the batches, each with the index of its first selected example."""
         device = next(self._model.parameters()).device
-        for _, first, x, y in dealt(self._batches, BatchReader(self._model)):
+        for _, first, x, y in dealt(self._batches, self._read):
             if self._positions is None:
                 yield first, move(x, device, None), y
                 continue
@@ -202,7 +211,8 @@ def predict_set(
     """
     batch_columns: dict[str, list[Tensor]] = {}
     seconds = 0.0
-    for first, x, y in SelectedBatches(loaded.model, batches, positions).with_positions():
+    selected = SelectedBatches(loaded.model, batches, positions, has_labels=has_labels)
+    for first, x, y in selected.with_positions():
         start = time.perf_counter()
         targets = y.detach().cpu() if has_labels else None
         if la is None:

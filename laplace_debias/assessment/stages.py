@@ -37,7 +37,7 @@ from laplace_debias.assessment.predictions import (
 from laplace_debias.assessment.recalibration import Recalibration, fit_recalibration
 from laplace_debias.assessment.run_writer import RunWriter
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, total_size
 from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
 from laplace_debias.runs.records import PredictionsSummary
@@ -216,9 +216,8 @@ def size_of(batches: Batches) -> float:
     source: Any = batches.source if isinstance(batches, Changed) else batches
     if isinstance(source, DataLoader) and source.batch_size is not None:
         return len(source.dataset)  # type: ignore[arg-type]
-    if isinstance(source, Sequence) and all(isinstance(batch, Sequence) for batch in source):
-        return sum(len(batch[1]) for batch in source)
-    return math.inf
+    size = total_size(source) if isinstance(source, Sequence) else None
+    return math.inf if size is None else size
 
 
 def num_predictions(sizes: Sequence[float], examples: float) -> float:

@@ -1,7 +1,7 @@
 """The specification of a model: its likelihood, and how its batches are read."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -90,11 +90,13 @@ class ModelSpec:
         progress: str | None = None,
         *,
         weighs: bool = False,
+        needs_targets: bool = True,
     ) -> Stream:
-        """Read data as pairs on a device; see `Stream` for the arguments."""
+        """Read data as pairs on a device; see `BatchReader` and `Stream` for the arguments."""
+        read = self.read_batch if needs_targets else replace(self.read_batch, needs_targets=False)
         return Stream(
             data,
-            self.read_batch,
+            read,
             generator,
             device=device,
             target_device=device,

@@ -221,8 +221,10 @@ class Predictor(ABC):
         Args:
             loader: Labelled batches `(x, y)`, or `(x, y, w)` with whole weights of the examples: an
                 example of weight w counts as w examples.
-            ood: Out-of-distribution batches by name; their labels are ignored. Each gives
-                `auroc_<name>` and the like (in-distribution = 0, OOD = 1).
+            ood: Out-of-distribution batches by name. They may have no targets; these are ignored. A
+                pair is always inputs and targets, so several inputs without targets are passed as
+                `((a, b), None)`. Each gives `auroc_<name>` and the like (in-distribution = 0, OOD =
+                1).
             method: How to predict; this, `samples` and `link` are those of `predict`.
             samples: Draws.
             generator: Seeds the draws, and the order and augmentation of the loaders.
@@ -279,15 +281,17 @@ class Predictor(ABC):
         state = self._states[0]
         bar = "evaluate" if progress else None
 
-        def read(data: Batches) -> RepeatedExamples:
-            stream = state.spec.stream(data, state.device, generator, bar, weighs=True)
+        def read(data: Batches, *, needs_targets: bool) -> RepeatedExamples:
+            stream = state.spec.stream(
+                data, state.device, generator, bar, weighs=True, needs_targets=needs_targets
+            )
             return RepeatedExamples(stream)
 
         return evaluate_predictions(
             predict,
             self.likelihood,
-            read(loader),
-            ood={name: read(data) for name, data in (ood or {}).items()},
+            read(loader, needs_targets=True),
+            ood={name: read(data, needs_targets=False) for name, data in (ood or {}).items()},
             class_dim=state.spec.class_dim,
             intervals=intervals,
             level=level,

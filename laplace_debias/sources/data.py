@@ -76,8 +76,8 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
     """Call the function at an import path, and return the data that it returns.
 
     `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
-    is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
-    `DataLoader` of one, is read in an order that is the same each time.
+    is a data set, a `DataLoader` or a list of batches `(x, y)`; those of `ood` need no targets. A
+    data set, and a plain `DataLoader` of one, is read in an order that is the same each time.
     """
     content = called(path, imported(path, "data"), {}, "data")
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, total_size
 from laplace_debias.curvature.network.dataset_size import dataset_size
 from laplace_debias.sources.image_files import View
 from laplace_debias.sources.pixels import Pixels
@@ -293,5 +293,5 @@ def _unchanged(
         return batches, len(dataset)
     if isinstance(batches, Sequence):
         # A list of batches is in memory, so counting it costs nothing.
-        return batches, sum(len(batch[1]) for batch in batches)
+        return batches, total_size(batches)
     return batches, None

@@ -347,3 +347,41 @@ def test_options_that_make_no_sense(here, arguments, message, capsys):
     assert message in capsys.readouterr().err
     assert (here / "o.csv").read_text() == "mine"
     assert not list(here.glob("n.*"))
+
+
+OWN_DATA = """
+import torch
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(40, 4), torch.arange(40) % 3
+far = 9 * torch.randn(10, 4)
+
+
+def labelled():
+    data = TensorDataset(x, y)
+    return {"train": data, "validation": data, "test": data, "ood": {"far": [(far, y[:10])]}}
+
+
+def unlabelled():
+    ood = {"list": [far[:4], far[4:]], "set": TensorDataset(far), "pair": [(far, None)]}
+    return labelled() | {"ood": ood}
+"""
+
+
+def test_out_of_distribution_data_of_ones_own_need_no_labels(here, monkeypatch, capsys):
+    bring.forget(monkeypatch, "own_data")
+    (here / "own_data.py").write_text(OWN_DATA)
+    network = ["--model=nets:rows", *QUIET]
+    assert main(["fit", *network, "--data=own_data:labelled", "--output=p.safetensors"]) == 0
+    values = {}
+    for name in ("labelled", "unlabelled"):
+        capsys.readouterr()
+        evaluate = ["evaluate", *network, f"--data=own_data:{name}", "--posterior=p.safetensors"]
+        assert main([*evaluate, "--json"]) == 0
+        for row in json.loads(capsys.readouterr().out)["rows"]:
+            key = row["method"], row["metric"], row.get("score")
+            values.setdefault(row["set"], {})[key] = row["value"]
+    assert len(values["far"]) > 10
+    for name in ("list", "set", "pair"):
+        assert values[name] == pytest.approx(values["far"])

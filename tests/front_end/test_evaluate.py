@@ -7,8 +7,9 @@ import torch
 from spectra import generator as seed
 from torch import nn
 from torch.distributions import Categorical
+from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace, metrics
+from laplace_debias import Laplace, Mixture, OneArgument, metrics
 
 DATA = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=DATA)
@@ -206,3 +207,74 @@ def test_ignored_targets_are_no_in_distribution_examples(score, reads_once):
     for name, value in expected.items():
         assert report[name] == pytest.approx(value, nan_ok=True), name
         assert report[name].low == pytest.approx(value.low, nan_ok=True), name
+
+
+FAR = 9 * torch.randn(20, 3, generator=DATA)
+WITHOUT_TARGETS = {
+    "tensors": [FAR[:8], FAR[8:]],
+    "data set": DataLoader(TensorDataset(FAR), batch_size=8),
+    "pairs": [(FAR, None)],
+    "triples": [(FAR, None, torch.ones(20))],
+    "mappings": [{"image": FAR}],
+    "mappings with None": [{"image": FAR, "labels": None}],
+}
+
+
+@pytest.mark.parametrize("unlabelled", WITHOUT_TARGETS.values(), ids=WITHOUT_TARGETS)
+def test_foreign_inputs_need_no_targets(unlabelled):
+    la = classification()
+    labelled = {"far": [(FAR, torch.zeros(20).long())]}
+    for predictor in (la, Mixture([la, la])):
+        for score in (None, "variance"):
+            report = predictor.evaluate([(X, LABELS)], {"far": unlabelled}, score=score)
+            expected = predictor.evaluate([(X, LABELS)], labelled, score=score)
+            assert dict(report) == pytest.approx(dict(expected), rel=1e-6, nan_ok=True)
+    with pytest.raises(TypeError, match=r"Batches must be pairs|Targets must be a tensor"):
+        la.evaluate([X])
+
+
+class Sum(nn.Linear):
+    """A linear layer of the sum of two inputs."""
+
+    def forward(self, a, b):
+        return super().forward(a + b)
+
+
+def test_several_foreign_inputs_without_targets():
+    """A pair is inputs and targets; None says that there are no targets."""
+    torch.manual_seed(0)
+    data = [((X, X), LABELS)]
+    la = Laplace(Sum(3, 3).eval()).fit(data)
+    expected = la.evaluate(data, {"far": [((FAR, FAR), torch.zeros(20))]})
+    for batch in (((FAR, FAR), None), {"a": FAR, "b": FAR}, [(FAR, FAR), None]):
+        assert la.evaluate(data, {"far": [batch]}) == expected
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
+        la.evaluate(data, {"far": [(FAR, FAR)]})
+
+
+class OfMapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, batch):
+        return self.head(batch["x"])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_other_forms_of_foreign_inputs():
+    torch.manual_seed(0)
+    data = [(OneArgument(x=X), LABELS)]
+    la = Laplace(OfMapping().eval()).fit(data)
+    expected = la.evaluate(data, {"far": [(OneArgument(x=FAR), torch.zeros(20))]})
+    assert la.evaluate(data, {"far": [OneArgument(x=FAR)]}) == expected
+
+    def read(batch):
+        return batch[0], batch[1] if len(batch) > 1 else None
+
+    la = Laplace(network(3), batch=read).fit([(X, LABELS)])
+    expected = classification().evaluate([(X, LABELS)], {"far": [FAR]})
+    assert la.evaluate([(X, LABELS)], {"far": [(FAR,)]}) == expected
+    for batch in ((FAR, FAR, FAR, FAR), "text", FAR.numpy()):
+        with pytest.raises(TypeError, match="Batches must be pairs"):
+            classification().evaluate([(X, LABELS)], {"far": [batch]})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Conformal, Laplace
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full", "gp")
 
@@ -147,8 +147,11 @@ def test_what_takes_no_weights_says_so(of: str):
             Laplace(model).fit_batches([(tokens, y, COUNTS.double())])
     elif of == "tune":
         la = Laplace(perceptron()).fit_batches(triples)
-        with pytest.raises(TypeError, match="pairs"):
+        message = "Weights of examples as the third entry are not supported here. Pass pairs"
+        with pytest.raises(TypeError, match=message):
             la.tune(triples)
+        with pytest.raises(TypeError, match=message):
+            Conformal(la).calibrate(triples)
     else:
         with pytest.raises(ValueError, match="weights"):
             Laplace(perceptron()).fit(itertools.cycle(triples), mode="auto", num_data=18)

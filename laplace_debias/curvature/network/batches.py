@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
 
@@ -55,10 +56,15 @@ class BatchReader:
     given the targets, so it computes no loss. If a Hugging Face model moves the labels of tokens by
     one position, as causal language models do, so are the targets (see `shifts_labels`). A hook
     makes `(inputs, targets)` of what the data yields; they are taken as they are.
+
+    If it does not need targets, a batch may also consist of inputs only: a tensor, as the only
+    entry of a tuple or list, or a mapping or dataclass without targets; or the targets may be None.
+    A pair is always inputs and targets.
     """
 
     model: nn.Module
     hook: BatchHook | None = None
+    needs_targets: bool = True
     # Found out with the first batch that leaves it open.
     _shifts: bool | None = dataclasses.field(default=None, init=False)
     _is_independent_of_targets: bool = dataclasses.field(default=False, init=False)
@@ -66,12 +72,19 @@ class BatchReader:
     def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> tuple[Any, ...]:
         """A batch as inputs and targets, with as many targets as inputs.
 
-        If it `weighs`, a batch may be a triple, whose third entry are the examples' weights.
+        Targets that a batch lacks are zeros. If it `weighs`, a batch may be a triple, whose third
+        entry are the examples' weights.
         """
         weights = None
         if self.hook is not None:
             batch = self.hook(batch)
-        elif weighs and isinstance(batch, (tuple, list)) and len(batch) == 3:
+        elif isinstance(batch, (tuple, list)) and len(batch) == 3:
+            if not weighs:
+                raise TypeError(
+                    f"{name} has three entries. Weights of examples as the third entry are not "
+                    "supported here. Pass pairs (inputs, targets). If the third entry is something "
+                    f"else, {USE_A_HOOK}. Combine several inputs in a tuple or a dict."
+                )
             *batch, weights = batch
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         named = None if is_pair or self.hook is not None else _named(batch)
@@ -80,6 +93,10 @@ class BatchReader:
             inputs = _named(inputs) or inputs
         elif named is not None:
             inputs, targets = self._from_names(named)
+        elif not self.needs_targets and self.hook is None and _is_inputs_only(batch):
+            inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+            inputs = _named(inputs) or inputs
+            targets = None
         else:
             came = type(batch).__name__
             came += f" of length {len(batch)}" if isinstance(batch, Sized) else ""
@@ -96,6 +113,8 @@ class BatchReader:
                 f"{', '.join(map(repr, TARGETS))}, got {came}. For other batches, "
                 f"{USE_A_HOOK}. Combine several inputs in a tuple or a dict.{single}"
             )
+        if targets is None and not self.needs_targets:
+            targets = torch.zeros(num_examples(inputs), dtype=torch.long)
         return _checked(inputs, targets, weights, name)
 
     def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
@@ -133,6 +152,14 @@ class BatchReader:
                 raise dtype_error(x.dtype, dtypes)
 
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
+        if not self.needs_targets:
+            named = {
+                key: value
+                for key, value in named.items()
+                if value is not None or key not in TARGETS
+            }
+            if named.keys().isdisjoint(TARGETS):
+                return self._placed(named), None
         target_keys = [key for key in TARGETS if key in named]
         if len(target_keys) != 1:
             problem = "none of them has a name of targets"
@@ -258,6 +285,13 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
             "contains other values. Check the third entry of the batches."
         )
     return inputs, targets, weights
+
+
+def _is_inputs_only(batch: Any) -> bool:
+    """Whether a batch that is no pair has the form of inputs without targets."""
+    if isinstance(batch, (tuple, list)):
+        return len(batch) == 1
+    return isinstance(batch, (Tensor, OneArgument))
 
 
 def _named(batch: Any) -> dict[str, Any] | None:
@@ -406,6 +440,20 @@ def check_batches(source: Any) -> None:
             f"Data must be batches (inputs, targets), but a {type(source).__name__} yields "
             "single examples. Pass a DataLoader, such as `DataLoader(dataset, batch_size=128)`."
         )
+
+
+def total_size(batches: Sequence[Any]) -> int | None:
+    """Return the number of examples of some batches; None if a batch shows no tensor.
+
+    It is the length of each batch's first tensor, whether of its inputs or of its targets.
+    """
+    total = 0
+    for batch in batches:
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if not tensors or tensors[0].ndim == 0:
+            return None
+        total += len(tensors[0])
+    return total
 
 
 class Stream:
