@@ -42,7 +42,7 @@ def prediction_columns(
     Args:
         la: The posterior.
         loaded: Its network and data.
-        batches: Inputs to predict, with targets.
+        batches: Inputs to predict; with targets if `has_targets`.
         method: Predictive; this and `samples` are those of `Laplace.predict`.
         samples: Number of draws.
         seed: Seed of the draws.
@@ -57,8 +57,9 @@ def prediction_columns(
     own_tables: list[tuple[int, dict[str, Tensor], Tensor]] = []
     # Draws follow the order of all batches, so the first process makes them all.
     takes_part = process_group().rank == 0 or not has_draws
+    read = BatchReader(loaded.model, needs_targets=has_targets)
     with alone() if has_draws else contextlib.nullcontext():
-        own_batches = dealt(batches, BatchReader(loaded.model)) if takes_part else ()
+        own_batches = dealt(batches, read) if takes_part else ()
         bar = tqdm(own_batches, "predicting", unit="batch", leave=False, disable=not progress)
         for number, _, x, y in bar:
             columns = _batch_columns(la, loaded, x, method, samples, generator)

@@ -366,7 +366,8 @@ class Conformal:
                 f"Predictive distributions of type {type(predictive).__name__} are not "
                 "supported. Use a likelihood for mutually exclusive classes, for two "
                 "classes, or for normally distributed targets. For several labels, use a "
-                "separate Conformal for each label."
+                'separate Laplace(..., "binary") for each label, around a module that returns the '
+                "logit of this label."
             )
         return predictive
 

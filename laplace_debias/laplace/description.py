@@ -2,6 +2,7 @@
 
 import torch
 
+from laplace_debias.curvature.network.subnetwork import Subnetwork
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 
@@ -12,6 +13,8 @@ def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
     """Collect a few facts by name, whose size does not depend on the model."""
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())
+    # The selected entries of a subnetwork are copies.
+    total -= sum(part.entries.numel() for part in model.modules() if isinstance(part, Subnetwork))
     lines = {
         "model": type(model).__name__,
         "likelihood": state.spec.likelihood.describe(),
@@ -46,7 +49,7 @@ def _described_prior(prior: Prior) -> dict[str, str]:
     is_per_block = prior.precision.ndim > 0
     lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}
     if prior.information is not None:
-        lines["prior"] = "earlier information, added to the prior precision"
+        lines["prior"] = "the one passed as `prior=`, whose common part is the prior precision"
     if prior.mean is not None and prior.mean.any():
         is_vector = prior.mean.ndim > 0
         lines["prior mean"] = "one for each parameter" if is_vector else f"{float(prior.mean):g}"

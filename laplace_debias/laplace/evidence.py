@@ -46,8 +46,8 @@ def maximise_evidence(
         )
     if fitted.prior.information is not None:
         raise ValueError(
-            "The prior of this posterior is an earlier posterior, which `tune_evidence` does not "
-            "support. Use `tune(loader)`."
+            "`tune_evidence` does not support posteriors that were fitted with `prior=`. Use "
+            "`tune(loader)`."
         )
     if not tunes_noise(fitted, sigma):
         tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
@@ -88,9 +88,8 @@ def check_can_tune_noise(fitted: FittedPosterior) -> None:
         )
     if fitted.num_targets is None and fitted.posterior.prior.information is not None:
         raise ValueError(
-            "`sigma=True` does not work after a fit with `prior=`, because the information of the "
-            "earlier data was measured with their own noise. Pass the noise, as "
-            "Laplace(..., sigma=)."
+            "`sigma=True` does not work after a fit with `prior=`, because the precision of this "
+            "prior does not change with the noise. Pass the noise, as Laplace(..., sigma=)."
         )
     if fitted.num_targets is None:
         raise ValueError(
@@ -128,13 +127,15 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
     # Imported here because it takes a third of a second.
     from scipy.optimize import minimize_scalar
 
-    table: list[Row] = []
+    # By the prior precision: the searches below visit some of them several times.
+    log_evidences: dict[float, float] = {}
 
     def loss(log_delta: float) -> float:
-        delta = torch.tensor(10.0**log_delta, dtype=torch.float64)
-        value = fitted.log_marginal_likelihood(delta).item()
-        table.append({"prior_precision": delta.item(), LOG_EVIDENCE: value})
-        return -value
+        delta = 10.0 ** float(log_delta)
+        if delta not in log_evidences:
+            value = fitted.log_marginal_likelihood(torch.tensor(delta, dtype=torch.float64))
+            log_evidences[delta] = value.item()
+        return -log_evidences[delta]
 
     low, high = torch.tensor(BOUNDS).log10().tolist()
     result = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3})
@@ -147,8 +148,12 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
         _end_of_flat_range(loss, result.x, low),
         _end_of_flat_range(loss, result.x, high),
     )
-    table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(10.0**result.x, LOG_EVIDENCE, -result.fun, table, flat=flat)
+    table: list[Row] = [
+        {"prior_precision": delta, LOG_EVIDENCE: log_evidences[delta]}
+        for delta in sorted(log_evidences)
+    ]
+    best = 10.0 ** float(result.x)
+    return Tuning(best, LOG_EVIDENCE, log_evidences[best], table, flat=flat)
 
 
 def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float) -> float:
@@ -322,7 +327,7 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     table: list[dict[str, float]] = []
 
     def loss(log_gamma: float) -> float:
-        gamma = 10.0**log_gamma
+        gamma = 10.0 ** float(log_gamma)
         k = math.sqrt((Q + gamma * S) / M)
         at_k = nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
         log_det = posterior.log_det_precision(
@@ -344,11 +349,12 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     result = minimize_scalar(
         loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}
     )
-    k = math.sqrt((Q + 10.0**result.x * S) / M)
-    delta = 10.0**result.x * k**-2
+    gamma = 10.0 ** float(result.x)
+    k = math.sqrt((Q + gamma * S) / M)
+    delta = gamma * k**-2
     tuned, sigma = rescaled(fitted, k, delta)
     table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(delta, LOG_EVIDENCE, -result.fun, table, sigma=sigma), tuned
+    return Tuning(delta, LOG_EVIDENCE, -float(result.fun), table, sigma=sigma), tuned
 
 
 def rescaled(

@@ -256,7 +256,8 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     if len(layers) > 1:
         raise NotImplementedError(
             f"Only a posterior over the last layer can be exported, but {len(layers)} layers are "
-            f"Bayesian here: {', '.join(layers[:3])}{(', …' if len(layers) > 3 else '')}. "
+            f"Bayesian here: {', '.join(layer or 'the model itself' for layer in layers[:3])}"
+            f"{(', …' if len(layers) > 3 else '')}. "
             f"{remedy}"
         )
     network = fitted.network()
@@ -271,9 +272,11 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     layer = network.get_submodule(layers[0])
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
+        kind = type(layer).__name__
+        reason = f"{layers[0]} is a {kind}, or other operations follow it."
+        if not layers[0]:
+            reason = f"The Bayesian parameters belong to no such layer, but to the {kind} itself."
         raise NotImplementedError(
-            "A model can only be exported if its last operation is an nn.Linear. "
-            f"{layers[0]} is a {type(layer).__name__}, or other operations follow it. "
-            f"{remedy}"
+            f"A model can only be exported if its last operation is an nn.Linear. {reason} {remedy}"
         )
     return layers[0]

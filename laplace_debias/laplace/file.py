@@ -226,6 +226,7 @@ def load(
         prior=prior.fitting(len(parameters.block_names), parameters.size),
         order=None if parameters.order is None else parameters.order.to(mean.device),
         temperature=checked_temperature(float(header.temperature)),
+        layout=parameters.layout(spec.plain_model),
     )
     # Earlier versions wrote another power for the empirical Fisher.
     noise = header.noise or {}

@@ -208,6 +208,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         prior=prior,
         order=None if order is None else order.to(mean.device),
         temperature=state.temperature,
+        layout=parameters.layout(plain),
     )
     return FittedPosterior(
         spec=state.spec,

@@ -242,7 +242,8 @@ class Laplace(Predictor):
                     "`prior=` already contains a precision and a mean. Remove `prior_precision=` "
                     "and `prior_mean=`."
                 )
-            self._state = replace(self._state, prior=self._prior_from(prior))
+            checked_prior = self._prior_from(prior)
+            self._state = replace(self._state, prior=checked_prior)
 
     if not TYPE_CHECKING:
 
@@ -1212,13 +1213,14 @@ class Laplace(Predictor):
     def _prior_from(self, prior: GaussianPrior) -> Prior:
         """Read a prior for the parameters of an unfitted state."""
         state = self._state
-        if state.parameters is None:
-            raise ValueError(
-                "`prior=` needs the names of the Bayesian parameters, but the last layer "
-                "is not known until the fit. Pass `params=list(prior.param_names)`."
-            )
-        gaussian = prior.on(state.parameters, state.config.structure).to(state.device)
-        return gaussian.fitting(len(state.parameters.block_names), state.parameters.size)
+        parameters = state.parameters
+        if parameters is None:
+            # The prior knows the names of the last layer, which the first fit compares.
+            config = replace(state.config, params=list(prior.param_names))
+            parameters = ParameterBlocks.selected(state.spec.plain_model, config, None)
+            self._state = replace(state, parameters=parameters)
+        gaussian = prior.on(parameters, state.config.structure).to(state.device)
+        return gaussian.fitting(len(parameters.block_names), parameters.size)
 
     @property
     def _states(self) -> list[Unfitted | FittedPosterior]:

@@ -24,6 +24,7 @@ from laplace_debias.curvature.network.selection import (
 from laplace_debias.curvature.network.shared_copy import refuse_calls
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.operators import ParameterLayout
 from laplace_debias.system.shown import warn
 
 
@@ -138,6 +139,10 @@ class ParameterBlocks:
         if names == self.names and dict(replay_modules) == dict(self.replay_modules):
             return self
         return ParameterBlocks.selected(model, replace(config, params=names), x, replay_modules)
+
+    def layout(self, model: nn.Module) -> ParameterLayout:
+        """Return the names and shapes of the parameters."""
+        return ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
 
     def flattened(self, model: nn.Module) -> Float[Tensor, " parameters"]:
         """Return the current values, `[D]`, in the model's order, in single precision or wider."""

@@ -17,6 +17,7 @@ from laplace_debias.operators import (
     EigenKronecker,
     LinearOperator,
     LowRankPlusDiagonal,
+    ParameterLayout,
     Permuted,
     Spectrum,
 )
@@ -43,6 +44,8 @@ class GaussianPosterior:
             for the same order.
         temperature: T.
         curvature_bounds: The largest curvature of each block, by name; None to read the blocks.
+        layout: The names and shapes of the parameters, by which `covariance` and the other matrices
+            can be indexed; None if they are not known.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -52,6 +55,7 @@ class GaussianPosterior:
     order: Int[Tensor, " parameters"] | None = None
     temperature: float = 1.0
     curvature_bounds: Mapping[str, float] | None = field(default=None, repr=False)
+    layout: ParameterLayout | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         whole(self.num_data, "num_data")
@@ -178,7 +182,12 @@ class GaussianPosterior:
         return self._in_model_order(self._blocks(function))
 
     def _in_model_order(self, operator: LinearOperator) -> LinearOperator:
-        return operator if self.order is None else Permuted(operator, self.order)
+        block_names = tuple(operator.blocks) if isinstance(operator, BlockDiagonal) else ()
+        # Blocks of single parameters have the parameters' names already.
+        has_names = self.layout is None or self.layout.names == block_names
+        if self.order is None and has_names:
+            return operator
+        return Permuted(operator, self.order, self.layout)
 
     def _blocks(self, function: Spectrum) -> BlockDiagonal[CurvatureBlock]:
         """Compute a function of P, block by block."""

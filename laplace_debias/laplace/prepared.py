@@ -116,9 +116,10 @@ def _parameters_on_examples(
         selected = ParameterBlocks.selected(plain, config, inputs)
         if state.parameters is not None and state.parameters.names != selected.names:
             raise ValueError(
-                f'`params="last_layer"` selected {state.parameters.names} before, but now the '
-                f"outputs come from {selected.names}, so the model has changed. Build a new "
-                "Laplace."
+                f'`params="last_layer"` selected {state.parameters.names} before (in an earlier '
+                f"fit, or as the parameters of `prior=`), but the outputs come from "
+                f"{selected.names}. If the model has changed, build a new Laplace. Otherwise pass "
+                "a prior of the last layer's parameters."
             )
     tap = Tap(spec.network(selected.names))
     check_first_batch(

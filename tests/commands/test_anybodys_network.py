@@ -366,6 +366,10 @@ def labelled():
 def unlabelled():
     ood = {"list": [far[:4], far[4:]], "set": TensorDataset(far), "pair": [(far, None)]}
     return labelled() | {"ood": ood}
+
+
+def further():
+    return TensorDataset(far)
 """
 
 
@@ -385,3 +389,6 @@ def test_out_of_distribution_data_of_ones_own_need_no_labels(here, monkeypatch, 
     assert len(values["far"]) > 10
     for name in ("list", "set", "pair"):
         assert values[name] == pytest.approx(values["far"])
+    predict = ["predict", *network, "--data=own_data:labelled", "--posterior=p.safetensors"]
+    assert main([*predict, "--inputs=own_data:further", "--output=far.csv"]) == 0
+    assert len(pandas.read_csv("far.csv")) == 10

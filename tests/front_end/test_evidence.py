@@ -243,3 +243,21 @@ def test_what_does_not_go_together_is_refused():
         dense.fit_batches([(torch.randn(20, 4).double(), torch.randint(2, (20,)))])
         with pytest.raises(ValueError, match="all parameters as one block"):
             dense.tune(method="marglik", per="kind")
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_the_table_has_each_value_once_as_plain_numbers(likelihood):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double().eval()
+    x = torch.randn(40, 3).double()
+    y = model(x).argmax(1) if likelihood == "classification" else torch.randn(40, 2).double()
+    la = Laplace(model, likelihood).fit([(x, y)])
+    tuned = la.tune_evidence()
+    values = [tuned.prior_precision, tuned.value]
+    values += [value for row in tuned.table for value in row.values()]
+    assert {type(value) for value in values} == {float}
+    rows = [tuple(row.values()) for row in tuned.table]
+    assert len(set(rows)) == len(rows)
+    (best,) = (row for row in tuned.table if row["prior_precision"] == tuned.prior_precision)
+    assert best["log_marginal_likelihood"] == tuned.value
+    assert tuned.value == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-12)

@@ -217,6 +217,7 @@ pytest_unchecked = pytest.mark.usefixtures("unchecked")
         ({"params": ["9.weight"]}, ValueError, "0.weight"),
         ({"params": lambda name, p: False}, ValueError, "selects no parameter"),
         ({"params": 3}, TypeError, "`params` must be"),
+        ({"params": nn.Linear(2, 2)}, TypeError, r"got a module \(Linear\). Pass the names"),
         ({"backend": "autograd"}, ValueError, "'auto', 'backpack' or 'hooks'"),
         ({"fisher": "true"}, ValueError, "exact, mc, signs, empirical"),
         ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),

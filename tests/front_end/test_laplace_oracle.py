@@ -389,3 +389,25 @@ def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(
     data = [(held_out, torch.multinomial(model(held_out).softmax(1), 1)[:, 0])]
     tuned = la.tune(data)
     assert la.evaluate(data)["nll"] == pytest.approx(tuned.value, rel=1e-5)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full", "gp"])
+def test_matrices_of_the_posterior_are_indexed_by_parameters(curvature, joint, tmp_path):
+    if joint and curvature in ("lowrank", "full", "gp"):
+        pytest.skip("a single block cannot be joint")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
+    data = [(torch.randn(20, 3, dtype=torch.float64), torch.arange(20) % 2)]
+    la = Laplace(model, curvature=curvature, joint=joint).fit(data)
+    la.save(tmp_path / "posterior.safetensors")
+    for posterior in (
+        la.posterior,
+        Laplace.load(tmp_path / "posterior.safetensors", model).posterior,
+    ):
+        for matrix in (posterior.covariance, posterior.precision, posterior.scale):
+            dense = matrix.to_dense()
+            close(matrix["0.weight", "2.bias"].to_dense(), dense[:15, 30:])
+            close(matrix["0.bias", "0.bias"].to_dense(), dense[15:20, 15:20])
+            with pytest.raises(KeyError, match=r"names \['0.weight', '0.bias', '2.weight'"):
+                matrix["bias", "bias"]

@@ -406,3 +406,9 @@ def test_predictions_of_the_last_layer_run_the_network_on_many_examples_at_once(
     # The first example alone shows how much memory one takes.
     assert len(calls) <= 2
     torch.testing.assert_close(covariance, alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_module_of_the_model_is_refused_with_the_names_of_its_parameters():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).eval()
+    with pytest.raises(TypeError, match=r"`params=\['2.weight', '2.bias'\]`"):
+        Laplace(model, params=model[2])

@@ -245,8 +245,8 @@ def test_what_does_not_fit_is_refused_before_work_starts():
         Laplace(model, curvature="full", prior=prior)
     with pytest.raises(ValueError, match="Pass the names of the prior's parameters to `params="):
         Laplace(model, params="weights", prior=prior)
-    with pytest.raises(ValueError, match=r"Pass `params=list\(prior.param_names\)"):
-        Laplace(model, params="last_layer", prior=prior)
+    with pytest.raises(ValueError, match=r"Otherwise pass a prior of the last layer's parameters"):
+        Laplace(model, params="last_layer", prior=prior).fit([SECOND])
     with pytest.raises(ValueError, match="Remove `prior_precision="):
         Laplace(model, prior=prior, prior_precision=2.0)
     with pytest.raises(ValueError, match='so it requires `mode="full"'):
@@ -277,3 +277,27 @@ def test_why_the_noise_cannot_be_tuned_after_earlier_data():
     (note,) = (note for note in la.tune([(x, y)]).notes if "was not specified" in note)
     assert "sigma=True" not in note
     assert "Laplace(..., sigma=)" in note
+
+
+def test_a_prior_names_the_parameters_of_the_last_layer():
+    prior = posterior_as_prior(Laplace(network(), params="last_layer").fit([FIRST]))
+    la = Laplace(moved(), params="last_layer", prior=prior)
+    assert la.param_names == ["2.weight", "2.bias"]
+    expected = Laplace(moved(), params=["2.weight", "2.bias"], prior=prior).fit([SECOND])
+    assert precision(la.fit([SECOND])).equal(precision(expected))
+
+
+def test_what_is_said_of_a_prior_holds_for_one_precision_per_parameter():
+    """It is no earlier posterior, and has no earlier data."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double().eval()
+    x = torch.randn(60, 3).double()
+    data = [(x, model(x).detach() + torch.randn(60, 1).double())]
+    mean = torch.zeros(4, dtype=torch.float64)
+    prior = GaussianPrior(mean, 1 + torch.arange(4).double(), names_of(model))
+    la = Laplace(model, "regression", curvature="full", sigma=1.0, prior=prior).fit(data)
+    assert "prior: the one passed as `prior=`" in repr(la)
+    with pytest.raises(ValueError, match=r"`tune_evidence` does not support .* `prior="):
+        la.tune_evidence()
+    with pytest.raises(ValueError, match="precision of this prior does not change with the noise"):
+        la.tune(data, sigma=True)

@@ -154,3 +154,12 @@ def test_what_selects_no_entries_is_refused():
         largest_magnitude(model, 19, ["2.weight", "2.bias"])
     with pytest.raises(ValueError, match=r"`variances` has shape \(3,\), but the model has 43"):
         largest_variance(model, 2, torch.ones(3))
+
+
+def test_the_selected_entries_are_not_counted_as_further_parameters(tmp_path):
+    model, x, y = problem()
+    la = Laplace(Subnetwork(model, INDICES), curvature="full")
+    assert "parameters: 6 of 43\n" in repr(la)
+    assert "parameters: 6 of 43\n" in repr(la.fit([(x, y)]))
+    with pytest.raises(NotImplementedError, match="belong to no such layer, but to the Subnetwork"):
+        la.export(tmp_path / "predictive.pt2", x)

@@ -193,6 +193,14 @@ def select_parameters(
                 f"Unknown params={selection!r}. Use 'all', 'weights', 'supported', 'last_layer', a "
                 "list of parameter names, or a predicate (name, parameter) -> bool."
             )
+    elif isinstance(selection, nn.Module):
+        parameter_ids = {id(parameter) for parameter in selection.parameters()}
+        own_names = [name for name, p in trainable.items() if id(p) in parameter_ids]
+        raise TypeError(
+            f"`params` must be a string, a sequence of names or a predicate, got a module "
+            f"({type(selection).__name__}). Pass the names of its parameters in the model, such as "
+            f"`params={own_names or list(trainable)}`."
+        )
     elif callable(selection):
         names = [name for name, parameter in trainable.items() if selection(name, parameter)]
     elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
