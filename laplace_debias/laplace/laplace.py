@@ -47,7 +47,6 @@ from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.laplace.prior import (
-    Prior,
     PriorMean,
     PriorPrecision,
     prior_mean_from,
@@ -242,8 +241,7 @@ class Laplace(Predictor):
                     "`prior=` already contains a precision and a mean. Remove `prior_precision=` "
                     "and `prior_mean=`."
                 )
-            checked_prior = self._prior_from(prior)
-            self._state = replace(self._state, prior=checked_prior)
+            self._state = _with_prior(self._state, prior)
 
     if not TYPE_CHECKING:
 
@@ -1210,18 +1208,6 @@ class Laplace(Predictor):
 
     # ------------------------------------------------- state
 
-    def _prior_from(self, prior: GaussianPrior) -> Prior:
-        """Read a prior for the parameters of an unfitted state."""
-        state = self._state
-        parameters = state.parameters
-        if parameters is None:
-            # The prior knows the names of the last layer, which the first fit compares.
-            config = replace(state.config, params=list(prior.param_names))
-            parameters = ParameterBlocks.selected(state.spec.plain_model, config, None)
-            self._state = replace(state, parameters=parameters)
-        gaussian = prior.on(parameters, state.config.structure).to(state.device)
-        return gaussian.fitting(len(parameters.block_names), parameters.size)
-
     @property
     def _states(self) -> list[Unfitted | FittedPosterior]:
         return [self._state]
@@ -1308,3 +1294,17 @@ class Laplace(Predictor):
         if method.is_closed and link is None:
             link = default_link(fitted, x)
         return [LinkedFit(fitted, link)]
+
+
+def _with_prior(state: Unfitted, prior: GaussianPrior) -> Unfitted:
+    """Set a Gaussian prior, which names the parameters of a last layer that no fit has found yet.
+
+    The first fit compares the names with those of the layer.
+    """
+    parameters = state.parameters
+    if parameters is None:
+        config = replace(state.config, params=list(prior.param_names))
+        parameters = ParameterBlocks.selected(state.spec.plain_model, config, None)
+    checked = prior.on(parameters, state.config.structure).to(state.device)
+    checked = checked.fitting(len(parameters.block_names), parameters.size)
+    return replace(state, parameters=parameters, prior=checked)
