@@ -29,13 +29,14 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
+from laplace_debias.curvature.layer_rules import Block, LayerRule, Site, layer_rule
 from laplace_debias.curvature.layers.masks import Masks
 from laplace_debias.curvature.layers.recorder import LayerCall, LayerOutput
 from laplace_debias.curvature.layers.tap import Tap
@@ -220,6 +221,38 @@ def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | N
     return (x == 0).all(-1)
 
 
+@dataclass(eq=False)
+class _RecordedCall:
+    """A call of a layer in the pass.
+
+    Attributes:
+        path: The path of a layer that has blocks; None of another one.
+        layer: The layer.
+        x: Its input.
+        z: Its output.
+        gradient: The cotangent at its output; None if the outputs do not depend on it.
+    """
+
+    path: str | None
+    layer: nn.Module
+    x: Tensor
+    z: LayerOutput
+    gradient: Tensor | None = None
+
+    @cached_property
+    def rule(self) -> LayerRule:
+        """The rule of the layer's type."""
+        return layer_rule(self.layer)
+
+    @cached_property
+    def has_gradient(self) -> Bool[Tensor, "batch positions"]:
+        """The positions where the cotangent does not vanish."""
+        gradient = self.gradient
+        if gradient is None:
+            gradient = self.z.new_empty(*self.z.shape).zero_()
+        return self.rule.nonzero_positions(gradient)
+
+
 class _Pass:
     """One forward pass, and one backward pass of a generic cotangent.
 
@@ -231,7 +264,7 @@ class _Pass:
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
         # Other layers are recorded too: the result does not depend on which blocks there are.
-        self._others: list[tuple[nn.Module, Tensor, LayerOutput]] = []
+        self._others: list[_RecordedCall] = []
         for path, module in network.named_modules():
             if path not in layers and layer_rule(module).has_sequence(module):
                 module.register_forward_hook(self._record, prepend=True, with_kwargs=True)
@@ -244,7 +277,7 @@ class _Pass:
         if not output.requires_grad:
             output = output.detach().requires_grad_()
         x = inputs[0] if inputs else next(iter(named.values()))
-        self._others.append((module, x, LayerOutput.from_tensor(output)))
+        self._others.append(_RecordedCall(None, module, x, LayerOutput.from_tensor(output)))
         return output.clone()
 
     def run(
@@ -259,72 +292,99 @@ class _Pass:
         `counted` broadcasts to the outputs; `lengths` are numbers of positions of tokens, and
         `conditional` the layers that only some batches call.
         """
-        self._others.clear()
-        outputs = self._tap.forward(x)
-        batch = len(outputs)
-        layer_calls = self._tap.layer_calls
-        calls = [(self._tap.layers[Site((call.layer,))], call.x, call.z) for call in layer_calls]
-        calls += [c for c in self._others if len(c[2].shape) > 2 and c[2].shape[0] == batch]
-        rules = [layer_rule(layer) for layer, *_ in calls]
-        self._tap.forget()
-        self._others.clear()
-        edges = [z.edge for *_, z in calls if z.edge is not None]
-        if not (edges and outputs.requires_grad):
+        outputs, calls = self._forward(x)
+        if not (calls and outputs.requires_grad):
             return {}
         if counted is not None and not _broadcasts(counted, outputs):
             # The loss raises an error about such targets when it gets the outputs.
             return {}
         _pass_through(outputs)
-        # Zero where nothing counts, with no two equal entries elsewhere.
-        numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
-        cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
-        cotangent = cotangent if counted is None else cotangent * counted
+        edges = [call.z.edge for call in calls if call.z.edge is not None]
+        cotangent = _generic_cotangent(outputs, counted)
         gradients = torch.autograd.grad(outputs, edges, cotangent, allow_unused=True)
-        has_gradient = [
-            rule.nonzero_positions(z.new_empty(*z.shape).zero_() if g is None else g)
-            for rule, (*_, z), g in zip(rules, calls, gradients, strict=True)
-        ]
-        # By the conditional layer: which examples have a gradient at some call of it.
-        reached: dict[str, Tensor] = {}
-        for layer_call, mask in zip(layer_calls, has_gradient, strict=False):
-            is_reached = mask.any(1)
-            reached[layer_call.layer] = reached.get(layer_call.layer, is_reached) | is_reached
-        # By the number of positions: where some layer has a gradient, and where tokens are padding.
-        influence: dict[int, Tensor] = {}
-        padding: dict[int, Tensor] = {}
-        for rule, (layer, ids, _), mask in zip(rules, calls, has_gradient, strict=True):
-            influence[mask.shape[1]] = influence.get(mask.shape[1], torch.zeros_like(mask)) | mask
-            is_padding = rule.padding(layer, ids)
-            if is_padding is not None:
-                length = is_padding.shape[1]
-                padding[length] = padding.get(length, torch.zeros_like(is_padding)) | is_padding
+        for call, gradient in zip(calls, gradients, strict=True):
+            call.gradient = gradient
+        reached = _reached_examples(calls)
+        influence = _influence(calls)
+        padding = _padding(calls)
         ignored = None if counted is None else ~counted.flatten(1)
         zero_rows = _zero_rows(tensors_of(x))
 
         masks_by_layer: dict[str, list[Tensor]] = {}
-        for call, rule, (layer, *_), mask, g in zip(
-            layer_calls, rules, calls, has_gradient, gradients, strict=False
-        ):
-            if g is None:
+        for call in calls:
+            if call.path is None or call.gradient is None:
                 continue
             # Positions that take no part in this call if their gradient vanishes here.
-            length = mask.shape[1]
-            idle = torch.zeros_like(mask)
+            length = call.has_gradient.shape[1]
+            idle = torch.zeros_like(call.has_gradient)
             if ignored is not None:
                 idle |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
             if length in padding:
                 idle |= padding[length]
-            if call.layer in conditional:
-                idle |= ~reached[call.layer].unsqueeze(1)
+            if call.path in conditional:
+                idle |= ~reached[call.path].unsqueeze(1)
             # A convolution of images may have as many positions as a sequence has by accident.
-            has_length = length in lengths or not rule.channels_first
-            if has_length and rule.has_sequence(layer):
+            has_length = length in lengths or not call.rule.channels_first
+            if has_length and call.rule.has_sequence(call.layer):
                 if zero_rows is None:
                     idle |= ~influence[length]
                 elif zero_rows.shape[1] == length:
                     idle |= zero_rows & ~influence[length]
-            masks_by_layer.setdefault(call.layer, []).append(mask | ~idle)
+            masks_by_layer.setdefault(call.path, []).append(call.has_gradient | ~idle)
         return masks_by_layer
+
+    def _forward(self, x: Inputs) -> tuple[Tensor, list[_RecordedCall]]:
+        """Run the network; returns the outputs, and the calls that they may depend on."""
+        self._others.clear()
+        outputs = self._tap.forward(x)
+        calls: list[_RecordedCall] = []
+        for call in self._tap.layer_calls:
+            layer = self._tap.layers[Site((call.layer,))]
+            calls.append(_RecordedCall(call.layer, layer, call.x, call.z))
+        for other in self._others:
+            if len(other.z.shape) > 2 and other.z.shape[0] == len(outputs):
+                calls.append(other)
+        self._tap.forget()
+        self._others.clear()
+        return outputs, [call for call in calls if call.z.edge is not None]
+
+
+def _generic_cotangent(outputs: Tensor, counted: Tensor | None) -> Tensor:
+    """Make a cotangent that is zero where nothing counts, with no two equal entries elsewhere."""
+    numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
+    cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
+    return cotangent if counted is None else cotangent * counted
+
+
+def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, " batch"]]:
+    """Find the examples that have a gradient at some call of a layer, by the layer's path."""
+    reached: dict[str, Tensor] = {}
+    for call in calls:
+        if call.path is not None:
+            is_reached = call.has_gradient.any(1)
+            reached[call.path] = reached.get(call.path, is_reached) | is_reached
+    return reached
+
+
+def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
+    """Find where some layer has a gradient, by the number of its positions."""
+    influence: dict[int, Tensor] = {}
+    for call in calls:
+        mask = call.has_gradient
+        length = mask.shape[1]
+        influence[length] = influence.get(length, torch.zeros_like(mask)) | mask
+    return influence
+
+
+def _padding(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
+    """Find where tokens are padding for some embedding, by the number of positions."""
+    padding: dict[int, Tensor] = {}
+    for call in calls:
+        is_padding = call.rule.padding(call.layer, call.x)
+        if is_padding is not None:
+            length = is_padding.shape[1]
+            padding[length] = padding.get(length, torch.zeros_like(is_padding)) | is_padding
+    return padding
 
 
 def _broadcasts(mask: Tensor, outputs: Tensor) -> bool:
