@@ -1,19 +1,32 @@
 """The assessment of a network by several methods, which are compared."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
-from zlib import crc32
+
+from torch import nn
 
 from laplace_debias.assessment.measures import measure
-from laplace_debias.assessment.methods import Method, check_methods, default_methods
+from laplace_debias.assessment.methods import (
+    Method,
+    PosteriorChoice,
+    check_methods,
+    default_methods,
+)
+from laplace_debias.assessment.posteriors import TRAINING_EXAMPLES
 from laplace_debias.assessment.run_writer import RunWriter, evaluation_sets
 from laplace_debias.assessment.stages import fit, predict
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.fingerprints import checksum
-from laplace_debias.curvature.network.inputs import tensors_of
+from laplace_debias.curvature.network.inputs import mark_of
+from laplace_debias.laplace.mode_names import MODES
+from laplace_debias.laplace.resuming import likelihood_identity
 from laplace_debias.runs.folder import RunFolder
+from laplace_debias.sources.changed import Changed
+from laplace_debias.sources.image_files import files_of
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, process_group
 
@@ -38,7 +51,9 @@ def assess(
 
     Every posterior is fitted to the training examples and tuned on the validation examples; without
     these by the marginal likelihood. A run that was interrupted resumes after its last complete
-    part and ends with the same predictions.
+    part and ends with the same predictions. Checksums of the network and of the data that the run
+    reads show that it is the same run. For folders of images, these are of the files' names, sizes
+    and times, and of the first batch.
 
     Args:
         loaded: The network and its data.
@@ -70,9 +85,14 @@ def assess(
         "methods": {method.key: _identity(method) for method in methods},
         "model": checksum(loaded.model),
         "others": [checksum(model) for model in loaded.further_models],
-        "data": {name: _first_batch_checksums(batches) for name, batches in sets.items()},
+        "likelihood": likelihood_identity(loaded.likelihood),
+        "data": {name: _data_checksum(batches, loaded.model) for name, batches in sets.items()},
+        "training data": _data_checksum(loaded.train, loaded.model, _num_read(methods)),
+        "validation data": None,
         "num_train": loaded.num_train,
     }
+    if loaded.validation is not None:
+        identity["validation data"] = _data_checksum(loaded.validation, loaded.model)
     folder = RunFolder(output)
     ranks = process_group()
     # With several processes the first one prepares the folder, and writes to it.
@@ -95,12 +115,57 @@ def _identity(method: Method) -> dict[str, Any]:
     """The settings of a method, by the keys that run folders have."""
     settings = dataclasses.asdict(method)
     settings["of_all"] = settings.pop("uses_all_checkpoints")
+    if isinstance(method.posterior, Path):
+        with method.posterior.open("rb") as file:
+            settings["posterior checksum"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     return settings
 
 
-def _first_batch_checksums(batches: Batches) -> list[int]:
-    """Checksums of a set's first batch, which differ for other data under the same path."""
-    batch: Any = next(iter(batches), ())
-    entries = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = [x.detach().cpu().contiguous() for entry in entries for x in tensors_of(entry)]
-    return [crc32(x.numpy().tobytes()) for x in tensors]
+def _num_read(methods: Sequence[Method]) -> int | None:
+    """The number of training examples that a run reads, from the first on; None for all."""
+    largest = TRAINING_EXAMPLES
+    for method in methods:
+        choice = method.posterior
+        if not isinstance(choice, PosteriorChoice):
+            continue
+        if choice.fit_examples is None:
+            return None
+        num_batches = MODES[choice.mode].num_first_batches or 1
+        largest = max(largest, num_batches * choice.fit_examples)
+    return largest
+
+
+def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None) -> str:
+    """Hash a set, or its first examples, in their order.
+
+    Decoding all images of a folder, or corrupting all images of a set, may take as long as the
+    predictions. So only the first batch of such a set is read, besides the properties of the files
+    or the images before the change.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    read = BatchReader(model)
+    source = batches.source if isinstance(batches, Changed) else batches
+    files = files_of(source)
+    if files is not None or isinstance(batches, Changed):
+        for batch in islice(batches, 1):
+            digest.update(mark_of(*read(batch)).encode())
+    if files is None:
+        for mark in _marks(source, read, limit):
+            digest.update(mark.encode())
+    else:
+        for file, label in files[:limit]:
+            status = file.stat()
+            mark = f"{file} {label} {status.st_size} {status.st_mtime_ns}\n"
+            digest.update(mark.encode())
+    return digest.hexdigest()
+
+
+def _marks(batches: Batches, read: BatchReader, limit: int | None) -> Iterator[str]:
+    """A text for each batch that depends on all of its entries, until a number of examples."""
+    num_examples = 0
+    for batch in batches:
+        x, y = read(batch)
+        yield mark_of(x, y)
+        num_examples += len(y)
+        if limit is not None and num_examples >= limit:
+            return

@@ -26,7 +26,7 @@ from laplace_debias.sources.shares import share
 from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
-_TRAINING_EXAMPLES = 1000
+TRAINING_EXAMPLES = 1000
 """Training examples that the network is evaluated on."""
 _THINNING_EXAMPLES = 32
 """Number of validation examples used to choose directions and to measure the resulting error."""
@@ -146,7 +146,7 @@ def training_record(loaded: Loaded) -> TrainingRecord:
     all_outputs = []
     all_targets = []
     with alone():
-        positions = torch.arange(_TRAINING_EXAMPLES)
+        positions = torch.arange(TRAINING_EXAMPLES)
         for x, y in SelectedBatches(loaded.model, loaded.train, positions):
             all_outputs.append(network_outputs(loaded.model, x))
             all_targets.append(y.cpu())

@@ -220,6 +220,13 @@ class RunFolder:
                 )
             return None
         record = self.read_record()
+        unknown = [name for name in identity if name not in record.identity]
+        if unknown:
+            raise FileExistsError(
+                f"{self.path} contains a run of an earlier version, whose {' and '.join(unknown)} "
+                "cannot be compared with those of this run. Pass a different --output, or add "
+                "--overwrite to start again in this folder."
+            )
         changed = differences(record.identity, plain(identity))
         if changed:
             raise FileExistsError(

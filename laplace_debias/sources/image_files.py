@@ -11,7 +11,7 @@ import PIL.Image
 import torch
 from PIL import ImageOps
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
@@ -73,6 +73,14 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         pixels = torch.from_numpy(np.array(self.view.resized(image)))
         pixels = pixels[None] if self.view.is_grey else pixels.permute(2, 0, 1)
         return self.view.pixels.inputs(pixels), torch.tensor(label)
+
+
+def files_of(batches: Any) -> list[tuple[Path, int]] | None:
+    """Return the files and labels that a loader of the commands reads; None for other data."""
+    subset = getattr(batches, "dataset", None)
+    if not isinstance(subset, Subset) or not isinstance(subset.dataset, ImageFiles):
+        return None
+    return [subset.dataset.files[index] for index in subset.indices]
 
 
 def opened(file: Path, is_grey: bool = False) -> Any:

@@ -2,19 +2,29 @@
 
 import errno
 import json
+import os
 import shutil
+from dataclasses import replace
 
 import a_run
 import kill_fits
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from laplace_debias.assessment import assess
-from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
+from laplace_debias import Laplace
+from laplace_debias.assessment import assess, assessing
+from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE, method_of
 from laplace_debias.curvature.fits import checkpoint, chunks
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.runs import folder as run_folder
 from laplace_debias.runs.folder import RunFolder, read_json
+from laplace_debias.sources import SourceSettings, image_files
+from laplace_debias.sources.changed import Changed
+from laplace_debias.sources.image_files import ImageFiles, View, unchanged
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.splits import batches_of
 
 METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
 
@@ -161,6 +171,127 @@ def test_another_network_or_other_data_are_refused(loaded, unbroken):
     other = a_run.loaded_images(num_test=40, num_ood=20, severities=(3,), seed=1)
     with pytest.raises(FileExistsError, match=r"model was .*; data.test was "):
         run(other, unbroken)
+
+
+def with_a_changed_label(batches):
+    """The same batches, but for the last label of the last one."""
+    *first, (x, y) = batches
+    y = y.clone()
+    y[-1] = (y[-1] + 1) % 3
+    return [*first, (x, y)]
+
+
+@pytest.fixture(scope="module")
+def several_batches():
+    return a_run.loaded_images(num_test=80, num_ood=60, severities=(3,))
+
+
+@pytest.fixture(scope="module")
+def run_of_several_batches(several_batches, tmp_path_factory):
+    return run(several_batches, tmp_path_factory.mktemp("several") / "run", methods=(NETWORK,))
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("train", "training data was"),
+        ("validation", "validation data was"),
+        ("test", r"data\.test was"),
+        ("ood", r"data\.static was"),
+        ("shifts", r"data\.shift-3 was"),
+    ],
+)
+def test_data_that_differ_after_the_first_batch_are_refused(
+    several_batches, run_of_several_batches, part, told
+):
+    data = getattr(several_batches, part)
+    if part == "ood":
+        changed = {**data, "static": with_a_changed_label(data["static"])}
+    elif part == "shifts":
+        changed = {3: with_a_changed_label(data[3])}
+    else:
+        changed = with_a_changed_label(data)
+    other = replace(several_batches, **{part: changed})
+    with pytest.raises(FileExistsError, match=f"different settings .{told}"):
+        run(other, run_of_several_batches, methods=(NETWORK,))
+
+
+def test_corrupted_images_are_compared_by_what_they_are_made_of(several_batches, tmp_path):
+    def shift(x, offset):
+        return x + 1
+
+    def with_test(batches):
+        return replace(several_batches, test=batches, shifts={3: Changed(batches, shift)})
+
+    test = several_batches.test
+    folder = run(with_test(test), tmp_path / "run", methods=(NETWORK,))
+    run(with_test(test), folder, methods=(NETWORK,))
+    with pytest.raises(FileExistsError, match=r"data\.test was .*; data\.shift-3 was"):
+        run(with_test(with_a_changed_label(test)), folder, methods=(NETWORK,))
+
+
+def test_training_examples_that_a_run_does_not_read_are_not_compared(several_batches, tmp_path):
+    """The network is evaluated on the first 1,000 of them, and no posterior is fitted."""
+    train = several_batches.train * 6
+    assert sum(len(y) for _, y in train) == 1200
+    folder = run(replace(several_batches, train=train), tmp_path / "run", methods=(NETWORK,))
+    changed = replace(several_batches, train=with_a_changed_label(train))
+    run(changed, folder, methods=(NETWORK,))
+    fitted = run(several_batches, tmp_path / "fitted", methods=(NETWORK, LAST_LAYER))
+    with pytest.raises(FileExistsError, match="training data was"):
+        run(changed, fitted, methods=(NETWORK, LAST_LAYER))
+
+
+def test_images_of_a_folder_are_compared_by_their_files(several_batches, tmp_path, monkeypatch):
+    files = []
+    for index in range(100):
+        path = tmp_path / f"{index}.png"
+        Image.fromarray(np.full((8, 8, 3), index, np.uint8)).save(path)
+        files.append((path, index % 3))
+    images = ImageFiles(tuple(files), View(unchanged, Pixels()))
+    decoded = []
+    opened = image_files.opened
+
+    def counted(file, is_grey=False):
+        decoded.append(file)
+        return opened(file, is_grey)
+
+    monkeypatch.setattr(image_files, "opened", counted)
+    loader, _ = batches_of(images, SourceSettings(model="a:b"), None)
+    loaded = replace(several_batches, test=loader, ood={}, shifts={})
+    folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
+    decoded.clear()
+    assessing._data_checksum(loader, loaded.model)
+    assert len(decoded) == 64  # the first batch
+    run(loaded, folder, methods=(NETWORK,))
+    os.utime(files[-1][0], ns=(0, 0))
+    with pytest.raises(FileExistsError, match=r"data\.test was"):
+        run(loaded, folder, methods=(NETWORK,))
+
+
+def test_a_posterior_in_a_file_is_compared_by_its_content(loaded, tmp_path):
+    path = tmp_path / "posterior.safetensors"
+    la = Laplace(loaded.model, params="last_layer").fit(loaded.train)
+    la.save(path)
+    methods = (NETWORK, method_of("saved", "Saved", path, None))
+    folder = run(loaded, tmp_path / "run", methods=methods)
+    la.prior_precision = 7.0
+    la.save(path)
+    with pytest.raises(FileExistsError, match=r"methods\.saved\.posterior checksum was"):
+        run(loaded, folder, methods=methods)
+
+
+def test_a_run_of_an_earlier_version_that_cannot_be_compared_is_refused(loaded, tmp_path):
+    folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    for name in ("likelihood", "training data", "validation data"):
+        del record["identity"][name]
+    record["identity"]["data"] = {name: [123, 456] for name in record["identity"]["data"]}
+    a_run.write_json(folder / "run.json", record)
+    message = "earlier version, whose likelihood and training data and validation data cannot be"
+    with pytest.raises(FileExistsError, match=message):
+        run(loaded, folder, methods=(NETWORK,))
+    run(loaded, folder, methods=(NETWORK,), overwrite=True)
 
 
 def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
