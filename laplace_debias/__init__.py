@@ -89,10 +89,11 @@ __getattr__ = attributes_from(
         ),
         "laplace_debias.quadratic": ("Quadratic",),
         "laplace_debias.system.ranks": ("alone",),
+        "laplace_debias.system.version": ("__version__",),
     },
     subpackages=("curvature", "laplace", "linalg", "metrics", "operators", "quadratic"),
 )
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -148,9 +148,9 @@ def _run(words: Sequence[str]) -> int:
         print(f"{_TRACEBACK} shows where in the source an error was raised.")
         return 0
     if command == "--version":
-        from importlib.metadata import version
+        from laplace_debias.system.version import __version__
 
-        print(version("laplace-debias"))
+        print(__version__)
         return 0
     if command not in COMMANDS:
         nearest = difflib.get_close_matches(command, COMMANDS, n=1)

@@ -18,6 +18,8 @@ with imports_of_extra("botorch", "botorch"):
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
     from linear_operator import to_linear_operator
 
+__all__ = ["ConditionedModel", "LaplaceModel"]
+
 
 class LaplaceModel(Model):
     """A fitted regression as BoTorch's `Model`, for acquisition functions.

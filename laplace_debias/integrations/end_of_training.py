@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,17 @@ class PosteriorAtEnd:
     mode: str
     tune: bool
     options: Mapping[str, Any]
+
+    def described(self, posterior_path: Path | None) -> str:
+        """Return the text of a callback with these settings.
+
+        Args:
+            posterior_path: Where the fitted posterior was saved; None before the end of training.
+        """
+        arguments = {"likelihood": self.likelihood, "mode": self.mode, "tune": self.tune}
+        listed = [f"{name}={value!r}" for name, value in {**arguments, **self.options}.items()]
+        state = "not fitted" if posterior_path is None else f"saved to {posterior_path}"
+        return f"LaplaceCallback({', '.join(listed)}): {state}"
 
     def unfitted(self, network: nn.Module) -> Laplace:
         """Return a posterior of a network in eval mode that is not fitted yet."""

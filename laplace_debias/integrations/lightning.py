@@ -73,6 +73,9 @@ class LaplaceCallback(Callback):
         self._network_name = network
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
 
+    def __repr__(self) -> str:
+        return self._settings.described(self.path)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options before the training."""
         if self._settings.tune and not trainer.enable_validation:

@@ -285,6 +285,15 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         # Sums that are 1 only in the network's dtype make scikit-learn's metrics warn.
         return (probs / probs.sum(1, keepdim=True)).cpu().numpy()
 
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Return the logarithms of the probabilities of the classes, `[n, C]`."""
+        inputs = self._inputs(X)
+        predictive: Any = self.laplace_.predict(inputs)
+        logits = predictive.logits.double()
+        if isinstance(predictive, Bernoulli):
+            logits = torch.stack([torch.zeros_like(logits), logits], 1)
+        return logits.log_softmax(1).cpu().numpy()
+
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable label of each row, `[n]`."""
         most_probable = self.predict_proba(X).argmax(1)

@@ -83,6 +83,9 @@ class LaplaceCallback(TrainerCallback):
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
         self._unfitted()
 
+    def __repr__(self) -> str:
+        return self._settings.described(self.folder)
+
     def on_train_end(
         self,
         args: TrainingArguments,

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from laplace_debias.curvature.network.fingerprints import fingerprint, sum_of_bi
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.laplace.schemes import Added, Scheme
+from laplace_debias.system.version import __version__
 
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -84,7 +84,7 @@ def fit_identity(
         # Sums and eigenvectors round differently with other numbers of threads and processors.
         "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
-        "version of laplace-debias": _package_version(),
+        "version of laplace-debias": __version__,
         "version of torch": torch.__version__,
         "mode": prepared.mode,
         "num_data": prepared.size.num_data,
@@ -111,10 +111,3 @@ def likelihood_identity(likelihood: Likelihood) -> Any:
         return likelihood_to_json(likelihood, may_be_own=True)
     except ValueError:
         return type(likelihood).__qualname__
-
-
-def _package_version() -> str:
-    try:
-        return version("laplace-debias")
-    except PackageNotFoundError:  # run from its source
-        return "unknown"

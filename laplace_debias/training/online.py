@@ -187,6 +187,14 @@ class OnlineCurvature:
         self._runner: ChunkRunner | None = None
         self._loaded: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, "
+            f"likelihood={self._state.spec.likelihood.describe()}, "
+            f"curvature={self._state.config.structure.name}, decay={self.decay:g}, "
+            f"refresh={self.refresh}, every={self.every}, num_updates={self.num_updates})"
+        )
+
     @property
     def num_updates(self) -> int:
         """The number of batches so far, including those whose curvature was not measured."""

@@ -79,3 +79,10 @@ def test_without_a_process_group_it_has_everything():
 def test_what_is_refused(data, options, error, message):
     with pytest.raises(error, match=message):
         ShardedBatches(data, **options)
+
+
+def test_the_text_shows_the_options():
+    text = repr(ShardedBatches(range(5), 3, shuffle=True, seed=2, rank=1, num_ranks=2))
+    assert text == (
+        "ShardedBatches(5 examples, batch_size=3, shuffle=True, seed=2, rank=1, num_ranks=2)"
+    )

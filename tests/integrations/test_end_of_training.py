@@ -92,10 +92,15 @@ def test_lightning_makes_the_folder_of_the_posterior(lightning, tmp_path, unchec
 
     folder = tmp_path / "new" / "folder"
     callback = LaplaceCallback(curvature="diag")
+    assert repr(callback) == (
+        "LaplaceCallback(likelihood='classification', mode='full', tune=True, curvature='diag'): "
+        "not fitted"
+    )
     run = trainer(lightning, folder, [callback])
     run.fit(module(lightning, None), TRAIN, VALIDATION)
     assert callback.path == folder / "posterior.safetensors"
     assert callback.path.exists()
+    assert repr(callback).endswith(f": saved to {callback.path}")
 
 
 def test_lightning_keeps_a_posterior_that_cannot_be_saved(
@@ -255,6 +260,7 @@ def test_the_trainer_has_a_posterior_next_to_its_checkpoint(tmp_path, monkeypatc
     from laplace_debias.integrations.transformers import LaplaceCallback
 
     callback = LaplaceCallback(run, params="last_layer")
+    assert repr(callback).endswith("params='last_layer'): not fitted")
     run.add_callback(callback)
     run.train()
 

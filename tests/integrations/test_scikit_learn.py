@@ -124,6 +124,7 @@ def test_probabilities_of_two_labels_are_those_of_the_logistic_model():
     variance = np.einsum("ni,ij,nj->n", X, np.linalg.inv(precision), X)
     expected = 1 / (1 + np.exp(-logits / np.sqrt(1 + np.pi * variance / 8)))
     np.testing.assert_allclose(probs, np.stack([1 - expected, expected], 1), rtol=1e-10)
+    np.testing.assert_allclose(classifier.predict_log_proba(X), np.log(probs), rtol=1e-10)
     assert classifier.classes_.tolist() == ["no", "yes"]
     np.testing.assert_array_equal(classifier.predict(X) == "yes", expected > 0.5)
 
@@ -416,3 +417,14 @@ def test_batches_of_a_training_have_nearly_equal_sizes(num_rows, batch_size):
     assert sum(sizes) == num_rows
     assert max(sizes) <= batch_size
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_logarithms_of_small_probabilities_are_finite():
+    X = np.random.default_rng(0).normal(size=(30, 3))
+    y = X.argmax(1)
+    classifier = LaplaceClassifier(nn.Linear(3, 3).double(), prior_precision=1e12).fit(X, y)
+    logarithms = classifier.predict_log_proba(X)
+    np.testing.assert_allclose(logarithms, np.log(classifier.predict_proba(X)), rtol=1e-9)
+    far = classifier.predict_log_proba(1e4 * X)
+    assert (classifier.predict_proba(1e4 * X) == 0).any()
+    assert np.isfinite(far).all()

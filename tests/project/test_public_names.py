@@ -2,11 +2,14 @@
 
 import ast
 import importlib
+import importlib.metadata
 import re
 from pathlib import Path
 
 import public_names
 import pytest
+
+import laplace_debias
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,6 +39,11 @@ def test_the_top_level_has_what_a_first_session_needs():
         *("Laplace", "Likelihood", "Categorical", "Bernoulli", "MultiLabel", "Gaussian"),
         "Quadratic",
     }
+
+
+def test_the_version_is_an_attribute():
+    assert laplace_debias.__version__ == importlib.metadata.version("laplace-debias")
+    assert "__version__" in dir(laplace_debias)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

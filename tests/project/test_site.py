@@ -1,6 +1,7 @@
 """The documentation site has every page, each public module one; CI builds it strictly."""
 
 import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -70,6 +71,18 @@ def test_classes_with_a_page_of_their_own_are_left_out_of_the_page_of_their_modu
         for name in with_pages:
             page = DOCS / "reference" / "classes" / f"{name}.md"
             assert f"\n::: {module}.{name}\n" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_of_metric_modules_lists_every_class_with_its_arguments():
+    modules = importlib.import_module("laplace_debias.metrics.modules")
+    text = reference_page("laplace_debias.metrics.modules").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)\((\w*)=?\)` \| `metrics\.(\w+)` \| `(.*)` \|$", text, re.M)
+    assert sorted(name for name, *_ in listed) == sorted(modules.__all__)
+    for name, option, function, arguments in listed:
+        cls = getattr(modules, name)
+        assert arguments.split(", ") == list(inspect.signature(cls.update).parameters)[1:]
+        assert list(cls._option_defaults) == ([option] if option else [])
+        assert hasattr(importlib.import_module("laplace_debias.metrics"), function)
 
 
 def test_ci_builds_the_site():

@@ -473,3 +473,12 @@ def test_a_rejected_batch_at_the_first_refresh_leaves_the_running_means(rejected
         online.posterior(100).posterior.curvature.to_dense(),
         expected.posterior(100).posterior.curvature.to_dense(),
     )
+
+
+def test_the_text_shows_the_options_and_the_number_of_updates():
+    online = OnlineCurvature(nn.Linear(3, 2).double(), decay=0.9, refresh=10, every=1)
+    online.update(torch.randn(4, 3, dtype=torch.float64), torch.arange(4) % 2)
+    assert repr(online) == (
+        "OnlineCurvature(Linear, likelihood=classification, curvature=ekfac, decay=0.9, "
+        "refresh=10, every=1, num_updates=1)"
+    )

@@ -87,6 +87,13 @@ class ShardedBatches(Sampler[list[int]]):
         self.rank = dist.get_rank() if is_of_group else rank or 0
         self.num_ranks = dist.get_world_size() if is_of_group else num_ranks or 1
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self.data)} examples, batch_size={self.batch_size}, "
+            f"shuffle={self.shuffle}, seed={self.seed}, rank={self.rank}, "
+            f"num_ranks={self.num_ranks})"
+        )
+
     @property
     def shares(self) -> list[range]:
         """The positions of the examples that this process reads, one range per batch."""

@@ -14,6 +14,7 @@ from laplace_debias.operators.base import LinearOperator, Symmetric
 from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift
 
 Spectrum = Callable[[Tensor], Tensor]
+"""A function of eigenvalues, entry by entry, such as `torch.rsqrt`."""
 """A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
 
 
