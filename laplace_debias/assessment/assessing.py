@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.laplace.mode_names import MODES
-from laplace_debias.laplace.resuming import likelihood_identity
+from laplace_debias.laplace.resuming import likelihood_identity, random_samplers_of
 from laplace_debias.runs.folder import RunFolder
 from laplace_debias.sources.changed import Changed
 from laplace_debias.sources.image_files import files_of
@@ -140,11 +140,14 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
 
     Decoding all images of a folder, or corrupting all images of a set, may take as long as the
     predictions. So only the first batch of such a set is read, besides the properties of the files
-    or the images before the change.
+    or the images before the change. A loader that shuffles is not compared.
     """
     digest = hashlib.blake2b(digest_size=8)
     read = BatchReader(model)
     source = batches.source if isinstance(batches, Changed) else batches
+    if random_samplers_of(source):
+        # The order of the examples is another one in every pass.
+        return "in random order"
     files = files_of(source)
     if files is not None or isinstance(batches, Changed):
         for batch in islice(batches, 1):

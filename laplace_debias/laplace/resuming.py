@@ -39,16 +39,21 @@ def check_resumable(
             f"{labels_or_signs}, {seed_advice}."
         )
     for source in sources:
-        if not isinstance(source, DataLoader):
-            continue
-        samplers = [source.sampler, getattr(source.batch_sampler, "sampler", None)]
-        random_samplers = [s for s in samplers if isinstance(s, _RANDOM_SAMPLERS)]
+        random_samplers = random_samplers_of(source)
         has_own_generator = any(s.generator is not None for s in random_samplers)
         if random_samplers and (generator is None or has_own_generator):
             raise ValueError(
                 "`resume=` needs the same batches again, but this loader shuffles with its own "
                 f"generator. Remove `generator=` from the loader, and {seed_advice}."
             )
+
+
+def random_samplers_of(data: Batches) -> list[Any]:
+    """Return the samplers of a `DataLoader` that draw the order of its examples."""
+    if not isinstance(data, DataLoader):
+        return []
+    samplers = [data.sampler, getattr(data.batch_sampler, "sampler", None)]
+    return [sampler for sampler in samplers if isinstance(sampler, _RANDOM_SAMPLERS)]
 
 
 def fit_identity(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import assess, assessing
@@ -240,6 +241,14 @@ def test_training_examples_that_a_run_does_not_read_are_not_compared(several_bat
     fitted = run(several_batches, tmp_path / "fitted", methods=(NETWORK, LAST_LAYER))
     with pytest.raises(FileExistsError, match="training data was"):
         run(changed, fitted, methods=(NETWORK, LAST_LAYER))
+
+
+def test_a_loader_that_shuffles_does_not_keep_a_run_from_going_on(several_batches, tmp_path):
+    x, y = (torch.cat(parts) for parts in zip(*several_batches.train, strict=True))
+    train = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
+    shuffled = replace(several_batches, train=train)
+    folder = run(shuffled, tmp_path / "run", methods=(NETWORK,))
+    run(shuffled, folder, methods=(NETWORK,))
 
 
 def test_images_of_a_folder_are_compared_by_their_files(several_batches, tmp_path, monkeypatch):
