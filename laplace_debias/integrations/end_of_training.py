@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.shards import ShardedBatches
@@ -47,6 +47,28 @@ def _shared(loader: Any) -> Any:
     )
 
 
+def _num_data(loader: Any, mode: str) -> int | None:
+    """Return the number of training examples for a fit that would ask for `num_data=`.
+
+    The callbacks have no such argument.
+
+    Returns:
+        The number of examples that the loader draws from; None if the fit counts the examples, or
+        if the number is unknown.
+    """
+    dataset = getattr(loader, "dataset", None)
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None or not isinstance(dataset, Sized):
+        return None
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
+        # It may draw with replacement, so its length is not always the number of examples.
+        return len(dataset)
+    if mode == "full" and not getattr(batches, "drop_last", False):
+        return None
+    return len(sampler) if isinstance(sampler, Sized) else len(dataset)
+
+
 @dataclass(frozen=True)
 class PosteriorAtEnd:
     """The settings of a posterior that is fitted when training ends.
@@ -78,6 +100,20 @@ class PosteriorAtEnd:
         """Return a posterior of a network in eval mode that is not fitted yet."""
         return Laplace(network, self.likelihood, **self.options)
 
+    def check_size(self, train_loader: Any) -> None:
+        """Require, before the training, that the number of training examples will be known.
+
+        Raises:
+            ValueError: If the fit reads only a part of data whose size the loader does not
+                determine.
+        """
+        if self.mode != "full" and _num_data(train_loader, self.mode) is None:
+            raise ValueError(
+                f'`mode="{self.mode}"` uses only part of the data, and the number of training '
+                "examples cannot be inferred from the training loader. Pass "
+                '`mode="full"` to the callback, or use Laplace after the training.'
+            )
+
     def fit(
         self, la: Laplace, train_loader: Any, validation_loader: Any
     ) -> tuple[dict[str, float], Report | None]:
@@ -88,8 +124,7 @@ class PosteriorAtEnd:
             tuning. Without tuning there are no numbers and no evaluation.
         """
         train_loader = _shared(train_loader)
-        num_data = None if self.mode == "full" else len(train_loader.dataset)
-        la.fit(train_loader, mode=self.mode, num_data=num_data)
+        la.fit(train_loader, mode=self.mode, num_data=_num_data(train_loader, self.mode))
         if not self.tune:
             return {}, None
         validation_loader = _shared(validation_loader)

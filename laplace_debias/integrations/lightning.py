@@ -1,12 +1,15 @@
 """A callback for Lightning's Trainer: `pip install laplace-debias[lightning]`."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.integrations.end_of_training import (
@@ -78,11 +81,9 @@ class LaplaceCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options before the training."""
-        if self._settings.tune and not trainer.enable_validation:
-            raise ValueError(NO_VALIDATION_DATA)
-        _single_loader(trainer.train_dataloader, "training")
-        if self._settings.tune and trainer.val_dataloaders is not None:
-            _single_loader(trainer.val_dataloaders, "validation")
+        self._settings.check_size(_training_loader(trainer))
+        if self._settings.tune:
+            _validation_loader(trainer)
         self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,15 +92,11 @@ class LaplaceCallback(Callback):
         checkpoint = _best_checkpoint(trainer)
         path = Path(trainer.default_root_dir) / "posterior.safetensors"
         if checkpoint is not None:
-            _load_state(network, checkpoint, self._network_name, pl_module.device)
+            network = _with_state(network, checkpoint, self._network_name, pl_module.device)
             path = checkpoint.with_suffix(".posterior.safetensors")
-        validation_loader = None
-        if self._settings.tune:
-            validation_loader = _single_loader(trainer.val_dataloaders, "validation")
+        validation_loader = _validation_loader(trainer) if self._settings.tune else None
         la = self._settings.unfitted(network)
-        numbers, _ = self._settings.fit(
-            la, _single_loader(trainer.train_dataloader, "training"), validation_loader
-        )
+        numbers, _ = self._settings.fit(la, _training_loader(trainer), validation_loader)
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
         # Before it is saved, which may fail after a long training.
@@ -123,6 +120,73 @@ class LaplaceCallback(Callback):
                 f"of a submodule ({names}), or None for the module itself."
             )
         return network
+
+
+def _training_loader(trainer: Trainer) -> Any:
+    """Return the only training loader, with batches as the run's precision has them."""
+    loader = _single_loader(trainer.train_dataloader, "training")
+    return _converted(loader, trainer.precision_plugin.convert_input)
+
+
+def _validation_loader(trainer: Trainer) -> Any:
+    """Return the only validation loader, with batches as the run's precision has them.
+
+    Raises:
+        ValueError: If the run has none, or several.
+    """
+    if not trainer.enable_validation:
+        raise ValueError(NO_VALIDATION_DATA)
+    if trainer.val_dataloaders is None:
+        # Lightning makes the loader for the first validation, which may never come.
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    loader = _single_loader(trainer.val_dataloaders, "validation")
+    return _converted(loader, trainer.precision_plugin.convert_input)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """Batches of a loader that is no `DataLoader`, converted one by one.
+
+    Attributes:
+        loader: The loader.
+        convert: Converts a batch.
+    """
+
+    loader: Iterable[Any]
+    convert: Callable[[Any], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.convert, self.loader)
+
+
+@dataclass(frozen=True)
+class _ConvertedCollation:
+    """A function that collates a batch, and converts it. Processes of a loader can pickle it.
+
+    Attributes:
+        collate: Collates a batch.
+        convert: Converts a batch.
+    """
+
+    collate: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
+
+    def __call__(self, examples: Any) -> Any:
+        return self.convert(self.collate(examples))
+
+
+def _converted(loader: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a loader of the same examples, with batches in the dtype of the run.
+
+    Lightning converts the batches of a run with `precision="bf16-true"` or `"64-true"`, too.
+    """
+    if not isinstance(loader, DataLoader):
+        return _Converted(loader, convert)
+    converted = copy.copy(loader)
+    # The processes of an iterator that is kept collate as before.
+    converted._iterator = None
+    converted.collate_fn = _ConvertedCollation(loader.collate_fn, convert)
+    return converted
 
 
 def _single_loader(loaders: Any, purpose: str) -> Any:
@@ -151,10 +215,10 @@ def _best_checkpoint(trainer: Trainer) -> Path | None:
     return Path(path) if path else None
 
 
-def _load_state(
+def _with_state(
     network: nn.Module, checkpoint: Path, name: str | None, device: torch.device
-) -> None:
-    """Give a network the tensors of a checkpoint, in the place of those that it shares."""
+) -> nn.Module:
+    """Return a copy of a network with the tensors of a checkpoint."""
     # The run has written this file itself, so its pickled objects are trusted.
     content = torch.load(checkpoint, map_location=device, weights_only=False)
     prefix = "" if name is None else f"{name}."
@@ -163,4 +227,8 @@ def _load_state(
         for key, value in content["state_dict"].items()
         if key.startswith(prefix)
     }
-    network.load_state_dict(state, assign=True)
+    # The values are copied into tensors that only this network has. With `assign=True`, weights
+    # that are tied would become different parameters.
+    separate = copy.deepcopy(network)
+    separate.load_state_dict(state)
+    return separate

@@ -86,6 +86,16 @@ class LaplaceCallback(TrainerCallback):
     def __repr__(self) -> str:
         return self._settings.described(self.folder)
 
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Check the training data before the training."""
+        self._settings.check_size(kwargs["train_dataloader"])
+
     def on_train_end(
         self,
         args: TrainingArguments,

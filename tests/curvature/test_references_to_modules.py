@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from oracle import close, flat_jacobian, functional_covariance
+from oracle import close, flat_jacobian, functional_covariance, ggn
 from torch import nn
 
 from laplace_debias import Laplace
@@ -160,6 +160,62 @@ def test_the_ggn_of_a_model_whose_forward_is_compiled_is_exact(change):
     model = sequential()
     change(model)
     close(GGN(model, LOSS, [(x, y)]).to_dense(), expected)
+
+
+@pytest.fixture
+def prepare():
+    """Prepare a model for mixed precision, as accelerate and Hugging Face's Trainer do."""
+    accelerate = pytest.importorskip("accelerate")
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare
+    reset(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_covariances_of_a_model_in_accelerates_mixed_precision_are_exact(
+    prepare, is_part, is_compiled, params
+):
+    # Autocast leaves double precision as it is.
+    model, plain = sequential().float(), sequential()
+    x, y = data()
+    if is_compiled:
+        compiled_model(model)
+    model = prepare(model)
+    assert (model(x.float()) - plain(x)).abs().max() > 1e-4
+    if is_part:
+        model, plain = nn.Sequential(model, nn.Tanh()), nn.Sequential(plain, nn.Tanh())
+    la = Laplace(model, params=params, curvature="full").fit_batches([(x.float(), y)])
+    precision = len(x) * ggn(plain, x, "classification", la.param_names)
+    precision = precision + torch.eye(len(precision))
+    J = flat_jacobian(plain, x, la.param_names)
+    mean, covariance = la.functional(x.float())
+    close(mean.double(), plain(x).detach(), 1e-5)
+    close(covariance.double(), functional_covariance(J, precision.inverse()), 1e-5)
+    operator = GGN(model, LOSS, [(x.float(), y)])
+    close(operator.to_dense().double(), GGN(plain, LOSS, [(x, y)]).to_dense(), 1e-5)
+    assert "_original_forward" in vars(model[0] if is_part else model)
+
+
+def test_a_forward_that_is_replaced_in_accelerates_mixed_precision_is_noticed(prepare):
+    x, y = data()
+    model = prepare(sequential())
+    la = Laplace(model).fit_batches([(x, y)])
+    la.predict(x)
+    replaced_by_lambda(model)
+    with pytest.raises(NotImplementedError, match="a function that replaces a `forward`"):
+        la.predict(x)
+
+    class Doubled(nn.Sequential):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    plain = sequential()
+    doubled = Doubled(*plain).eval()
+    la = Laplace(prepare(doubled), curvature="full").fit_batches([(x, y)])
+    close(la.functional(x)[0], 2 * plain(x).detach())
 
 
 @pytest.mark.parametrize("params", ["all", "last_layer"])

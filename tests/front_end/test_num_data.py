@@ -225,6 +225,17 @@ def test_a_dropped_batch_is_told_before_a_full_fit_and_no_matter_to_the_others()
     assert la.fit(loader(drop_last=True, batch_size=8)).num_data == SIZE
 
 
+@pytest.mark.parametrize("sampler", [SequentialSampler(DATA), Reversed(SIZE)])
+def test_a_batch_that_a_batch_sampler_drops_is_noticed(sampler):
+    batch_sampler = BatchSampler(sampler, 10, drop_last=True)
+    dropping = DataLoader(DATA, batch_sampler=batch_sampler)
+    la = Laplace(network())
+    for data in (dropping, loader(sampler=sampler, drop_last=True)):
+        with pytest.raises(ValueError, match=r"leaves out 4 of its 24 .*`num_data=24`"):
+            la.fit(data)
+        assert la.fit(data, num_data=24).num_data == 24
+
+
 def test_a_subset_stands_for_as_many_examples_as_given():
     la = Laplace(network(), prior_precision=0.3).fit(batches()[:1], num_data=1000)
     C = la.posterior.curvature.to_dense()

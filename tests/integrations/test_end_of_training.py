@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import close, flat_jacobian, functional_covariance, ggn
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from laplace_debias import Laplace
 
@@ -52,13 +60,13 @@ def lightning():
         yield pl
 
 
-def module(pl, is_network):
+def module(pl, is_network, make=mlp):
     """A LightningModule whose first epoch has the best score."""
 
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.inner = mlp()
+            self.inner = make()
 
         def forward(self, x):
             return self.inner(x)
@@ -211,6 +219,175 @@ def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
         assert torch.equal(after, before)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize("network", [None, "inner"])
+def test_lightning_keeps_weights_tied(lightning, network, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(network=network, curvature="full", tune=False)
+    trained = module(lightning, network, Tied)
+    run = trainer(lightning, tmp_path, [callback], enable_checkpointing=True)
+    run.fit(trained, TRAIN, VALIDATION)
+    assert callback.path.parent.name == "checkpoints"
+    # The module's own weights have another storage.
+    user_model = trained if network is None else trained.inner
+    assert callback.laplace.mean.data_ptr() != next(user_model.parameters()).data_ptr()
+
+    model = trained.inner.double().eval()
+    names = [name for name, _ in model.named_parameters()]
+    x = TRAIN.dataset.tensors[0].double()
+    precision = len(x) * ggn(model, x, "classification", names)
+    precision = precision + torch.eye(len(precision))
+    expected = functional_covariance(flat_jacobian(model, x[:5], names), precision.inverse())
+    assert len(callback.laplace.mean) == len(precision) == 31
+    close(callback.laplace.functional(x[:5].float())[1].double(), expected, 1e-5)
+    loaded = Laplace.load(callback.path, user_model.float().eval())
+    close(loaded.functional(x[:5].float())[1].double(), expected, 1e-5)
+
+
+def precision_of(model, x, num_data):
+    """The diagonal of the posterior precision, from the GGN of some examples."""
+    names = [name for name, _ in model.named_parameters()]
+    return num_data * ggn(model, x, "classification", names).diagonal() + 1
+
+
+def precision_diagonal(la):
+    return la.posterior.precision.to_dense().diagonal().double()
+
+
+DROPPING = {
+    "drop_last": {"batch_size": 60, "drop_last": True},
+    "batch sampler": {"batch_sampler": BatchSampler(range(200), 60, drop_last=True)},
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_lightning_scales_the_curvature_if_a_batch_is_dropped(lightning, name, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    loader = DataLoader(TRAIN.dataset, **DROPPING[name])
+    callback = LaplaceCallback(network="inner", curvature="diag", tune=False)
+    trained = module(lightning, "inner")
+    trainer(lightning, tmp_path, [callback]).fit(trained, loader, VALIDATION)
+    assert callback.laplace.num_data == 200
+    read = TRAIN.dataset.tensors[0][:180].double()
+    expected = precision_of(trained.inner.double().eval(), read, 200)
+    close(precision_diagonal(callback.laplace), expected, 1e-5)
+
+
+SAMPLERS = {
+    "weighted": (lambda: WeightedRandomSampler(torch.ones(200), 150), 200),
+    "subset": (lambda: SubsetRandomSampler(range(130)), 130),
+}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("mode", ["full", "mini"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_lightning_has_the_size_of_the_data_that_a_sampler_draws_from(
+    lightning, name, mode, drop_last, tmp_path, unchecked
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    make, num_data = SAMPLERS[name]
+    loader = DataLoader(TRAIN.dataset, 60, sampler=make(), drop_last=drop_last)
+    callback = LaplaceCallback(params="last_layer", mode=mode, tune=False)
+    run = trainer(lightning, tmp_path, [callback])
+    run.fit(module(lightning, None), loader, VALIDATION)
+    assert callback.laplace.num_data == num_data
+
+
+def test_lightning_opens_a_validation_loader_that_training_does_not_use(
+    lightning, tmp_path, unchecked
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(curvature="diag")
+    options = {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 4}
+    trained = module(lightning, None)
+    trainer(lightning, tmp_path, [callback], **options).fit(trained, TRAIN, VALIDATION)
+    expected = Laplace(trained.inner.eval(), curvature="diag").fit(
+        DataLoader(TRAIN.dataset, batch_size=50)
+    )
+    tuned = expected.tune(VALIDATION)
+    assert callback.laplace.prior_precision == tuned.prior_precision
+
+    with pytest.raises(ValueError, match="has 2 validation loaders"):
+        trainer(lightning, tmp_path, [callback], **options).fit(trained, TRAIN, [VALIDATION] * 2)
+
+
+class Batches:
+    """A loader that is no `DataLoader`."""
+
+    def __iter__(self):
+        return iter([tuple(TRAIN.dataset.tensors)])
+
+
+LOADERS = {
+    "in this process": lambda: TRAIN,
+    "in a process of its own": lambda: DataLoader(
+        TRAIN.dataset, 50, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "no DataLoader": Batches,
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "loader"),
+    [
+        ("64-true", "in this process"),
+        ("bf16-true", "in this process"),
+        ("bf16-true", "in a process of its own"),
+        ("bf16-true", "no DataLoader"),
+    ],
+)
+def test_lightning_has_batches_of_the_precision_of_the_run(
+    lightning, precision, loader, tmp_path, unchecked
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(network="inner", curvature="diag")
+    trained = module(lightning, "inner")
+    run = trainer(lightning, tmp_path, [callback], precision=precision)
+    run.fit(trained, LOADERS[loader](), VALIDATION)
+    parameter = next(trained.parameters())
+    x = TRAIN.dataset.tensors[0].to(parameter.dtype).double()
+    expected = precision_of(trained.inner.double().eval(), x, 200) - 1
+    prior_precision = callback.laplace.prior_precision
+    close(precision_diagonal(callback.laplace) - prior_precision, expected, 1e-4)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TRAIN.dataset)
+
+
+def test_lightning_refuses_a_part_of_data_of_unknown_size(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    stream = DataLoader(Stream(), batch_size=50)
+    callback = LaplaceCallback(params="last_layer", mode="mini", tune=False)
+    trained = module(lightning, None)
+    with pytest.raises(ValueError, match=r'cannot be inferred .* Pass `mode="full"`'):
+        trainer(lightning, tmp_path, [callback]).fit(trained, stream)
+    assert torch.equal(trained.inner[0].weight, mlp()[0].weight)
+    callback = LaplaceCallback(params="last_layer", tune=False)
+    trainer(lightning, tmp_path, [callback]).fit(trained, stream)
+    assert callback.laplace.num_data == 200
+
+
 # ------------------------------------------------- Hugging Face
 
 
@@ -308,6 +485,80 @@ def test_the_trainer_fits_adapters_and_the_best_weights(tmp_path, unchecked):
     again = Laplace.from_pretrained(callback.folder, run.model.eval())
     batch = next(iter(run.get_eval_dataloader()))
     assert torch.equal(again.predict(batch).probs, callback.laplace.predict(batch).probs)
+
+
+class Logits(nn.Module):
+    """The logits of a Hugging Face model for tokens without padding."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens).logits
+
+
+def without_mixed_precision(run):
+    """A model with the trained weights, in double precision."""
+    plain = type(run.model)(run.model.config).double().eval()
+    plain.load_state_dict(run.model.state_dict())
+    return Logits(plain)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_the_trainers_mixed_precision_does_not_reach_the_posterior(params, tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, bf16=True)
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, params=params, curvature="diag")
+    run.add_callback(callback)
+    run.train()
+    train, evaluation = (
+        torch.stack([example["input_ids"] for example in examples])
+        for examples in (run.train_dataset, run.eval_dataset)
+    )
+    batches = [{"input_ids": train, "labels": torch.zeros(len(train), dtype=torch.long)}]
+    run.model.eval()
+    by_hand = Laplace(run.model, params=params, curvature="diag").fit_batches(batches)
+    assert torch.is_autocast_enabled("cpu") is False
+    plain = without_mixed_precision(run)
+    for la in (callback.laplace, by_hand):
+        names = [f"model.{name}" for name in la.param_names]
+        precision = len(train) * ggn(plain, train, "classification", names).diagonal()
+        precision = precision + la.prior_precision
+        close(precision_diagonal(la), precision, 1e-4)
+        J = flat_jacobian(plain, evaluation[:5], names)
+        covariance = la.functional({"input_ids": evaluation[:5]})[1]
+        close(covariance.double(), (J / precision) @ J.mT, 1e-4)
+        assert la.predict({"input_ids": evaluation[:5]}).probs.dtype == torch.float32
+
+
+def test_the_trainer_scales_the_curvature_if_a_batch_is_dropped(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, dataloader_drop_last=True)
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, params="last_layer", tune=False)
+    run.add_callback(callback)
+    run.train()
+    assert callback.laplace.num_data == 50
+    with pytest.raises(ValueError, match="leaves out 10 of its 50 examples"):
+        Laplace(run.model.eval(), params="last_layer").fit(run.get_train_dataloader())
+
+
+def test_the_trainer_callback_refuses_a_part_of_data_of_unknown_size(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, max_steps=3)
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    class Examples(IterableDataset):
+        def __iter__(self):
+            return iter(run.eval_dataset)
+
+    run.train_dataset = Examples()
+    run.add_callback(LaplaceCallback(run, params="last_layer", mode="mini"))
+    before = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    with pytest.raises(ValueError, match=r'cannot be inferred .* Pass `mode="full"`'):
+        run.train()
+    assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), before)
 
 
 def test_the_trainer_callback_refuses_before_the_training(tmp_path, unchecked):

@@ -1,5 +1,6 @@
 """The number of training examples, as far as a loader's sampler determines it."""
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -81,15 +82,19 @@ def training_size(
             "cannot be inferred from this loader. Pass `num_data=`, the number of training "
             "examples."
         )
-    batch_size = int(getattr(loader, "batch_size", None) or 1)
-    drops_last = bool(getattr(loader, "drop_last", False))
-    if reads_whole_loader and inferred and drops_last and inferred % batch_size:
-        raise ValueError(
-            f'`mode="{mode}"` uses all data, but every pass of this loader leaves out '
-            f"{inferred % batch_size} of its {inferred} examples (`drop_last=True`). Use "
-            "`drop_last=False`. To scale the curvature to all examples instead, pass "
-            f"`num_data={inferred}`."
-        )
+    # Not the loader's own `drop_last`, which is False if a batch sampler was passed to it.
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    if type(batches) is BatchSampler and batches.drop_last and isinstance(sampler, Sized):
+        num_examples = len(sampler)
+        num_dropped = num_examples % batches.batch_size
+        if reads_whole_loader and num_dropped:
+            raise ValueError(
+                f'`mode="{mode}"` uses all data, but every pass of this loader leaves out '
+                f"{num_dropped} of its {num_examples} examples (`drop_last=True`). Use "
+                "`drop_last=False`. To scale the curvature to all examples instead, pass "
+                f"`num_data={num_examples}`."
+            )
     return TrainingSize(
         inferred, is_inferred=True, must_match_read=reads_whole_loader, is_shared=is_shared
     )

@@ -33,7 +33,8 @@ def shared_copy(model: nn.Module) -> nn.Module:
     little memory and is never out of date.
 
     The copy is in eval mode, and its parameters require no gradient. Gradients of embeddings are
-    dense, and not divided by how often a token is in the batch.
+    dense, and not divided by how often a token is in the batch. Forward passes that accelerate runs
+    in half precision, for training, are run in the precision of the parameters.
     """
     memo: dict[int, object] = {}
     for module in model.modules():
@@ -77,6 +78,8 @@ def shared_copy(model: nn.Module) -> nn.Module:
                     if isinstance(value, Tensor) and not value.is_leaf:
                         # A module's cache from one pass to the next is computed anew.
                         vars(copied)[name].pop(key, None)
+        if _is_in_mixed_precision(module):
+            _set_method(copied, "forward", vars(copied).pop("_original_forward"))
     keep_differentiable(copied_model)
     recompute_weights(copied_model)
     return copied_model.eval()
@@ -107,9 +110,30 @@ def _bind_to_copy(
         method = copy.deepcopy(method, memo)
     elif name != "forward":
         return
-    del vars(copied)[name]
-    if getattr(copied, name, None) != method:
-        vars(copied)[name] = method
+    _set_method(copied, name, method)
+
+
+def _set_method(module: nn.Module, name: str, method: Any) -> None:
+    """Set a method of one module, unless its class has this method."""
+    vars(module).pop(name, None)
+    if getattr(module, name, None) != method:
+        vars(module)[name] = method
+
+
+def _is_in_mixed_precision(module: nn.Module) -> bool:
+    """Whether accelerate has wrapped the module's forward pass in `torch.autocast`.
+
+    Hugging Face's Trainer with `bf16=True` does so, and does not undo it after the training.
+    """
+    original = vars(module).get("_original_forward")
+    if original is None:
+        return False
+    function = module.forward
+    while hasattr(function, "__wrapped__") and function.__wrapped__ is not function:
+        function = function.__wrapped__
+        if getattr(function, "__func__", function) is getattr(original, "__func__", original):
+            return True
+    return False
 
 
 @contextmanager
