@@ -6,7 +6,7 @@ The reference runs one example after the other.
 
 import pytest
 import torch
-from oracle import close, loss_hessian
+from oracle import close, flat_jacobian, ggn, loss_hessian
 from torch import nn
 from torch.func import functional_call
 
@@ -196,3 +196,105 @@ def test_operators_read_batches_of_any_form(name):
     exact = dense_curvature(model, batches, names)
     E = EKFAC(model, nn.CrossEntropyLoss(), batches)
     close(E.to_dense().trace(), exact.trace())
+
+
+class TimeMajor(nn.Module):
+    """Embeds tokens `[T, B]`, of which each example has a column, for a layer of sequences."""
+
+    def __init__(self, kind, has_positions):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+        self.positions = nn.Embedding(6, 4) if has_positions else None
+        if kind == "recurrent":
+            self.layer = nn.LSTM(4, 4)
+        else:
+            self.layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0)
+
+    def forward(self, tokens):
+        h = self.table(tokens.T)
+        if self.positions is not None:
+            h = h + self.positions(torch.arange(tokens.shape[1]).unsqueeze(1))
+        h = self.layer(h)
+        if isinstance(h, tuple):
+            h = h[0]
+        return self.head(h.tanh().mean(0))
+
+
+@pytest.mark.parametrize("sizes", [[(3, 5), (4, 5), (1, 5)], [(2, 4), (4, 4)], [(1, 2), (2, 3)]])
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_embeddings_of_sequences_with_the_examples_in_the_second_dimension(
+    kind, has_positions, sizes
+):
+    torch.manual_seed(0)
+    model = TimeMajor(kind, has_positions).double().eval()
+    batches = [(torch.randint(7, size), torch.randint(3, size[:1])) for size in sizes]
+    for curvature in ("full", "diag"):
+        la = Laplace(model, curvature=curvature).fit_batches(batches)
+        assert la.param_names == [name for name, _ in model.named_parameters()]
+        total = 0
+        for tokens, _ in batches:
+            exact = ggn(model, tokens, "classification", la.param_names)
+            total = total + len(tokens) * exact
+        if curvature == "diag":
+            total = total.diagonal().diag()
+        close(la.posterior.precision.to_dense(), total + torch.eye(len(total)))
+        covariance = la.posterior.covariance.to_dense()
+        for tokens, _ in batches:
+            J = flat_jacobian(model, tokens, la.param_names)
+            close(la.functional(tokens)[1], J @ covariance @ J.mT, 1e-8)
+
+
+class RelativePositions(nn.Module):
+    """A bias `[1, T, T]` of relative positions, which all examples have in common, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 1)
+
+    def forward(self, x, bias=None):
+        if bias is None:
+            positions = torch.arange(x.shape[1])
+            bias = self.table(positions - positions.unsqueeze(1) + 4).squeeze(2).unsqueeze(0)
+        return (x @ x.mT + bias).softmax(-1) @ x, bias
+
+
+class Biased(nn.Module):
+    """Two layers with one bias of relative positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = RelativePositions(), Mixing()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h, bias = self.first(x)
+        return self.head(self.second(h, bias).tanh().sum(1))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(3, 5), (4, 4), (5, 5)],
+        [(2, 5), (5, 2), (2, 2)],
+        [(4, 2), (2, 4), (4, 4), (4, 2)],
+        [(5, 5), (1, 5), (3, 3)],
+        [(1, 4), (4, 4), (1, 1)],
+    ],
+)
+def test_batches_with_as_many_positions_as_examples(sizes):
+    torch.manual_seed(0)
+    model = Biased().double().eval()
+    batches = []
+    for num_examples, num_positions in sizes:
+        x = torch.randn(num_examples, num_positions, 4, dtype=torch.float64)
+        batches.append((x, torch.randint(3, (num_examples,))))
+    la = Laplace(model, curvature="full").fit_batches(batches)
+    total = 0
+    for x, _ in batches:
+        total = total + len(x) * ggn(model, x, "classification", la.param_names)
+    close(la.posterior.precision.to_dense(), total + torch.eye(len(total)))
+    covariance = la.posterior.covariance.to_dense()
+    for x, _ in reversed(batches):
+        J = flat_jacobian(model, x, la.param_names)
+        close(la.functional(x)[1], J @ covariance @ J.mT, 1e-8)

@@ -160,6 +160,7 @@ def _growing(value: Any, doubled: Any, batch: int) -> int | None:
 
 # Calls by the module's path and their number among its calls.
 RecordedCalls = dict[tuple[str, int], ModuleCall]
+CallForms = dict[tuple[str, int], list[CallForm]]
 
 
 class CallRecorder:
@@ -180,7 +181,7 @@ class CallRecorder:
             inner_modules = network.get_submodule(path).modules()
             if any(layer_rule(inner).is_recurrent for inner in inner_modules):
                 self.loops.add(path)
-        self._forms: dict[tuple[str, int], list[CallForm]] = {}
+        self._forms: CallForms = {}
         self.calls: RecordedCalls = {}
 
     def hook(self, batch: int) -> list[RemovableHandle]:
@@ -246,6 +247,22 @@ class CallRecorder:
                     forms.append(form)
                     has_more_copies |= bool(form.copied_outputs)
         return has_more_copies
+
+    def forget_forms(self) -> CallForms:
+        """Forget the forms of calls, and return them.
+
+        As long as one of them fits, outputs are copied according to it, and the forms of the calls
+        behind it cannot be learned.
+        """
+        forms = self._forms
+        self._forms = {}
+        return forms
+
+    def add_forms(self, forms: CallForms) -> None:
+        """Add forms of other batches, which are used where no form of this batch fits."""
+        for key, others in forms.items():
+            own = self._forms.setdefault(key, [])
+            own += [form for form in others if form not in own]
 
     def forget_copies(self) -> None:
         """Remove the form of calls whose outputs would be copied."""

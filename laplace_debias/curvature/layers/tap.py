@@ -310,6 +310,7 @@ class Tap:
         # Neighbours: some models need sequences in the order of their lengths.
         doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
+        earlier_forms = {} if self._recorder is None else self._recorder.forget_forms()
         expected, shapes, calls = self._run_both(x, doubled)
         self._dims = ExampleDims.compare(self.network, num_examples(x), *shapes)
         if self._dims.common and not self._takes_copies(doubled, expected):
@@ -325,6 +326,7 @@ class Tap:
                 # Copies for one call change the forms of those behind it.
                 *_, calls = self._run_both(x, doubled)
                 has_copies = self._recorder.learn(num_examples(x), *calls)
+            self._recorder.add_forms(earlier_forms)
         self._has_graph = has_graph
 
     def _run_both(
@@ -345,6 +347,10 @@ class Tap:
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
         """Whether outputs stay the same with a copy for each example of what all have in common."""
+        dims = self._dims
+        # With the shapes of the batch itself, it may be unclear whether to copy for these inputs,
+        # and then nothing is copied.
+        self._dims = replace(dims, shapes={})
         try:
             outputs = self._run(x)
         # A forward pass may raise anything if it meets a dimension that it does not expect.
@@ -352,6 +358,8 @@ class Tap:
             if is_out_of_memory(error):
                 raise
             return False
+        finally:
+            self._dims = dims
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
     def forward_of_last_layer(
