@@ -222,3 +222,26 @@ def test_a_loss_that_cannot_be_asked_is_an_error():
     logits = model(ids).logits[:, :-1].double()
     expected = float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
     torch.testing.assert_close(told._fitted.nll, expected, rtol=1e-6, atol=0)
+
+
+def test_outputs_that_are_nan_are_no_question_of_labels():
+    """As Bloom's at padding on the left, which no label belongs to."""
+
+    class Padded(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            outputs = super().forward(input_ids)
+            is_padding = attention_mask.unsqueeze(2) == 0
+            outputs.logits = outputs.logits.masked_fill(is_padding, torch.nan)
+            if labels is not None:
+                logits = outputs.logits[:, :-1].flatten(0, 1)
+                outputs.loss = cross_entropy(logits, labels[:, 1:].flatten())
+            return outputs
+
+    torch.manual_seed(0)
+    model = Padded(transformers.GPT2Config(**GPT, **TOKENS)).eval()
+    ids = torch.randint(3, 29, (2, 4))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+    with pytest.raises(ValueError, match="outputs contain NaN"):
+        Laplace(model, params="last_layer").fit([batch])

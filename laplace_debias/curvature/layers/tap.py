@@ -317,16 +317,19 @@ class Tap:
             self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
         if self._recorder is not None:
             has_copies = self._recorder.learn(num_examples(x), *calls) or bool(self._dims.common)
+            takes_copies = True
             for _ in range(_MOST_ROUNDS):
                 if not has_copies:
                     break
-                if not self._takes_copies(doubled, expected):
-                    self._recorder.forget_copies()
+                takes_copies = self._takes_copies(doubled, expected)
+                if not takes_copies:
                     break
                 # Copies for one call change the forms of those behind it.
                 *_, calls = self._run_both(x, doubled)
                 has_copies = self._recorder.learn(num_examples(x), *calls)
             self._recorder.add_forms(earlier_forms)
+            if not takes_copies:
+                self._recorder.forget_copies()
         self._has_graph = has_graph
 
     def _run_both(

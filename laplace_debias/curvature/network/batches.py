@@ -27,6 +27,7 @@ from laplace_debias.curvature.network.inputs import (
     without_subclass,
 )
 from laplace_debias.curvature.network.label_dependence import check_outputs_without_targets
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.quantised import can_require_grad
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -342,6 +343,8 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
         outputs = twin(**example, labels=marked)
     is_tuple = isinstance(outputs, tuple)
     loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
+    # The gradient of NaN is NaN, also where the loss ignores it.
+    check_outputs(logits)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):

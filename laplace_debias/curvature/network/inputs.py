@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace_debias.curvature.layer_rules import layer_rule
+from laplace_debias.curvature.network.checkpoints import PlainCheckpoints
 from laplace_debias.curvature.network.precision import wide
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
@@ -140,11 +141,16 @@ class SharedSetting:
     def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
         self._make = make
         self._num_holders = 0
+        self._num_holders_by_thread: dict[int, int] = {}
         self._entered: tuple[AbstractContextManager, Context] | None = None
 
     def __call__(self) -> "SharedSetting":
         """Return the context manager within which the setting is made."""
         return self
+
+    def is_made_by_this_thread(self) -> bool:
+        """Whether the thread that calls it is within the setting, and not only another one."""
+        return self._num_holders_by_thread.get(threading.get_ident(), 0) > 0
 
     def __enter__(self) -> None:
         with _SETTINGS:
@@ -155,10 +161,18 @@ class SharedSetting:
                 context.run(manager.__enter__)
                 self._entered = manager, context
             self._num_holders += 1
+            thread = threading.get_ident()
+            counts = self._num_holders_by_thread
+            counts[thread] = counts.get(thread, 0) + 1
 
     def __exit__(self, *_: object) -> None:
         with _SETTINGS:
             self._num_holders -= 1
+            thread = threading.get_ident()
+            counts = self._num_holders_by_thread
+            counts[thread] = counts.get(thread, 0) - 1
+            if counts[thread] == 0:
+                del counts[thread]
             if self._num_holders == 0 and self._entered is not None:
                 (manager, context), self._entered = self._entered, None
                 context.run(manager.__exit__, None, None, None)
@@ -167,14 +181,17 @@ class SharedSetting:
 @SharedSetting
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
-    """Switch off torch's fused transformer layers, which hooks cannot see into."""
+    """Switch off torch's fused transformer layers, which hooks cannot see into, and checkpoints."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with _PLAIN_CHECKPOINTS:
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
+
+_PLAIN_CHECKPOINTS = PlainCheckpoints(layer_by_layer.is_made_by_this_thread)
 
 # Keeps attention from its fused kernels, which have no forward derivative.
 _plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))

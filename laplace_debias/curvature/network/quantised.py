@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from laplace_debias.curvature.network.checkpoints import recomputed
 from laplace_debias.system.gathering import is_sharded
 
 
@@ -100,11 +100,7 @@ class _RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_recomputable((*args, *kwargs.values())):
             return self._forward(*args, **kwargs)
-        # The whole pass is run again, for accelerate's hooks to unload what they have loaded.
-        with set_checkpoint_early_stop(False):
-            return checkpoint(
-                self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-            )
+        return recomputed(self._forward, *args, **kwargs)
 
     def _is_recomputable(self, inputs: tuple[Any, ...]) -> bool:
         if not torch.is_grad_enabled():

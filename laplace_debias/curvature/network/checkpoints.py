@@ -1,0 +1,92 @@
+"""Activation checkpointing, which working copies of a model do without.
+
+A checkpointed function keeps no graph, and the backward pass runs it again. By then, the hooks that
+record the calls of layers are gone, so the second run differs from the first one. Derivatives of
+higher order, along several columns or with respect to single tensors are not supported either. So
+the passes of this package run a checkpointed function as a plain call, with the same results.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+# The first one in torch 2.8, and the second one in later versions, with the function and its
+# arguments: they run until the function is called, and then from its end.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
+_INHERITED_APPLY = CheckpointFunction.apply
+
+
+class _Recomputed:
+    """A function of this package's own, of which a backward pass needs no hooks."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that the backward pass calls again, instead of keeping its graph."""
+    # All of it is run again, for accelerate's hooks to unload what they have loaded.
+    with torch_checkpoint.set_checkpoint_early_stop(False):
+        return torch_checkpoint.checkpoint(
+            _Recomputed(function), *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+class PlainCheckpoints:
+    """A context in which `torch.utils.checkpoint` runs functions as plain calls.
+
+    What `checkpoint` calls is replaced, not `checkpoint` itself, which models import by its name.
+    A context must be left before it is entered again.
+
+    Args:
+        is_pass: Whether the thread that calls it runs a pass of this package. Checkpoints work as
+            usual in other threads, such as one that trains meanwhile.
+    """
+
+    def __init__(self, is_pass: Callable[[], bool]) -> None:
+        self._is_pass = is_pass
+        # Every pass enters the context, so the functions are made only once.
+        self._replacements = {
+            name: partial(self._start, name)
+            for name in _GENERATORS
+            if hasattr(torch_checkpoint, name)
+        }
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        functions = vars(torch_checkpoint)
+        for name, replacement in self._replacements.items():
+            self._originals[name] = functions[name]
+            functions[name] = replacement
+        CheckpointFunction.apply = self._call_or_apply
+
+    def __exit__(self, *_: object) -> None:
+        vars(torch_checkpoint).update(self._originals)
+        # The class inherits its own.
+        del CheckpointFunction.apply
+
+    def _start(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_pass() and not isinstance(function, _Recomputed):
+            return _nothing()
+        return self._originals[name](function, *args, **kwargs)
+
+    def _call_or_apply(
+        self, function: Callable[..., Any], preserves_rng_state: bool, *args: Any
+    ) -> Any:
+        if self._is_pass():
+            return function(*args)
+        return _INHERITED_APPLY(function, preserves_rng_state, *args)
+
+
+def _nothing() -> Iterator[None]:
+    """Do nothing before and after the function is called."""
+    yield
