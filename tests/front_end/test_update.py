@@ -7,7 +7,7 @@ from cases import others_slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Auto, Laplace
+from laplace_debias import Auto, Laplace, posterior_as_prior
 
 DELTA = 0.7
 STRUCTURES = ["kfac", "ekfac", "diag", "lowrank", "full"]
@@ -83,6 +83,100 @@ def test_ekfac_has_the_exact_curvature_of_all_data_along_the_earlier_directions(
         ggn = oracle.ggn_block(la.model, UNION[0], "classification", name)
         block = la.posterior.curvature.blocks[name]
         oracle.close(block.magnitudes.flatten(), torch.diagonal(U.T @ ggn @ U), 1e-10)
+
+
+def wider():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3)).double().eval()
+
+
+def with_dead_units():
+    model = wider()
+    with torch.no_grad():
+        model[0].bias[:4] = -100.0
+    return model
+
+
+def with_groups():
+    torch.manual_seed(1)
+    layers = [
+        nn.Unflatten(1, (4, 3)),
+        nn.Conv1d(4, 10, 2, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(20, 3),
+    ]
+    return nn.Sequential(*layers).double().eval()
+
+
+FEW = 4
+EKFAC_CASES = {
+    # The earlier factors have null spaces on both sides.
+    "few examples": (wider, {}),
+    # The first layer's G and the second layer's A have null spaces for all data.
+    "dead units": (with_dead_units, {}),
+    "groups": (with_groups, {}),
+    "joint": (wider, {"joint": True}),
+    "rank": (wider, {"rank": 5}),
+}
+
+
+def ekfac_update(name, order, path=None, as_prior=False, dtype=torch.float64):
+    make, options = EKFAC_CASES[name]
+    model = make().to(dtype)
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(60, 12, generator=g, dtype=torch.float64).to(dtype)
+    y = torch.randint(3, (60,), generator=g)
+    first, second = (x[:FEW][order], y[:FEW][order]), (x[FEW:], y[FEW:])
+    la = Laplace(model, curvature="ekfac", **options).fit([first])
+    if path is not None:
+        la.save(path)
+        la = Laplace.load(path, model)
+    if as_prior:
+        la = Laplace(model, curvature="ekfac", prior=posterior_as_prior(la), **options)
+        la.fit([second])
+    else:
+        # Directions stay, so that the second update depends on the same bases.
+        la.update([(second[0][:20], second[1][:20])]).update([(second[0][20:], second[1][20:])])
+    return la.posterior.precision.to_dense()
+
+
+@pytest.mark.parametrize("name", EKFAC_CASES)
+@pytest.mark.parametrize("way", ["update", "loaded", "prior"])
+def test_an_ekfac_update_does_not_depend_on_the_order_of_the_earlier_examples(name, way, tmp_path):
+    def precision_of(order, path):
+        return ekfac_update(name, order, path if way == "loaded" else None, way == "prior")
+
+    expected = precision_of(torch.arange(FEW), tmp_path / "first.safetensors")
+    reordered = precision_of(torch.tensor([2, 0, 3, 1]), tmp_path / "second.safetensors")
+    oracle.close(reordered, expected, 1e-10)
+
+
+def test_an_ekfac_update_in_single_precision_does_not_depend_on_the_order_either():
+    orders = torch.arange(FEW), torch.tensor([2, 0, 3, 1])
+    one, two = (ekfac_update("few examples", order, dtype=torch.float32) for order in orders)
+    oracle.close(two, one, 1e-5)
+
+
+def test_an_ekfac_update_averages_new_curvature_over_null_spaces_and_keeps_its_trace():
+    model = wider()
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(60, 12, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (60,), generator=g)
+    la = Laplace(model, curvature="ekfac", params=["0.weight"]).fit([(x[:FEW], y[:FEW])])
+    earlier = la.posterior.curvature.blocks["0.weight"]
+    la.update([(x[FEW:], y[FEW:])])
+    updated = la.posterior.curvature.blocks["0.weight"]
+    new = (60 * updated.magnitudes - FEW * earlier.magnitudes) / (60 - FEW)
+    U = torch.kron(earlier.U_G, earlier.U_A)
+    ggn = oracle.ggn_block(model, x[FEW:], "classification", "0.weight")
+    exact = torch.diagonal(U.T @ ggn @ U).reshape(10, 12)
+    rank_G = int((earlier.magnitudes.sum(1) > 1e-12).sum())
+    assert 0 < rank_G < 9
+    exact[:, FEW:] = exact[:, FEW:].mean(1, keepdim=True)
+    exact[rank_G:] = exact[rank_G:].mean(0, keepdim=True)
+    oracle.close(new, exact, 1e-10)
+    torch.testing.assert_close(new.sum(), exact.sum(), rtol=1e-10, atol=0)
 
 
 def convolutions():

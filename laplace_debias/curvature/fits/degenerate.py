@@ -47,8 +47,8 @@ def average_degenerate(
     A matrix may also be only the rounding errors of a sum that cancels: gradients at the keys of
     attention add up to zero over positions. So if all eigenvalues are below the square of the
     resolution, as a fraction of the measured curvature, the average is over all eigenvectors. The
-    columns of `measured` are averaged one by one; the last of the descending eigenvalues is for
-    `remaining` eigenvectors.
+    columns of `measured` are averaged one by one. The eigenvalues may be in any order; the last one
+    is for `remaining` eigenvectors.
     """
     if eigenvalues.shape[-1] == 0:
         return measured
@@ -57,7 +57,7 @@ def average_degenerate(
         return average_degenerate(columns, eigenvalues, dtype, remaining).squeeze(-1)
     counts = torch.ones_like(eigenvalues)
     counts[..., -1] = remaining
-    largest = eigenvalues[..., :1]
+    largest = eigenvalues.amax(-1, keepdim=True)
     column_dims = tuple(range(eigenvalues.ndim - 1, measured.ndim))
     least = resolution(dtype) ** 2 * measured.amax(column_dims)
     is_one_space = largest.squeeze(-1) <= least
@@ -68,7 +68,7 @@ def average_degenerate(
     if bool(is_one_space.all()):
         return mean
     width = resolution(dtype) * largest
-    are_close = (eigenvalues[..., :-1] - eigenvalues[..., 1:] < width).any(-1)
+    are_close = (eigenvalues.sort(-1).values.diff(dim=-1) < width).any(-1)
     if not bool((is_one_space | are_close).any()):
         return measured
     gaps = (eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2)).abs() / width.unsqueeze(-1)

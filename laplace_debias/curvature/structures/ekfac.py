@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import (
     exact_crossfit,
@@ -12,13 +14,15 @@ from laplace_debias.curvature.fits.crossfit import (
     total_factors,
     total_of,
 )
+from laplace_debias.curvature.fits.directions import Eigenbasis, trace_along
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
-from laplace_debias.curvature.fits.magnitudes import assemble, coordinate_axes, exact_sums
+from laplace_debias.curvature.fits.magnitudes import assemble, exact_sums
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import TrialPass, Workload, squares_trial
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
+from laplace_debias.operators import EigenKronecker
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,20 @@ class EkfacCurvature(FactoredCurvature):
         """Add the exact curvature of new data along the earlier directions, which stay.
 
         The magnitudes are then the exact curvature of all data along these directions, if the
-        earlier ones are that of the earlier data.
+        earlier ones are that of the earlier data. Along directions that the earlier data do not
+        determine, such as those of a null space, both are means over the eigenspace.
         """
-        bases = {}
         earlier = information.curvature.blocks
+        bases = {}
         for block in context.blocks:
             kronecker = earlier[block.name]
-            bases[block] = coordinate_axes()._replace(U_G=kronecker.U_G, U_A=kronecker.U_A)
+            assert isinstance(kronecker, EigenKronecker)
+            bases[block] = _earlier_basis(kronecker, context.factor_dtype)
         table, totals = exact_sums(context, bases, data, 0)
         counts = ExampleCounts.for_update(information, num_data, totals)
         for block, squares in table.items():
-            table[block] = counts.mean(earlier[block.name].magnitudes, squares)
+            mean = bases[block].pooled(squares.div_(totals.weight), context.dtype)
+            table[block] = counts.mean(earlier[block.name].magnitudes, totals.weight * mean)
         return CurvatureFit(assemble(context, bases, table), totals)
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
@@ -105,3 +112,20 @@ class EkfacCurvature(FactoredCurvature):
         magnitudes = sum(block.magnitudes for block in blocks)
         stages["magnitudes"] = bases + copies + magnitudes + workload.working_bytes
         return stages
+
+
+def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
+    """Return the directions of an earlier curvature, with the eigenvalues of its partial traces.
+
+    The factors that the directions come from are not kept. The partial traces of a Kronecker
+    product are its factors, up to their scales. Those of the exact curvature have the same
+    eigenspaces: where eigenvalues of a factor coincide, the magnitudes are means over the
+    eigenspace, and so the traces coincide. Unlike the directions, they depend on nothing but the
+    curvature itself.
+    """
+    magnitudes = curvature.magnitudes.to(dtype)
+    traces_G = trace_along(magnitudes, curvature.U_A)
+    traces_A = trace_along(magnitudes.mT, curvature.U_G)
+    # Products of the two sides' eigenvalues then have the unit of the curvature.
+    trace = trace_along(traces_G, curvature.U_G).unsqueeze(-1)
+    return Eigenbasis(curvature.U_G, curvature.U_A, traces_G, (traces_A / trace).nan_to_num(0.0))
