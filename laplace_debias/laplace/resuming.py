@@ -13,7 +13,7 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprints import fingerprint, sum_of_bits
+from laplace_debias.curvature.network.fingerprints import digest_of, digests
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.laplace.schemes import Added, Scheme
@@ -68,7 +68,7 @@ def fit_identity(
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
-        "parameters and buffers": fingerprint(spec.plain_model, ()),
+        "parameters and buffers": digests(spec.plain_model),
         "likelihood": likelihood_identity(spec.likelihood),
         "blocks": {block.name: list(block.shape) for block in context.blocks},
         "curvature": config.structure.name,
@@ -106,7 +106,7 @@ def _earlier_data_identity(prepared: PreparedFit, scheme: Scheme) -> dict[str, A
     identity: dict[str, Any] = {"number of examples": scheme.information.weight}
     for name, block in scheme.information.curvature.blocks.items():
         tensors = structure.tensors(block)
-        identity[name] = {key: sum_of_bits(tensor) for key, tensor in tensors.items()}
+        identity[name] = {key: digest_of([tensor]) for key, tensor in tensors.items()}
     return identity
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import ShardedBatches
-from laplace_debias.curvature.network.shards import first_indices_of_batches
+from laplace_debias.curvature.network.shards import check_shared, first_indices_of_batches
 from laplace_debias.system.ranks import Ranks
 
 
@@ -64,6 +64,30 @@ def test_without_a_process_group_it_has_everything():
     batches = [x for (x,) in DataLoader(data, batch_sampler=ShardedBatches(data, 4))]
     assert [len(x) for x in batches] == [4, 4, 2]
     assert torch.equal(torch.cat(batches), torch.arange(10.0))
+
+
+class SecondOfTwo(Ranks):
+    """The second of two ranks, each of which reads all of a data set."""
+
+    def __init__(self, first, second):
+        self.rank, self.size = 1, 2
+        self.data = [first, second]
+        self.announced = []
+
+    def exchange(self, value):
+        self.announced.append(value)
+        return self.announced if len(self.announced) == 2 else [value, ["", None]]
+
+    def check(self):
+        for data in self.data:
+            check_shared(self, DataLoader(data, batch_size=4))
+
+
+def test_mirrored_images_are_not_the_same_data_set():
+    x, y = torch.randn(8, 2, 3, 3), torch.arange(8)
+    with pytest.raises(ValueError, match="Rank 1 reads the same data set from end to end"):
+        SecondOfTwo(TensorDataset(x, y), TensorDataset(x.clone(), y)).check()
+    SecondOfTwo(TensorDataset(x, y), TensorDataset(x.flip(3), y)).check()
 
 
 @pytest.mark.parametrize(

@@ -345,6 +345,63 @@ def test_other_data_are_refused(folder):
         fit(loader(seed=2), folder)
 
 
+def mirrored(x, y):
+    return x.flip(3), y
+
+
+def with_exchanged_columns(x, y):
+    return x[:, [1, 0]], y
+
+
+def with_permuted_labels(x, y):
+    return x, y.flip(0)
+
+
+def reshaped(x, y):
+    return x.reshape(-1, 2, 2, 8).contiguous(), y
+
+
+@pytest.mark.parametrize(
+    "exchange", [mirrored, with_exchanged_columns, with_permuted_labels, reshaped]
+)
+def test_batches_whose_entries_were_exchanged_are_refused(folder, exchange):
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(2), *network()[1:])
+    batches = list(loader(shuffle=False))
+    with pytest.raises(BrokenError):
+        fit(Breaking(batches, 5), folder, model=model)
+    exchanged = [exchange(x, y) for x, y in batches]
+    with pytest.raises(ValueError, match="the saved sums contain different batches"):
+        fit(Breaking(exchanged, -1), folder, model=model)
+
+
+def test_weights_whose_entries_were_exchanged_are_refused(folder):
+    batches = [(x, y, torch.linspace(0.5, 1.5, len(x))) for x, y in loader(shuffle=False)]
+    with pytest.raises(BrokenError):
+        fit(Breaking(batches, 5), folder)
+    exchanged = [(x, y, weights.flip(0)) for x, y, weights in batches]
+    with pytest.raises(ValueError, match="the saved sums contain different batches"):
+        fit(Breaking(exchanged, -1), folder)
+
+
+def test_a_model_whose_entries_were_exchanged_is_refused(folder):
+    broken_off(folder)
+    model = network()
+    with torch.no_grad():
+        model[3].weight.copy_(model[3].weight.flip(1))
+    with pytest.raises(ValueError, match=r"different fit: parameters and buffers\.3\.weight was"):
+        fit(loader(), folder, model=model)
+
+
+def test_a_state_of_another_version_is_refused(folder):
+    broken_off(folder)
+    path = folder / "fit.json"
+    identity = json.loads(path.read_text())
+    del identity["format"]
+    path.write_text(json.dumps(identity))
+    with pytest.raises(ValueError, match=r"by another version .* start the fit again"):
+        fit(loader(), folder)
+
+
 def test_another_number_of_threads_is_refused(folder):
     broken_off(folder)
     before = torch.get_num_threads()

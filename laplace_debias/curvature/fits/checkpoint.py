@@ -18,8 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.fingerprints import sum_of_bits
-from laplace_debias.curvature.network.inputs import tensors_of
+from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,
@@ -35,6 +34,9 @@ EVERY = 60.0
 """Least number of seconds between two saves of a pass."""
 
 _IDENTITY = "fit.json"
+# The meaning of the files in the folder. Earlier versions wrote none, and a digest of the batches
+# that did not depend on the order of entries.
+_FORMAT = 2
 
 
 @runtime_checkable
@@ -123,7 +125,8 @@ class Checkpoint:
         ranks: The processes that share the data.
 
     Raises:
-        ValueError: If the folder has the state of a fit with a different identity.
+        ValueError: If the folder has the state of a fit with a different identity, or of another
+            version of the package.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], ranks: Ranks) -> None:
@@ -132,11 +135,18 @@ class Checkpoint:
         self._number = 0
         path = folder / _IDENTITY
         if ranks.rank == 0:
-            new_identity = json.dumps(identity, default=str)
+            new_identity = json.dumps({"format": _FORMAT, **identity}, default=str)
             saved_identity = new_identity
             if path.exists():
                 saved_identity = path.read_text(encoding="utf-8")
-            different = differences(json.loads(saved_identity), json.loads(new_identity))
+            saved = json.loads(saved_identity)
+            if saved.get("format") != _FORMAT:
+                raise ValueError(
+                    f"{folder} contains the state of a fit by another version of laplace-debias, "
+                    "from which this version cannot continue. Delete the folder, and start the "
+                    "fit again."
+                )
+            different = differences(saved, json.loads(new_identity))
             if different:
                 raise ValueError(
                     f"{folder} contains the state of a different fit: {different}. Use the "
@@ -169,8 +179,7 @@ class Checkpoint:
             ValueError: If the batches up to this one are not those in the sums.
         """
         self._num_read += 1
-        marks = [sum_of_bits(tensor) for tensor in (*tensors_of(batch[0]), *batch[1:])]
-        self._digest.update(str(marks).encode())
+        self._digest.update(mark_of(*batch).encode())
         is_last_saved = self._num_read == self._num_saved
         if is_last_saved and self._digest.hexdigest() != self._saved_digest:
             self._raise_different_batches("the saved sums contain different batches")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,27 @@ def sum_of_bits(tensor: Tensor) -> int:
         integer = _INTEGERS.get(values.element_size(), torch.int64)
         total += int(values.flatten().contiguous().view(integer).sum(dtype=torch.int64))
     return total
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Hash each tensor of the model's state; unlike `fingerprint`, the order of entries counts."""
+    return {name: digest_of([tensor]) for name, tensor in _state(model)}
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Hash tensors; the result depends on the shapes, the entries and the order of the entries.
+
+    This takes one to two seconds per GB, on the CPU.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        if is_sharded(tensor):
+            tensor = full_value(tensor)
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        for values in plain_parts(tensor):
+            entries = values.cpu().contiguous().flatten()
+            digest.update(entries.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 # How many entries of a tensor are compared; up to twice as many.

@@ -1,6 +1,5 @@
 """Inputs of a model: one tensor, several, or named ones; and its outputs."""
 
-import hashlib
 import re
 import threading
 import warnings
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.checkpoints import PlainCheckpoints
+from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.curvature.network.precision import wide
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
@@ -464,13 +464,10 @@ def without_subclass(tensor: Tensor) -> Tensor:
 
 def mark_of(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> str:
     """Return a text that depends on the order and on every entry of the examples."""
-    digest = hashlib.blake2b(digest_size=16)
     tensors = [*tensors_of(inputs), targets]
     if weights is not None:
         tensors.append(weights)
-    for x in tensors:
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest_of(tensors)
 
 
 def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.sampler import RandomSampler
 
 from laplace_debias.curvature.network.batches import FirstIndex, Stream
-from laplace_debias.curvature.network.fingerprints import sum_of_bits
+from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness
 
@@ -220,4 +220,4 @@ def _data_set_summary(data: Any) -> str | None:
         indices = range(0, size, max(1, size // _NUM_COMPARED))
         examples = [data.dataset[index] for index in indices]
     entries = [x for x in tree_leaves(examples) if isinstance(x, (Tensor, np.ndarray, int))]
-    return f"{size} {[sum_of_bits(torch.as_tensor(x)) for x in entries]}"
+    return f"{size} {digest_of(map(torch.as_tensor, entries))}"
