@@ -28,7 +28,7 @@ from laplace_debias.metrics.definitions import share_statistic
 from laplace_debias.metrics.report import report_of
 from laplace_debias.metrics.statistics import Mean, Statistic
 from laplace_debias.system.checks import check_is, real, whole
-from laplace_debias.system.ranks import collective
+from laplace_debias.system.ranks import collective, process_group
 
 GroupFunction = Callable[[Any], Tensor]
 """A function from inputs to the group of each example, integers `[B]`."""
@@ -316,6 +316,8 @@ class Conformal:
                 sizes = (scores <= quantiles.unsqueeze(-1)).sum(-1)
             batches.append([covered.double(), sizes.double(), groups, labels])
         covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
+        # A process without examples has predicted nothing that would show it.
+        is_normal = any(process_group().exchange(is_normal))
         statistics: dict[str, Statistic] = {"coverage": share_statistic(covered)}
         statistics["width" if is_normal else "set_size"] = Mean(
             sizes.mean().item(), sizes, lowest=0
@@ -408,7 +410,9 @@ class Conformal:
                 f"{sorted(self.quantiles)} have calibration examples. Calibrate with "
                 "examples of each group."
             )
-        return torch.stack([self.quantiles[group] for group in groups.tolist()])
+        calibrated = sorted(self.quantiles)
+        quantiles = torch.stack([self.quantiles[group] for group in calibrated])
+        return quantiles[torch.searchsorted(torch.tensor(calibrated), groups)]
 
     def _check_calibrated(self) -> None:
         if self.level is None:

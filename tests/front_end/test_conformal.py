@@ -291,3 +291,17 @@ def test_groups_are_those_of_the_targets_that_count():
         assert torch.equal(conformal.quantiles[group], quantile)
     report = conformal.evaluate([(x[100:], y[100:])])
     assert report == expected.evaluate([(x[100:][counted], y[100:][counted])])
+
+
+@pytest.mark.parametrize("groups", [None, halves])
+def test_a_batch_of_ignored_targets_only_does_not_count(groups):
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 3).double(), torch.randint(3, (300,))
+    la = Laplace(nn.Linear(3, 3).double().eval()).fit([(x[:100], y[:100])])
+    held_out, test = [(x[100:200], y[100:200])], [(x[200:], y[200:])]
+    ignored = x[:9], torch.full((9,), -100)
+    conformal = Conformal(la, groups=groups).calibrate(held_out)
+    expected = conformal.evaluate(test)
+    assert conformal.evaluate([ignored, *test, ignored]) == expected
+    again = Conformal(la, groups=groups).calibrate([ignored, *held_out, ignored])
+    assert again.evaluate(test) == expected
