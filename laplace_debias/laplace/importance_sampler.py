@@ -23,7 +23,6 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Fold, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
-from laplace_debias.curvature.network.shards import FAR
 from laplace_debias.system.ranks import Ranks
 
 NUM_FOLDS = 4
@@ -31,8 +30,6 @@ NUM_FOLDS = 4
 # Inputs at which the standard deviations of outputs are compared.
 _NUM_PROBES = 16
 Factors = dict[Block, Factor]
-# Inputs, targets and weights of drawn examples.
-Drawn = tuple[Inputs, Tensor, Tensor]
 
 
 def inclusion_probabilities(
@@ -101,6 +98,42 @@ class _SampledFold:
             ones = like.new_full((*block.groups, 1, 1), self.totals.weight)
             factors[block] = G * scale, self.inputs.get(block, ones)
         return factors
+
+
+@dataclass
+class _DrawnExamples:
+    """The examples of a fold that were drawn in a round.
+
+    Attributes:
+        pairs: Inputs, targets and weights of this process's examples, batch by batch.
+        first_indices: For each of the pairs, the index of its first example among those of all
+            processes, in the order in which they are read.
+        total: The number of examples of all processes.
+    """
+
+    pairs: list[tuple[Inputs, Tensor, Tensor]] = field(default_factory=list)
+    first_indices: list[int] = field(default_factory=list)
+    total: int = 0
+
+    def as_fold(self, needs_indices: bool) -> Fold:
+        """Return the examples of this process, in one batch if possible.
+
+        Examples of different shapes are not joined. If `needs_indices`, neither are those that
+        have examples of other processes between them.
+        """
+        shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in self.pairs}
+        weight = sum(float(weights.sum()) for *_, weights in self.pairs)
+        are_consecutive = all(
+            first + len(pair[1]) == following
+            for first, pair, following in zip(
+                self.first_indices, self.pairs, self.first_indices[1:], strict=False
+            )
+        )
+        if len(shapes) != 1 or (needs_indices and not are_consecutive):
+            return Fold(list(self.pairs), self.first_indices, weight)
+        xs, ys, weights = zip(*self.pairs, strict=True)
+        joined = join(list(xs)), torch.cat(ys), torch.cat(weights)
+        return Fold([joined], self.first_indices[:1], weight)
 
 
 class ImportanceSampler:
@@ -182,20 +215,17 @@ class ImportanceSampler:
 
     def _read(self, target: int) -> None:
         ranks = self.context.ranks
-        drawn: list[list[Drawn]] = [[] for _ in self.folds]
+        drawn = [_DrawnExamples() for _ in self.folds]
         inputs = [SideSums(self.context, Side.A) for _ in self.folds]
         own_totals = [DataTotals() for _ in self.folds]
-        num_drawn = torch.zeros(len(self.folds), dtype=torch.long)
-        while self.num_drawn + int(num_drawn.sum()) < target:
+        while self.num_drawn + sum(examples.total for examples in drawn) < target:
             number, pair = next(self.pairs, (0, None))
             sizes = ranks.exchange(None if pair is None else len(pair[1]))
             if sizes.count(None) == len(sizes):
                 break
             self.num_batches = number or self.num_batches
             with self._faults.during_batch(number):
-                num_drawn += self._draw(
-                    pair, [size or 0 for size in sizes], inputs, drawn, own_totals
-                )
+                self._draw(pair, [size or 0 for size in sizes], inputs, drawn, own_totals)
         self._faults.read()
         for index, fold in enumerate(self.folds):
             fold_inputs = inputs.pop(0)
@@ -203,10 +233,10 @@ class ImportanceSampler:
             if read.num_examples:
                 fold.totals = fold.totals + read
                 fold.inputs = _sum_of_both(fold.inputs, fold_inputs.reduce())
-            if num_drawn[index]:
-                # Labels of two processes are drawn by indices that are far apart.
-                first_index = FAR * ranks.rank + self.num_drawn
-                sums, totals = factor_sums(self.context, _joined(drawn[index]), first_index)
+            if drawn[index].total:
+                # Random labels depend on the index among the examples that were drawn.
+                examples = drawn[index].as_fold(self.context.cotangents.fisher.is_random)
+                sums, totals = factor_sums(self.context, examples, self.num_drawn)
                 self.num_drawn += totals.num_examples
                 gradients = {block: G for block, (G, _) in sums.items()}
                 fold.gradients = _sum_of_both(fold.gradients, gradients)
@@ -216,20 +246,17 @@ class ImportanceSampler:
         pair: tuple[Any, ...] | None,
         sizes: Sequence[int],
         inputs: Sequence[SideSums],
-        drawn: list[list[Drawn]],
+        drawn: Sequence[_DrawnExamples],
         own_totals: Sequence[DataTotals],
-    ) -> Int[Tensor, " folds"]:
+    ) -> None:
         """Draw from all processes' batches, of which every fourth example belongs to a fold.
 
         Args:
             pair: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
             inputs: The sums of A, by folds.
-            drawn: This process's drawn examples, by folds, to which those of the batch are added.
+            drawn: The drawn examples, by folds, to which those of the batch are added.
             own_totals: The totals of this process's examples, by folds; the batch is added.
-
-        Returns:
-            How many examples of all processes were drawn, by folds.
         """
         ranks = self.context.ranks
         total = sum(sizes)
@@ -255,8 +282,11 @@ class ImportanceSampler:
             own_indices = is_chosen[own_part].nonzero()[:, 0]
             if pair is not None and len(own_indices):
                 weights = probabilities[start + own_indices].reciprocal()
-                drawn[index].append((take(pair[0], own_indices), pair[1][own_indices], weights))
-        return fold_indices[is_drawn].bincount(minlength=len(self.folds))
+                examples = take(pair[0], own_indices), pair[1][own_indices], weights
+                drawn[index].pairs.append(examples)
+                first_index = drawn[index].total + int(is_chosen[:start].sum())
+                drawn[index].first_indices.append(first_index)
+            drawn[index].total += int(is_chosen.sum())
 
     def _pass_forward(
         self,
@@ -311,17 +341,6 @@ def _first_batches(
         batches.append(pair)
         steps.append(sizes)
     return batches, steps
-
-
-def _joined(drawn: Sequence[Drawn]) -> Fold:
-    """Join drawn examples to one batch, if all have the same shapes."""
-    if not drawn:
-        return Fold.consecutive([])
-    shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in drawn}
-    if len(shapes) > 1:
-        return Fold.consecutive(drawn)
-    xs, ys, weights = zip(*drawn, strict=True)
-    return Fold.consecutive([(join(list(xs)), torch.cat(ys), torch.cat(weights))])
 
 
 def _sum_of_both(first: Factors, second: Mapping[Block, Factor]) -> Factors:

@@ -67,7 +67,14 @@ def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(process
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
 @pytest.mark.parametrize(
-    ("num_ranks", "fisher"), [(2, "exact"), pytest.param(3, "empirical", marks=pytest.mark.slow)]
+    ("num_ranks", "fisher"),
+    [
+        (2, "exact"),
+        (2, "mc"),
+        pytest.param(3, "empirical", marks=pytest.mark.slow),
+        pytest.param(3, "mc", marks=pytest.mark.slow),
+        pytest.param(2, "signs", marks=pytest.mark.slow),
+    ],
 )
 def test_fits_in_rounds_draw_the_same_examples_and_go_on(processes, num_ranks, fisher):
     expected = tasks.fit_auto(0, {"fisher": fisher})

@@ -139,8 +139,10 @@ def fit_auto(rank, options, size=2000, batch=48):
     """A fit in rounds of shared data, what it says of itself, and how it draws."""
     la = laplace(**options)
     data = loader(size, batch, shuffle=True)
-    la.fit(Auto(data, tolerance=1e-9, examples=130), num_data=size)
-    la.fit(Auto(data, tolerance=1e-9, examples=200, after=la.fit_report), num_data=size)
+    first = Auto(data, tolerance=1e-9, examples=130)
+    la.fit(first, num_data=size, generator=generator(5))
+    later = Auto(data, tolerance=1e-9, examples=200, after=la.fit_report)
+    la.fit(later, num_data=size, generator=generator(5))
     report = la.fit_report
     of_blocks = torch.tensor(list(report.error_by_block.values()))
     told = torch.tensor([number for one in report.rounds for number in one] + [report.num_read])
