@@ -175,5 +175,5 @@ def as_json(settings: Settings, la: "Laplace | Plan") -> dict[str, Any]:
         "num_blocks": len(la.block_names),
         "num_data": la.num_data,
         "prior_precision": plain(la.prior_precision),
-        "estimated_error": la.fit_report.error if settings.mode == "auto" else None,
+        "estimated_error": plain(la.fit_report.error) if settings.mode == "auto" else None,
     }

@@ -1,7 +1,7 @@
 """A fit in growing rounds, each with an estimate of its error."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -46,6 +46,8 @@ _MIN_EXAMPLES = 16
 _NUM_OUTPUTS = 4
 # Prior precisions at which the error is estimated, in units of the fit's own.
 _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
+# The reason to stop if the data end before all of it, or N examples, are in the fit.
+_END_OF_DATA = "the end of the data"
 # A prior precision times this leaves a block no variance.
 _FROZEN = 1e12
 NUM_ERRORS = 1.9
@@ -97,7 +99,8 @@ class Auto(Scheme):
     Raises:
         TypeError: For numbers of the wrong kind.
         ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, a
-            forward ratio below 1, or the report of a fit that reached its tolerance.
+            forward ratio below 1, or the report of a fit that reached its tolerance or used all
+            the data.
     """
 
     mode = "auto"
@@ -127,8 +130,8 @@ class Auto(Scheme):
         whole(self.forward_ratio, "forward_ratio")
         if self.after is not None and self.after.continuation is None:
             raise ValueError(
-                "`after=` is the report of a fit that reached its tolerance, so the fit cannot "
-                "be continued. Remove `after=`."
+                "`after=` is the report of a fit that reached its tolerance or used all the "
+                "data, so the fit cannot be continued. Remove `after=`."
             )
 
     @property
@@ -219,8 +222,14 @@ class Auto(Scheme):
                 has_budget = self.seconds is not None or self.examples is not None
                 can_read_again = not isinstance(data.source, Iterator)
                 if last_round is None or (can_read_again and not has_budget):
-                    return _fit_all(prepared, data, rounds, clock)
-                stop_reason = "the end of the data"
+                    curvature_fit = _fit_all(prepared, data)
+                    report = _report_on_all(
+                        prepared, curvature_fit, sampler, last_round, rounds, seconds=clock()
+                    )
+                    if report.ended_by != "data":
+                        _warn_of_error(report, self.tolerance)
+                    return replace(curvature_fit, report=report)
+                stop_reason = _END_OF_DATA
         except KeyboardInterrupt:
             if last_round is None or context.ranks.size > 1:
                 raise
@@ -310,12 +319,19 @@ def _warn_of_error(report: FitReport, tolerance: float) -> None:
         "seconds": "Stopped by the time budget",
         "examples": "Stopped by the budget of examples",
         "interrupt": "Interrupted",
-        "the end of the data": "The data ended",
+        _END_OF_DATA: "The data ended",
     }
+    reason = f"{reasons[report.ended_by]} before the fit reached the tolerance of {tolerance:g}."
+    if math.isnan(report.error):
+        warn(
+            f"{reason} It used all {report.num_examples:,} examples of the data, which are fewer "
+            "than the number of training examples. The error of the standard deviations is "
+            "unknown. Check `num_data=`, or pass more data."
+        )
+        return
     warn(
-        f"{reasons[report.ended_by]} before the fit reached the tolerance of {tolerance:g}. "
-        f"After {report.num_examples:,} examples, the estimated error of the standard deviations "
-        f"is {report.error:.3g}. Twice as many examples would reduce it to about "
+        f"{reason} After {report.num_examples:,} examples, the estimated error of the standard "
+        f"deviations is {report.error:.3g}. Twice as many examples would reduce it to about "
         f"{report.error_with_twice_the_examples:.3g}."
     )
 
@@ -360,12 +376,7 @@ def _fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> _Round:
     return replace(last_round, curve=sampler.context.ranks.from_rank(errors, 0))
 
 
-def _fit_all(
-    prepared: PreparedFit,
-    data: Stream,
-    rounds: Sequence[tuple[int, float]],
-    clock: Callable[[], float],
-) -> CurvatureFit:
+def _fit_all(prepared: PreparedFit, data: Stream) -> CurvatureFit:
     """Fit to all the data."""
     if isinstance(data.source, Iterator):
         raise ValueError(
@@ -373,18 +384,45 @@ def _fit_all(
             "iterator cannot be read again. Pass a DataLoader or a list of batches, "
             'or use `mode="full"`.'
         )
-    curvature_fit = KfacCurvature().fit(prepared.context, data)
-    num_data = prepared.size.after_reading(curvature_fit.totals.weight)
-    report = FitReport(
-        num_examples=num_data,
-        num_read=num_data,
-        seconds=clock(),
-        ended_by="data",
-        rounds=(*rounds, (num_data, 0.0)),
-        curve=dict.fromkeys(_CURVE, 0.0),
-        error_by_block=dict.fromkeys(prepared.parameters.block_names, 0.0),
+    return KfacCurvature().fit(prepared.context, data)
+
+
+def _report_on_all(
+    prepared: PreparedFit,
+    curvature_fit: CurvatureFit,
+    sampler: ImportanceSampler,
+    last_round: _Round | None,
+    rounds: Sequence[tuple[int, float]],
+    seconds: float,
+) -> FitReport:
+    """Report on a fit to all the data.
+
+    The data may have fewer examples than N. Then the error relative to a fit to N examples is
+    bounded by the estimate for the last round, which used only some of the examples; without a
+    round it is unknown.
+    """
+    num_read = curvature_fit.totals.num_examples
+    weight = curvature_fit.totals.weight
+    is_complete = weight >= prepared.size.after_reading(weight)
+    if not is_complete and last_round is not None:
+        report = _report(last_round, sampler, rounds, _END_OF_DATA, seconds)
+        return replace(
+            report,
+            num_examples=num_read,
+            num_read=num_read,
+            rounds=(*rounds, (num_read, report.error)),
+            continuation=None,
+        )
+    error = 0.0 if is_complete else math.nan
+    return FitReport(
+        num_examples=num_read,
+        num_read=num_read,
+        seconds=seconds,
+        ended_by="data" if is_complete else _END_OF_DATA,
+        rounds=(*rounds, (num_read, error)),
+        curve=dict.fromkeys(_CURVE, error),
+        error_by_block=dict.fromkeys(prepared.parameters.block_names, error),
     )
-    return replace(curvature_fit, report=report)
 
 
 def _variances_with_errors(

@@ -19,9 +19,11 @@ class FitReport:
         num_read: Examples that were read and passed forward.
         seconds: The duration of the fit.
         ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`; `"the end of the data"`,
-            with a budget or for an iterator; or `"data"` if all of it was fitted.
+            with a budget, for an iterator, or if the data have fewer than N examples; or `"data"`
+            if all of it was fitted.
         rounds: The number of examples and the error after each round.
-        curve: The error if the fit's prior precision is multiplied by 1, 10, … 10⁴.
+        curve: The error if the fit's prior precision is multiplied by 1, 10, … 10⁴; NaN if the data
+            ended before the first round.
         error_by_block: The contribution of each block to the error, at the fit's prior precision.
         continuation: The state that `Auto(after=)` continues from, as large as the factors of four
             fits; None if the tolerance was reached or all data was fitted.
@@ -52,6 +54,12 @@ class FitReport:
     def __str__(self) -> str:
         if self.ended_by == "data":
             return f"The fit used all {self.num_examples:,} examples."
+        if math.isnan(self.error):
+            return (
+                f"The fit used all {self.num_examples:,} examples of the data, which are fewer "
+                "than the number of training examples. The error of the standard deviations of "
+                "the outputs is unknown."
+            )
         curve = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
         largest_block = max(self.error_by_block, key=self.error_by_block.__getitem__)
         return (

@@ -1,6 +1,7 @@
 """A fit in growing rounds: its posterior, the error that it tells, and where it ends."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -279,6 +280,46 @@ def test_data_that_ends_within_a_budget_or_an_iterator_is_not_all_fitted(source:
     few = iter([(data()[0][:100], data()[1][:100])])
     with pytest.raises(ValueError, match="ended before the first round"):
         Laplace(network()).fit(Auto(few), num_data=SIZE)
+
+
+def test_data_of_fewer_examples_than_n_are_not_all_the_data():
+    x, y = data(1000)
+    with pytest.warns(UserWarning, match=r"The data ended before .* After 1,000 examples"):
+        la = Laplace(network()).fit(Auto([(x, y)], tolerance=1e-9), num_data=SIZE)
+    report = la.fit_report
+    assert report.num_examples == report.num_read == 1000
+    assert report.rounds[-1] == (1000, report.error)
+    assert 0 < report.error < 1
+    assert min(report.error_by_block.values()) >= 0
+    assert max(report.error_by_block.values()) > 0
+    assert report.ended_by == "the end of the data"
+    assert "used all" not in str(report)
+    assert la.num_data == SIZE
+    full = Laplace(network()).fit([(x, y)], num_data=SIZE)
+    for a, b in zip(magnitudes(la), magnitudes(full), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+    with pytest.raises(ValueError, match="or used all the data"):
+        Auto([(x, y)], after=report)
+
+
+def test_the_error_is_unknown_if_the_data_end_before_the_first_round():
+    x, y = data(100)
+    with pytest.warns(UserWarning, match=r"It used all 100 examples .* Check `num_data=`"):
+        la = Laplace(network()).fit(Auto([(x, y)]), num_data=SIZE)
+    report = la.fit_report
+    assert report.num_examples == report.num_read == 100
+    assert math.isnan(report.error)
+    assert "the error of the standard deviations of the outputs is unknown" in str(report).lower()
+
+
+def test_a_loader_that_drops_its_last_batch_has_not_all_the_data():
+    x, y = data(1010)
+    shuffled = DataLoader(TensorDataset(x, y), 100, shuffle=True, drop_last=True)
+    with pytest.warns(UserWarning, match="The data ended before"):
+        la = Laplace(network()).fit(Auto(shuffled, tolerance=1e-9))
+    assert la.fit_report.num_read == 1000
+    assert la.fit_report.error > 0
+    assert la.num_data == 1010
 
 
 def test_a_generator_decides_what_is_read():
