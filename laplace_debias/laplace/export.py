@@ -26,10 +26,17 @@ from laplace_debias.curvature.network.inputs import (
     join,
     returned_outputs,
     take,
+    tensors_of,
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import Link, link_from, required_moments
-from laplace_debias.laplace.onnx_program import Answers, check_onnx, onnx_answers, onnx_model
+from laplace_debias.laplace.onnx_program import (
+    Answers,
+    check_onnx,
+    check_onnx_inputs,
+    onnx_answers,
+    onnx_model,
+)
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import EigenKronecker
@@ -72,6 +79,8 @@ def export(
                 "(None, a flag). Wrap the model in a module that sets this argument, and fit the "
                 "wrapper."
             )
+        if path.suffix == ".onnx":
+            check_onnx_inputs(tensors_of(inputs))
         chosen_link = chosen_link or default_link(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(

@@ -1,6 +1,7 @@
 """A program of torch.export as an ONNX model, for runtimes without torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,10 +11,25 @@ from laplace_debias.system.memory import is_out_of_memory
 
 Answers = dict[str, Tensor]
 
+_REMEDY = "Export the posterior to a .pt2 file, which torch can run."
+
 
 def check_onnx() -> None:
     """Require the packages that write an ONNX model and run it."""
     check_extra("onnx", "onnx", "onnxscript", "onnxruntime")
+
+
+def check_onnx_inputs(inputs: Iterable[Tensor]) -> None:
+    """Require inputs that onnxruntime can be given.
+
+    Raises:
+        NotImplementedError: If an input is in bfloat16.
+    """
+    if any(x.dtype == torch.bfloat16 for x in inputs):
+        raise NotImplementedError(
+            "Inputs in bfloat16 cannot be exported to ONNX, because onnxruntime takes arrays of "
+            f"NumPy, and NumPy has no bfloat16. {_REMEDY}"
+        )
 
 
 def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str]) -> bytes:
@@ -22,31 +38,43 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
     Raises:
         NotImplementedError: If ONNX has no operator for a part of the program.
     """
-    try:
+    with _refusing("The program cannot be written as ONNX"):
         translated = torch.onnx.export(
             program, dynamo=True, output_names=list(output_names), verbose=False
         )
         assert translated is not None  # It is None only for a program that is written to a file.
         return translated.model_proto.SerializeToString()
-    # It may raise anything: the errors of torch, onnxscript and protobuf have no class in common.
+
+
+def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
+    """Run an ONNX model on the CPU, and return its outputs by name.
+
+    Raises:
+        NotImplementedError: If onnxruntime does not implement an operator for the model's dtype.
+    """
+    from onnxruntime import InferenceSession
+
+    with _refusing("onnxruntime cannot run the program as ONNX"):
+        session = InferenceSession(model, providers=["CPUExecutionProvider"])
+        # An input that the outputs do not depend on is not in the model.
+        names = [argument.name for argument in session.get_inputs()]
+        arrays = {name: inputs[name].detach().cpu().numpy() for name in names}
+        outputs = session.run(None, arrays)
+        output_names = [argument.name for argument in session.get_outputs()]
+    return {name: torch.as_tensor(array) for name, array in zip(output_names, outputs, strict=True)}
+
+
+@contextmanager
+def _refusing(failure: str) -> Iterator[None]:
+    """Raise a `NotImplementedError` that states the failure, unless memory ran out."""
+    try:
+        yield
+    # It may be anything: the errors of torch, onnxscript, protobuf and onnxruntime have no class
+    # in common.
     except Exception as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
-            f"The program cannot be written as ONNX ({type(error).__name__}: {reason}). Export "
-            "it to a .pt2 file, which torch can run."
+            f"{failure} ({type(error).__name__}: {reason}). {_REMEDY}"
         ) from error
-
-
-def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
-    """Run an ONNX model on the CPU, and return its outputs by name."""
-    from onnxruntime import InferenceSession
-
-    session = InferenceSession(model, providers=["CPUExecutionProvider"])
-    # An input that the outputs do not depend on is not in the model.
-    names = [argument.name for argument in session.get_inputs()]
-    arrays = {name: inputs[name].detach().cpu().numpy() for name in names}
-    outputs = session.run(None, arrays)
-    output_names = [argument.name for argument in session.get_outputs()]
-    return {name: torch.as_tensor(array) for name, array in zip(output_names, outputs, strict=True)}

@@ -131,6 +131,41 @@ def test_an_operation_without_an_onnx_operator_is_refused(onnxruntime, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+class HalfFeatures(nn.Module):
+    """Features in bfloat16 below a head in single precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(3, 5).bfloat16()
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.features(x.bfloat16()).float().tanh())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", [nn.Mish, None])
+def test_what_onnxruntime_cannot_run_is_refused(onnxruntime, activation, tmp_path, unchecked):
+    x = vectors(9)
+    model = HalfFeatures()
+    if activation is not None:
+        # There is no softplus in double precision.
+        model = nn.Sequential(nn.Linear(3, 5), activation(), nn.Linear(5, 2)).double()
+        x = x.double()
+    la = Laplace(model.eval(), params="last_layer").fit([(x, torch.arange(9) % 2)])
+    with pytest.raises(NotImplementedError, match=r"onnxruntime cannot run .*\.pt2 file"):
+        la.export(tmp_path / "predictive.onnx", x[:2])
+    assert list(tmp_path.iterdir()) == []
+    la.export(tmp_path / "predictive.pt2", x[:2])
+
+
+def test_inputs_in_bfloat16_are_refused(onnxruntime, tmp_path, unchecked):
+    x = vectors(9).bfloat16()
+    la = Laplace(mlp().bfloat16(), params="last_layer").fit([(x, torch.arange(9) % 2)])
+    with pytest.raises(NotImplementedError, match=r"Inputs in bfloat16 .*\.pt2 file"):
+        la.export(tmp_path / "predictive.onnx", x[:2])
+
+
 def test_onnx_needs_its_extra(monkeypatch, tmp_path):
     la = Laplace(mlp(), params="last_layer").fit([(vectors(9), torch.arange(9) % 2)])
     monkeypatch.setitem(sys.modules, "onnxscript", None)
