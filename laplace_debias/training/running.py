@@ -232,7 +232,7 @@ class SquaredSums(SquaredGradients):
     def measure(self, record: BlockRecord) -> Tensor:
         """Compute the squares for a chunk of examples."""
         block = record.block
-        if block.is_exact or block.is_one_hot or record.num_positions == 1:
+        if block.is_vector or block.is_one_hot or record.num_positions == 1:
             # These gradients have few entries, or are outer products that are rotated in parts.
             return super().measure(record)
         U_G, U_A = self._rotations[block]

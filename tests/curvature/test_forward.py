@@ -103,6 +103,6 @@ def test_input_factors_of_both_passes_agree(name: str):
     assert totals.as_numbers().absent == expected_totals.absent
     torch.testing.assert_close(torch.cat(outputs), model(x))
     found = inputs.reduce()
-    assert set(found) == {block for block in problem.blocks if not block.is_exact}
+    assert set(found) == {block for block in problem.blocks if not block.is_vector}
     for block, A in found.items():
         torch.testing.assert_close(dense(A), dense(factors[block][1]), rtol=1e-12, atol=1e-13)

@@ -77,7 +77,7 @@ def test_gradients_are_summed_over_examples_before_they_are_squared(case):
     columns = torch.randn(2, *model(x).shape, dtype=torch.float64)
     names = [name for name, _ in model.named_parameters()]
     blocks = curvature_blocks(model, names, joint=joint)
-    block = next(block for block in blocks if not block.is_exact)
+    block = next(block for block in blocks if not block.is_vector)
     d_out, d_in = block.shape
     basis = Eigenbasis(
         orthonormal(*block.groups, d_out, d_out),

@@ -241,7 +241,7 @@ class ChunkRunner:
             for block in context.blocks:
                 if (block, group_index) not in added:
                     self._accumulator.skip(block, len(y), len(group))
-                    if group_index == 0 and presence is not None and not block.is_exact:
+                    if group_index == 0 and presence is not None and not block.is_vector:
                         totals.add_absent(block, weight)
                     added.add((block, group_index))
         totals.nll = totals.nll + nll

@@ -37,7 +37,7 @@ from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
-from laplace_debias.curvature.fits.magnitudes import directional_curvature, exact_sums
+from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
@@ -417,7 +417,7 @@ class _Subspace:
         return lifted if self._null_basis is None else torch.cat([lifted, self._null_basis], dim=1)
 
 
-def exact_crossfit(
+def crossfit_ekfac(
     context: FitContext,
     folds: Sequence[Fold],
     sums_by_fold: list[FactorSums],
@@ -444,7 +444,7 @@ def exact_crossfit(
             )
             bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
         bases = share_bases(context, bases)
-        squares, _ = exact_sums(context, bases, fold, 0)
+        squares, _ = ekfac_sums(context, bases, fold, 0)
         for block in list(squares):
             averaged = bases.pop(block).pooled(squares.pop(block), context.dtype)
             add_to(table, block, averaged / num_examples)

@@ -188,7 +188,7 @@ class FactorAccumulator(Accumulator):
         """Compute G for a chunk, and the parts of A unless an earlier record had these inputs."""
         block = record.block
         G = gradient_factor(record, as_rows=self.G.keeps_rows(block))
-        if block.is_exact or not record.has_new_inputs:
+        if block.is_vector or not record.has_new_inputs:
             return G, ()
         inputs = record.weighted_inputs()
         parts_of_A = input_factors(
@@ -206,7 +206,7 @@ class FactorAccumulator(Accumulator):
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
         """Begin a block's sums if there are none."""
         self.G.add_zero(block)
-        if not block.is_exact:
+        if not block.is_vector:
             self.A.add_zero(block)
 
     def reduce(self) -> None:
@@ -222,7 +222,7 @@ class FactorAccumulator(Accumulator):
         factors_G, factors_A = self.reduced
         factors: FactorSums = {}
         for block, G in factors_G.items():
-            if not block.is_exact:
+            if not block.is_vector:
                 factors[block] = (G, factors_A[block])
                 continue
             A = torch.full(

@@ -74,7 +74,7 @@ def _gradients(
     """
     block = record.block
     num_vectors = record.num_columns * record.num_examples
-    if block.is_exact:
+    if block.is_vector:
         slices_of_rows = record.jacobian_rows()
         # One after the other: a slice of a large parameter may be a single example's.
         return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_vectors, 1

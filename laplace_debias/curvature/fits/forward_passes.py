@@ -24,7 +24,7 @@ class ForwardPasses:
 
     def __init__(self, context: FitContext) -> None:
         self._context = context
-        self._blocks = [block for block in context.blocks if not block.is_exact]
+        self._blocks = [block for block in context.blocks if not block.is_vector]
         self._tap = Tap(context.network, self._blocks)
         self._presence: Presence | None = None
 

@@ -137,7 +137,7 @@ def directional_curvature(
     If U is thin, its mean along all other directions follows.
     """
     if isinstance(factor, GramFactor):
-        return sum_remainder(coordinates(factor.rows, U).square().sum(0), U)
+        return with_mean_remainder(coordinates(factor.rows, U).square().sum(0), U)
     if factor.ndim == 1:
         return factor if U is None else U.square().T @ factor
     if U is None:
@@ -145,7 +145,7 @@ def directional_curvature(
     return ((factor @ U) * U).sum(-2).clamp_min(0)
 
 
-def sum_remainder(
+def with_mean_remainder(
     squares: Float[Tensor, "*n columns"], U: Tensor | None
 ) -> Float[Tensor, "*n values"]:
     """Replace the squares in the directions that thin ones do not span by their mean.
@@ -159,7 +159,7 @@ def sum_remainder(
     return torch.cat([spanned, remainder.sum(-1, keepdim=True) / num_remaining(U)], -1)
 
 
-def exact_sums(
+def ekfac_sums(
     context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
 ) -> tuple[BlockTensors, DataTotals]:
     """Compute the exact curvature along every direction, summed over examples."""
@@ -227,7 +227,7 @@ def ekfac_magnitudes(
     Kronecker-factored eigenbasis".
     """
     block = record.block
-    is_linear = block.rule.is_linear and not block.is_exact
+    is_linear = block.rule.is_linear and not block.is_vector
     total: Tensor | None = None
     if is_linear and len(record.inputs) == 1 and record.inputs[0].ndim == 2:
         # One position: the square of the outer product is the outer product of the squares.
@@ -253,7 +253,7 @@ def ekfac_magnitudes(
             else:
                 total.index_add_(1, columns, squares)
     assert total is not None
-    return sum_remainder(sum_remainder(total, U_A).mT, U_G).mT
+    return with_mean_remainder(with_mean_remainder(total, U_A).mT, U_G).mT
 
 
 class _DroppedSquares(SquaredGradients):

@@ -41,7 +41,7 @@ class Presence:
             outputs=outputs,
         )
         # The blocks of whose layers it is not known whether all examples reach them.
-        self.new_blocks = {block for block in context.blocks if not block.is_exact}
+        self.new_blocks = {block for block in context.blocks if not block.is_vector}
 
     def find_conditional_layers(self, x: Inputs, y: Tensor) -> None:
         """Examine all layers: find those that some of these examples do not reach."""
@@ -111,7 +111,7 @@ class ChunkPresence:
         Args:
             record: A record of the layer, with its masks.
         """
-        if record.block.is_exact or not record.has_new_inputs:
+        if record.block.is_vector or not record.has_new_inputs:
             return None
         absent = absent_examples(record.layer, record.block, record.inputs, record.masks)
         if absent is None:

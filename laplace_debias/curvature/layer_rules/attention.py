@@ -61,7 +61,7 @@ class AttentionRule(LayerRule):
                 kind=kind,
                 group=index,
                 sharing=sharing,
-                is_exact=is_bias,
+                is_vector=is_bias,
             )
             blocks.append(block)
         return blocks

@@ -66,7 +66,8 @@ class Block:
         calls: For a parameter without a layer's rule, the paths of the modules whose calls read it;
             none if the forward pass multiplies by it, or adds it, entry by entry.
         rank: How many directions of a factor are kept; None for all.
-        is_exact: Whether the block is that of vectors, and exact, instead of Kronecker-factored.
+        is_vector: Whether the block is that of a vector, such as a bias: then G is its exact
+            curvature, and A is 1.
         is_one_hot: Whether activations are unit vectors, given by their index, as an embedding's
             are; then A is diagonal.
     """
@@ -82,7 +83,7 @@ class Block:
     num_groups: int = 1
     calls: tuple[str, ...] = ()
     rank: int | None = None
-    is_exact: bool = False
+    is_vector: bool = False
     is_one_hot: bool = False
 
     @cached_property
@@ -142,7 +143,7 @@ class Block:
         d_out, d_in = self.shape
         G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
         A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
-        return G, () if self.is_exact else A
+        return G, () if self.is_vector else A
 
 
 ModuleTypes = tuple[type[nn.Module] | str, ...]
@@ -242,7 +243,7 @@ class LayerRule:
             rule=self,
             shape=(size, 1),
             kind=kind,
-            is_exact=True,
+            is_vector=True,
         )
 
     def matrices(

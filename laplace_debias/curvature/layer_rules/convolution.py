@@ -261,9 +261,9 @@ class TransposedConvolutionRule(ConvolutionRule):
 
 def _depthwise(block: Block) -> Block:
     """The block of kernels with one output channel per group, as a vector for each group."""
-    if block.num_groups == 1 or block.is_exact:
+    if block.num_groups == 1 or block.is_vector:
         return block
-    return replace(block, shape=(block.shape[1], 1), is_exact=True)
+    return replace(block, shape=(block.shape[1], 1), is_vector=True)
 
 
 def _split_groups(layer: Any, kernels: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def _patch_size(block: Block) -> int:
     """Count the entries of a patch, of all groups."""
     d_out, d_in = block.shape
     # The entries of an exact block are those of depthwise kernels.
-    return block.num_groups * (d_out if block.is_exact else d_in)
+    return block.num_groups * (d_out if block.is_vector else d_in)
 
 
 def _convolves_faster(layer: Any, block: Block) -> bool:

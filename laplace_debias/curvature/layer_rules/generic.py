@@ -40,7 +40,7 @@ class GenericRule(LayerRule):
             shape=(size, 1),
             kind=self.kind,
             calls=calls,
-            is_exact=True,
+            is_vector=True,
         )
 
     def entries(

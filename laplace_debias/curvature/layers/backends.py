@@ -123,11 +123,11 @@ class BackpackTap:
         return as_columns(passed[-1], x.shape[:1])
 
     def backward(
-        self, _: Tensor, columns: Float[Tensor, "columns batch *outputs"], again: bool = False
+        self, _: Tensor, columns: Float[Tensor, "columns batch *outputs"], keep_graph: bool = False
     ) -> Iterator[BlockRecord]:
         """Yield a record for each block as the cotangents reach its layer."""
         passed = self._passed
-        if not again:
+        if not keep_graph:
             self._passed = []
         columns = columns.view(len(columns), *passed[-1].shape)
         behind = self._chain[self._first :]

@@ -45,7 +45,7 @@ def rotated_jacobians(
     columns of its own for what thin directions leave.
     """
     block = record.block
-    if block.is_exact:
+    if block.is_vector:
         for examples, rows in record.jacobian_rows():
             yield Rotated(examples, coordinates(rows, U_G).movedim(0, 1).unsqueeze(-1))
         return
@@ -129,7 +129,7 @@ def single_products(
         if a Jacobian is a sum over positions or calls.
     """
     block = record.block
-    is_weight = not (block.is_exact or block.is_one_hot or block.groups or record.replayed)
+    is_weight = not (block.is_vector or block.is_one_hot or block.groups or record.replayed)
     if not is_weight or len(record.inputs) != 1 or record.num_positions != 1:
         return None
     ((x, g),) = record.calls()

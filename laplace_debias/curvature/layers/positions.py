@@ -75,7 +75,7 @@ class PresentPositions:
 
     def masks(self, block: Block, num_calls: int) -> Masks | None:
         """Return the positions of a weight block's layer, for each call; None for all."""
-        if block.is_exact:
+        if block.is_vector:
             return None
         if block.layer in self.masks_by_layer:
             return self.masks_by_layer[block.layer]
@@ -102,10 +102,10 @@ class PositionFinder:
         self._cotangents = cotangents
         self._ndim = outputs.ndim
         self._device = outputs.device
-        self._all_blocks = [block for block in blocks if not block.is_exact]
+        self._all_blocks = [block for block in blocks if not block.is_vector]
         lengths: dict[Block, set[int]] = {}
         for block, call in itertools.product(blocks, layer_calls):
-            if call.layer == block.layer and len(call.z.shape) > 2 and not block.is_exact:
+            if call.layer == block.layer and len(call.z.shape) > 2 and not block.is_vector:
                 positions = call.z.shape[1:].numel() // (block.num_groups * block.shape[0])
                 lengths.setdefault(block, set()).add(positions)
         called = {call.layer for call in layer_calls}

@@ -416,17 +416,17 @@ class Tap:
         self,
         outputs: Float[Tensor, "batch *outputs"],
         columns: Float[Tensor, "columns batch *outputs"],
-        again: bool = False,
+        keep_graph: bool = False,
         skipped: Site | None = None,
     ) -> Iterator[BlockRecord]:
         """Push output cotangents back to every tapped layer.
 
         Yields a record for each block, from the last site to the first. Sites that the outputs do
-        not depend on are left out: their Jacobian is zero. With `again` the graph is kept for
+        not depend on are left out: their Jacobian is zero. With `keep_graph` the graph is kept for
         further cotangents. No gradient is computed at a `skipped` site.
         """
-        reached = self._reached(outputs, columns, again, skipped)
-        if not again:
+        reached = self._reached(outputs, columns, keep_graph, skipped)
+        if not keep_graph:
             # The graph is a circle of references, which would keep all of it for long.
             self.forget()
         for site in reversed(self.layers):
@@ -438,14 +438,14 @@ class Tap:
             del record
 
     def _reached(
-        self, outputs: Tensor, columns: Tensor, again: bool, skipped: Site | None
+        self, outputs: Tensor, columns: Tensor, keep_graph: bool, skipped: Site | None
     ) -> dict[Site, BlockRecord]:
         """For every site that is reached the record of its first block."""
         targets = self._targets.copy()
         for layer_call in self.layer_calls:
             if Site((layer_call.layer,)) == skipped:
                 targets.pop(id(layer_call.z), None)
-        gradients = self._gradients(outputs, targets, columns, again)
+        gradients = self._gradients(outputs, targets, columns, keep_graph)
         inputs: dict[Site, list[Tensor]] = {}
         output_gradients: dict[Site, list[Tensor]] = {}
         for layer_call in self.layer_calls:
@@ -483,7 +483,7 @@ class Tap:
         return ReplayedCalls(self.network, pairs, names, self._batch, self._recorder.loops)
 
     def _gradients(
-        self, outputs: Tensor, targets: dict[int, LayerOutput], columns: Tensor, again: bool
+        self, outputs: Tensor, targets: dict[int, LayerOutput], columns: Tensor, keep_graph: bool
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
         """The gradients at targets, by their `id`, where the outputs depend on them.
 
@@ -498,15 +498,17 @@ class Tap:
             gradients: Sequence[Tensor | None]
             if len(columns) == 1:
                 # It needs no `vmap`, which takes longer than a small network.
-                column_gradients = differentiate(columns[0], retain_graph=again)
+                column_gradients = differentiate(columns[0], retain_graph=keep_graph)
                 gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
             elif not self.one_by_one:
                 with explained_reading():
-                    gradients = differentiate(columns, retain_graph=again, is_grads_batched=True)
+                    gradients = differentiate(
+                        columns, retain_graph=keep_graph, is_grads_batched=True
+                    )
             elif self._fits_in_cache(outputs, columns) and not has_python_functions(outputs):
                 gradients = vmapped_or_stacked(partial(differentiate, retain_graph=True), columns)
             else:
-                return column_by_column(differentiate, columns, targets, again)
+                return column_by_column(differentiate, columns, targets, keep_graph)
         pairs = zip(targets, gradients, strict=True)
         return {target: gradient for target, gradient in pairs if gradient is not None}
 

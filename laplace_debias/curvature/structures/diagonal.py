@@ -10,7 +10,7 @@ from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.magnitudes import (
     assemble,
     coordinate_axes,
-    exact_sums,
+    ekfac_sums,
 )
 from laplace_debias.curvature.network.batches import FitData, Fold
 from laplace_debias.curvature.structures.base import (
@@ -41,7 +41,7 @@ class DiagonalCurvature(CurvatureStructure):
         """Measure the diagonal; a debiased fit reads only the data of the magnitudes."""
         bases = {block: coordinate_axes() for block in context.blocks}
         data = directions if magnitudes is None else magnitudes
-        table, totals = exact_sums(context, bases, data, 0)
+        table, totals = ekfac_sums(context, bases, data, 0)
         for squares in table.values():
             squares.div_(totals.weight)
         return CurvatureFit(assemble(context, bases, table), totals)

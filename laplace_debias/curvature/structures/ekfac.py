@@ -8,7 +8,7 @@ import torch
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import (
-    exact_crossfit,
+    crossfit_ekfac,
     fold_factor_sums,
     split_folds,
     total_factors,
@@ -18,7 +18,7 @@ from laplace_debias.curvature.fits.directions import Eigenbasis, trace_along
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
-from laplace_debias.curvature.fits.magnitudes import assemble, exact_sums
+from laplace_debias.curvature.fits.magnitudes import assemble, ekfac_sums
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import TrialPass, Workload, squares_trial
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
@@ -39,9 +39,9 @@ class EkfacCurvature(FactoredCurvature):
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
-            table, measured_totals = exact_sums(context, bases, directions, 0)
+            table, measured_totals = ekfac_sums(context, bases, directions, 0)
         else:
-            table, measured_totals = exact_sums(context, bases, magnitudes, totals.num_examples)
+            table, measured_totals = ekfac_sums(context, bases, magnitudes, totals.num_examples)
             totals = totals + measured_totals
         for block, squares in table.items():
             mean = squares.div_(measured_totals.weight)
@@ -57,7 +57,7 @@ class EkfacCurvature(FactoredCurvature):
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
         totals = total_of(totals_by_fold)
         bases = eigenbases(context, total_factors(sums_by_fold), totals)
-        table = exact_crossfit(context, folds, sums_by_fold, bases)
+        table = crossfit_ekfac(context, folds, sums_by_fold, bases)
         sums_by_fold.clear()
         for block, measured in table.items():
             table[block] = bases[block].pooled(measured, context.dtype)
@@ -82,7 +82,7 @@ class EkfacCurvature(FactoredCurvature):
             kronecker = earlier[block.name]
             assert isinstance(kronecker, EigenKronecker)
             bases[block] = _earlier_basis(kronecker, context.factor_dtype)
-        table, totals = exact_sums(context, bases, data, 0)
+        table, totals = ekfac_sums(context, bases, data, 0)
         counts = ExampleCounts.for_update(information, num_data, totals)
         for block, squares in table.items():
             mean = bases[block].pooled(squares.div_(totals.weight), context.dtype)

@@ -157,7 +157,7 @@ class _HeadMoments:
         kind: MomentKind,
     ) -> Float[Tensor, "examples columns *again"]:
         """Compute the moments, `[B, ...]`, or `[1, ...]` if they are the same for all examples."""
-        is_same_for_all = self._head.block.is_exact and chosen is None
+        is_same_for_all = self._head.block.is_vector and chosen is None
         if is_same_for_all:
             if kind in self._bias_moments:
                 return self._bias_moments[kind]

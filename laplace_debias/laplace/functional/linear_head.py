@@ -146,7 +146,7 @@ class LinearHead:
 
     def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:
         """Compute the layer's inputs in coordinates of their directions."""
-        if self.block.is_exact:
+        if self.block.is_vector:
             phi = phi.new_ones(*phi.shape[:-1], 1)
         if self.block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
