@@ -41,7 +41,6 @@ from laplace_debias.training.running import (
     RUNNING_MAGNITUDES,
     BatchSums,
     RunningSum,
-    overlaps_of_bases,
 )
 
 MODE = "online"
@@ -450,7 +449,7 @@ class OnlineCurvature:
         for block, basis in self._bases.items():
             # There are none if the batch after the last refresh was rejected.
             if block in self._magnitudes.sums.parts:
-                self._magnitudes.rotate(block, overlaps_of_bases(bases[block], basis))
+                self._magnitudes.rotate(block, basis, bases[block], dtype)
         self._bases = bases
         self._sums.squares = self._magnitudes.accumulator(self._sums.context, bases)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Eigenbasis, outer
+from laplace_debias.curvature.fits.degenerate import average_degenerate
+from laplace_debias.curvature.fits.directions import Eigenbasis, num_remaining, outer
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.magnitudes import SquaredGradients, directional_curvature
@@ -113,8 +114,18 @@ class RunningMagnitudes(ABC):
         """Compute a batch's curvature along the directions, summed over its examples."""
 
     @abstractmethod
-    def rotate(self, block: Block, overlaps: Overlaps) -> None:
-        """Project a block's running sum onto new directions."""
+    def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
+        """Project a block's running sum onto new directions.
+
+        It is averaged over the old eigenspaces first: the data determine no basis of these, as of a
+        null space, but the projection would depend on it.
+
+        Args:
+            block: The block.
+            old: The directions that the sum was measured along.
+            new: The directions of the next batches.
+            dtype: The dtype that the directions were computed in.
+        """
 
     @abstractmethod
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
@@ -139,13 +150,17 @@ class FactorMagnitudes(RunningMagnitudes):
             measured[block] = [directional_curvature(G, U_G), directional_curvature(A, U_A)]
         return measured
 
-    def rotate(self, block: Block, overlaps: Overlaps) -> None:
+    def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
         """Project the curvature of G and of A, each onto its new directions."""
         along = self.sums.parts[block]
-        for side, overlap in enumerate(overlaps):
-            if overlap is not None:
-                curvature = along[side].to(overlap.dtype).unsqueeze(-1)
-                along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
+        overlaps = overlaps_of_bases(new, old)
+        for side, (overlap, (eigenvalues, U)) in enumerate(zip(overlaps, old.sides, strict=True)):
+            if overlap is None:
+                continue
+            assert U is not None
+            curvature = average_degenerate(along[side], eigenvalues, dtype, num_remaining(U))
+            curvature = curvature.to(overlap.dtype).unsqueeze(-1)
+            along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
         """Return the product of the factors' mean curvatures."""
@@ -176,11 +191,11 @@ class GradientMagnitudes(RunningMagnitudes):
         """Return the squares of a batch."""
         return {block: [total] for block, total in squares.items()}
 
-    def rotate(self, block: Block, overlaps: Overlaps) -> None:
+    def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
         """Project the curvature onto the new directions of both sides."""
-        overlap_G, overlap_A = overlaps
+        overlap_G, overlap_A = overlaps_of_bases(new, old)
         (total,) = self.sums.parts[block]
-        squares = total
+        squares = old.pooled(total, dtype)
         if overlap_G is not None:
             squares = overlap_G @ squares.to(overlap_G.dtype)
         if overlap_A is not None:

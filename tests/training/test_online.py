@@ -482,3 +482,24 @@ def test_the_text_shows_the_options_and_the_number_of_updates():
         "OnlineCurvature(Linear, likelihood=classification, curvature=ekfac, decay=0.9, "
         "refresh=10, every=1, num_updates=1)"
     )
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("refresh", [2, 100])
+def test_a_refresh_does_not_depend_on_the_basis_of_a_null_space(curvature, refresh):
+    """The first batch leaves null spaces: the order of its examples decides nothing else."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3)).double().eval()
+    x, y = torch.randn(12, 12, dtype=torch.float64), torch.randint(3, (12,))
+
+    def precision(first):
+        online = OnlineCurvature(
+            model, decay=1.0, refresh=refresh, every=1, fisher="exact", curvature=curvature
+        )
+        for batch in (first, torch.arange(4, 8), torch.arange(8, 12)):
+            online.update(x[batch], y[batch])
+        return online.posterior(num_data=60).posterior.precision.to_dense()
+
+    expected = precision(torch.arange(4))
+    permuted = precision(torch.tensor([2, 0, 3, 1]))
+    torch.testing.assert_close(permuted, expected, atol=1e-12 * float(expected.max()), rtol=1e-10)

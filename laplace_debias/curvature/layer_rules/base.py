@@ -57,7 +57,7 @@ class Block:
         parameters: The parameters' names in the model: one, or weight and bias.
         layer: The path of the layer that yields the block's inputs and output gradients.
         rule: The rule of the layer's type.
-        shape: `(d_out, d_in)`, of one group; an exact block has `d_in = 1`.
+        shape: `(d_out, d_in)`, of one group; the block of a vector has `d_in = 1`.
         kind: The kind of parameters, by which prior precisions can be grouped: that of the rule's
             weights, or `"bias"`.
         group: Which of query, key and value.
@@ -139,7 +139,7 @@ class Block:
 
     @cached_property
     def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of G and A; that of A is `()` if the block is exact."""
+        """The shapes of G and A; that of A is `()` for the block of a vector."""
         d_out, d_in = self.shape
         G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
         A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
