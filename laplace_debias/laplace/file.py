@@ -15,6 +15,7 @@ from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
+from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.curvature_config import CurvatureConfig
@@ -176,6 +177,7 @@ def load(
     )
     likelihood = likelihood_from_json(header.likelihood, likelihood)
     spec = ModelSpec.checked(model, likelihood, batch, header.class_dim)
+    _check_names(spec, header.param_names)
     state = initial_state(spec, config, replay_modules=header.calls)
     parameters = state.parameters
     assert parameters is not None  # They are named.
@@ -244,6 +246,27 @@ def load(
         link=None if header.link is None else Link(**header.link),
         thinned_at=None if header.thinned_at is None else tuple(header.thinned_at),
     )
+
+
+def _check_names(spec: ModelSpec, names: Sequence[str]) -> None:
+    """Require that the model has the parameters that the file names, and that none is frozen."""
+    parameters = dict(spec.plain_model.named_parameters())
+    # An alias of a shared parameter stands for it.
+    names = plain_names(spec.model, names)
+    missing = [name for name in names if name not in parameters]
+    if missing:
+        raise ValueError(
+            f"The posterior in the file is over the parameters {reprlib.repr(missing)}, but the "
+            f"model does not have them. Its parameters are {reprlib.repr(list(parameters))}. Pass "
+            "the model that the posterior was fitted to, with the same names of its layers, "
+            "without another module around it."
+        )
+    frozen = [name for name in names if not parameters[name].requires_grad]
+    if frozen:
+        raise ValueError(
+            f"The posterior in the file is over the parameters {reprlib.repr(frozen)}, but they "
+            "are frozen in the model. Unfreeze them with requires_grad_(True)."
+        )
 
 
 def _check_same_parameters(

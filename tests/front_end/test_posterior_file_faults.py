@@ -202,6 +202,33 @@ def in_time():
     signal.signal(signal.SIGALRM, before)
 
 
+class Renamed(nn.Module):
+    """The layers of `fitted` under other names."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.hidden, self.activation, self.head = layers
+
+    def forward(self, x):
+        return self.head(self.activation(self.hidden(x)))
+
+
+@pytest.mark.parametrize("wrap", [Renamed, nn.Sequential])
+def test_a_model_without_the_names_of_the_file_is_refused(la, path, wrap):
+    with pytest.raises(ValueError, match=r"The posterior in the file is over .*'0\.bias'") as told:
+        Laplace.load(path, wrap(la.model).eval())
+    assert "does not have them. Its parameters are" in str(told.value)
+    assert "`params`" not in str(told.value)
+
+
+def test_a_model_whose_parameters_are_frozen_is_refused(la, path):
+    for frozen in (la.model[2], la.model):
+        frozen.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"in the file .*'2\.bias'.* are frozen") as told:
+            Laplace.load(path, la.model)
+        assert "`params`" not in str(told.value)
+
+
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize(
     ("what", "error", "says"),
