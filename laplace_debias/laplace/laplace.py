@@ -679,12 +679,12 @@ class Laplace(Predictor):
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """The prior precision δ. It can be set without a new fit.
+        """A copy of the prior precision δ. It can be set without a new fit.
 
         Warns:
             UserWarning: If it is set below that at which the posterior was thinned.
         """
-        # A copy, so that `la.prior_precision *= 2` changes the prior by the setter only.
+        # So that `la.prior_precision *= 2` changes the prior by the setter only.
         return self._state.prior.precision.clone()
 
     @prior_precision.setter
@@ -697,7 +697,7 @@ class Laplace(Predictor):
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """The prior mean, one number or `[D]`. It can be set without a new fit.
+        """A copy of the prior mean, one number or `[D]`. It can be set without a new fit.
 
         Raises:
             RuntimeError: Before the fit that finds the last layer.

@@ -308,7 +308,7 @@ def set_prior_precision_per_block(la):
 
 @torch.no_grad()
 def prior_precision_in_place(la):
-    la.prior_precision.mul_(0.01)
+    la.posterior.prior.precision.mul_(0.01)
 
 
 def set_temperature(la):

@@ -196,7 +196,7 @@ def test_files_of_other_models_are_refused(fitted, model, tmp_path):
     other[6] = nn.Linear(6, 4)
     with pytest.raises(ValueError, match=r"283 parameters, but .* of the model have 290"):
         Laplace.load(path, other)
-    with pytest.raises(ValueError, match="but the model does not have them. Its parameters are"):
+    with pytest.raises(ValueError, match=r"but the model does not have them\. Its parameters are"):
         Laplace.load(path, nn.Sequential(nn.Linear(3, 3)).eval())
     with pytest.raises(ValueError, match=r"in torch\.float32, but the model is in torch\.float64"):
         Laplace.load(path, model.double())
