@@ -1,4 +1,4 @@
-"""Eigenvalues that rounding does not tell apart, and curvature along their eigenvectors."""
+"""Eigenvalues that rounding does not distinguish, and curvature along their eigenvectors."""
 
 import torch
 from jaxtyping import Float

@@ -10,9 +10,9 @@ from laplace_debias.operators import eigh as decomposition
 
 # Rows of at least this many columns have thin directions; fewer columns are cheaper in full.
 _THIN_FROM = 256
-# Of products of more numbers than these, and of at least so many columns, only one of two symmetric
-# halves is computed, in strips. Smaller products take less time in full; measured on one thread of
-# a processor with AVX-512, for 64 to 16,384 rows of 25 to 4,608 columns.
+# If rows have more numbers than this, and at least so many columns, only one of the two symmetric
+# halves of their products is computed, in strips. Smaller products take less time in full; measured
+# on one thread of a processor with AVX-512, for 64 to 16,384 rows of 25 to 4,608 columns.
 _WHOLE_UP_TO = 2**16
 _STRIPS_FROM = 128
 _NUM_STRIPS = 4

@@ -23,8 +23,8 @@ class Presence:
     this shows where the first record of a layer has no gradient for some example.
 
     Args:
-        context: The fit. Its tap knows the layers that only some examples reach, and is told of
-            others.
+        context: The fit. Its tap knows the layers that only some examples reach, and the search
+            adds others.
         layer_calls: The calls of the layers for one example.
         outputs: The outputs of this example.
     """
@@ -40,7 +40,7 @@ class Presence:
             layer_calls=layer_calls,
             outputs=outputs,
         )
-        # The blocks of whose layers it is not known whether all examples reach them.
+        # Whether all examples reach the layers of these blocks is not known yet.
         self.new_blocks = {block for block in context.blocks if not block.is_vector}
 
     def find_conditional_layers(self, x: Inputs, y: Tensor) -> None:

@@ -44,8 +44,8 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class PlainCheckpoints:
     """A context in which `torch.utils.checkpoint` runs functions as plain calls.
 
-    What `checkpoint` calls is replaced, not `checkpoint` itself, which models import by its name.
-    A context must be left before it is entered again.
+    The functions that `checkpoint` calls are replaced, because models import `checkpoint` by its
+    name. A context must be left before it is entered again.
 
     Args:
         is_pass: Whether the thread that calls it runs a pass of this package. Checkpoints work as

@@ -118,7 +118,7 @@ def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
     """Return the directions of an earlier curvature, with the eigenvalues of its partial traces.
 
     The factors that the directions come from are not kept. The partial traces of a Kronecker
-    product are its factors, up to their scales. Those of the exact curvature have the same
+    product are its factors, up to their scales. The traces of the exact curvature have the same
     eigenspaces: where eigenvalues of a factor coincide, the magnitudes are means over the
     eigenspace, and so the traces coincide. Unlike the directions, they depend on nothing but the
     curvature itself.

@@ -44,7 +44,7 @@ direction contributes are kept."""
 class LastLayer:
     """The blocks of the linear layer whose outputs are the network's, at given prior precisions.
 
-    What is the same for all inputs is computed when it is first used, and kept.
+    Values that are the same for all inputs are computed when they are first used, and kept.
 
     Args:
         heads: The blocks: the weight, the bias, or both.
