@@ -401,5 +401,3 @@ def test_what_cannot_be_sampled_says_so():
         la.sample_outputs(x, 3, "map")
     with pytest.raises(ValueError, match="n must be at least 1"):
         la.sample_outputs(x, 0)
-    with pytest.raises(TypeError, match=r"takes them as one tuple"):
-        la.predict(x, x)

@@ -113,6 +113,13 @@ def uncertainty(method):
     return result
 
 
+def sample_outputs(method, **options):
+    def result(generator):
+        return fitted().sample_outputs(Augmented().x, 5, method, generator, **options)
+
+    return result
+
+
 def tune(generator):
     la = fitted()
     values = la.tune(shuffled(), grid=[0.1, 10.0], generator=generator).table
@@ -167,6 +174,10 @@ CASES = {
     Laplace.predict: {method: predict(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.marginals: {method: marginals(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.uncertainty: {method: uncertainty(method) for method in ("glm", "glm-mc", "nn")},
+    Laplace.sample_outputs: {
+        **{method: sample_outputs(method) for method in ("glm", "glm-mc", "nn")},
+        "joint": sample_outputs("glm", joint=True),
+    },
     Laplace.tune: {"grid": tune},
     Laplace.evaluate: {method: evaluate(method) for method in ("glm", "glm-mc", "nn", "map")},
     GaussianPosterior.sample: {"": lambda generator: fitted().posterior.sample(3, generator)},

@@ -78,8 +78,8 @@ def test_sets_whose_metrics_would_have_one_name_are_refused():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("GaussianNLL", "'standard_deviation' and 'targets'"),
-        ("IntervalCoverage", "'high' and 'targets'"),
+        ("GaussianNLL", "'standard_deviation'"),
+        ("IntervalCoverage", "'high'"),
         ("IntervalWidth", "'high'"),
         ("AUROC", "'is_ood'"),
         ("ECE", "'labels'"),

@@ -82,9 +82,9 @@ def num_remaining(U: Tensor) -> int:
 
 
 def trace_along(
-    curvature: Float[Tensor, "*groups values"], U: Float[Tensor, "*groups d r"] | None
-) -> Float[Tensor, " *groups"]:
-    """Compute a factor's trace from its curvature along all directions."""
+    curvature: Float[Tensor, "*n values"], U: Float[Tensor, "*groups d r"] | None
+) -> Float[Tensor, "*n"]:
+    """Compute traces from the curvature along all directions of a factor."""
     if not is_thin(U):
         return curvature.sum(-1)
     return curvature[..., :-1].sum(-1) + num_remaining(U) * curvature[..., -1]
