@@ -13,7 +13,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.backends import make_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -65,7 +65,7 @@ def problem_of(
     """What curvature a `Laplace` of all parameters takes of a classifier."""
     blocks = curvature_blocks(model, select_parameters(model, "all"))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
-    made = choose_backend(model, backend)(Tap(shared_copy(model)), blocks)
+    made = make_backend(backend, model, Tap(shared_copy(model)), blocks)
     return FitContext(cotangents, blocks, made, dtype, None)
 
 

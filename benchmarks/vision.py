@@ -16,7 +16,7 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.backends import make_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -108,7 +108,7 @@ def _problem(settings: VisionSettings) -> FitContext:
     model = settings.model()
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
     blocks = curvature_blocks(model, _names(model))
-    made = choose_backend(model, "auto")(Tap(shared_copy(model)), blocks)
+    made = make_backend("auto", model, Tap(shared_copy(model)), blocks)
     return FitContext(cotangents, blocks, made, torch.float64, None)
 
 

@@ -151,14 +151,22 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
             digest.update(content)
             file.write(content)
         for name in names:
-            tensor = tensors[name].detach().cpu().contiguous()
-            values = tensor.reshape(-1).view(torch.uint8).numpy().data
+            values = bytes_of(tensors[name])
             digest.update(values)
             file.write(values)
         checksum = _CHECKSUM.search(header)
         assert checksum is not None
         file.seek(8 + checksum.start(1))
         file.write(digest.hexdigest().encode())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's entries, in their order."""
+    entries = tensor.detach().cpu().reshape(-1)
+    if entries.stride(0) != 1:
+        # A single entry counts as contiguous, whatever its stride.
+        entries = entries.clone(memory_format=torch.contiguous_format)
+    return entries.view(torch.uint8).numpy().data
 
 
 def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

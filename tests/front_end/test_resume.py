@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace, posterior_as_prior
 from laplace_debias.curvature.fits import checkpoint, dense
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.system.files import bytes_of
 
 SIZE, BATCH = 50, 7
 NUM_BATCHES = 8
@@ -488,3 +489,19 @@ def test_a_damaged_state_is_never_used(folder, how):
 @pytest.mark.slow
 def test_killed_fits_end_bit_for_bit_as_others(tmp_path):
     kill_fits.kill_fits(5, seed=1, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(4)[::2][:1],
+        torch.zeros(3, 2)[:1, 0],
+        torch.zeros(4)[::2][:0],
+        torch.tensor(3.0),
+        torch.arange(6).view(2, 3).T,
+        torch.ones(1, dtype=torch.bfloat16).expand(3),
+    ],
+)
+def test_tensors_of_any_stride_have_bytes(tensor):
+    assert bytes(bytes_of(tensor)) == bytes(bytes_of(torch.clone(tensor.contiguous())))
+    assert len(bytes_of(tensor)) == tensor.numel() * tensor.itemsize

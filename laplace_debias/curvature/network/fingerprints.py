@@ -15,6 +15,7 @@ from laplace_debias.curvature.network.module_snapshot import (
     UncomparableAttributeError,
 )
 from laplace_debias.curvature.network.quantised import plain_parts
+from laplace_debias.system.files import bytes_of
 from laplace_debias.system.gathering import full_value, is_sharded
 
 # Integers of as many bytes as an entry; two of eight for a complex one in float64.
@@ -84,8 +85,7 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
             tensor = full_value(tensor)
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         for values in plain_parts(tensor):
-            entries = values.cpu().contiguous().flatten()
-            digest.update(entries.view(torch.uint8).numpy().data)
+            digest.update(bytes_of(values))
     return digest.hexdigest()
 
 
