@@ -323,7 +323,8 @@ def _checked_backend(backend: str, spec: ModelSpec) -> str:
             )
         if backend == "auto":
             backend = "hooks"
-    uses_backpack(backend, spec.plain_model)  # It raises if the model cannot be served.
+    if backend not in ("auto", "hooks"):  # These two serve every model.
+        uses_backpack(backend, spec.plain_model)
     return backend
 
 
