@@ -89,7 +89,7 @@ class PosteriorAtEnd:
         """Return the text of a callback with these settings.
 
         Args:
-            posterior_path: Where the fitted posterior was saved; None before the end of training.
+            posterior_path: The file of the fitted posterior; None before the end of training.
         """
         arguments = {"likelihood": self.likelihood, "mode": self.mode, "tune": self.tune}
         listed = [f"{name}={value!r}" for name, value in {**arguments, **self.options}.items()]

@@ -14,7 +14,8 @@ def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())
     # The selected entries of a subnetwork are copies.
-    total -= sum(part.entries.numel() for part in model.modules() if isinstance(part, Subnetwork))
+    subnetworks = [module for module in model.modules() if isinstance(module, Subnetwork)]
+    total -= sum(subnetwork.entries.numel() for subnetwork in subnetworks)
     lines = {
         "model": type(model).__name__,
         "likelihood": state.spec.likelihood.describe(),

@@ -147,8 +147,8 @@ class PredictionCache:
         verified: The modules with which the blocks were verified; None if that is not known.
 
     Attributes:
-        default_links: The links of a softmax likelihood if none is set, by the numbers of
-            dimensions of the inputs, which the outputs' depends on.
+        default_links: The links of a softmax likelihood if none is set, by the number of dimensions
+            of each input. The number of dimensions of the outputs depends on it.
     """
 
     def __init__(self, verified: ModuleSnapshot | None = None) -> None:

@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
@@ -288,6 +289,19 @@ def test_overlapping_holders_of_a_setting_restore_it():
     may_leave.set()
     thread.join()
     assert log == ["set", "restored"]
+
+
+def test_a_context_that_another_thread_leaves_is_that_of_the_thread_that_entered_it():
+    setting = SharedSetting(nullcontext)
+    context = setting()
+    thread = threading.Thread(target=context.__enter__)
+    thread.start()
+    thread.join()
+    assert not setting.is_made_by_this_thread()
+    context.__exit__(None, None, None)
+    with setting():
+        assert setting.is_made_by_this_thread()
+    assert not setting.is_made_by_this_thread()
 
 
 def test_another_thread_may_leave_attention_as_it_was():

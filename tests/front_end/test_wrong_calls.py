@@ -15,6 +15,7 @@ from laplace_debias import Laplace, Mixture
 from laplace_debias.curvature import KFAC, Fisher
 from laplace_debias.laplace.laplace_torch_names import EQUIVALENTS
 from laplace_debias.laplace.schemes import Split
+from laplace_debias.laplace.settable import SETTABLE
 from laplace_debias.linalg import cg, inverse, trace
 from laplace_debias.operators import Dense, Diagonal
 
@@ -238,3 +239,8 @@ def test_what_members_own_is_not_set_on_a_mixture():
     mixture = Mixture([Laplace(nn.Linear(2, 3).eval()).fit(data)])
     with pytest.raises(AttributeError, match="Set `link` of each of its `members`"):
         mixture.link = "probit"
+
+
+def test_the_settable_attributes_are_those_with_a_setter():
+    settable = [name for name, value in vars(Laplace).items() if getattr(value, "fset", None)]
+    assert sorted(SETTABLE) == sorted(settable)

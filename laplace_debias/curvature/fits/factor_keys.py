@@ -26,7 +26,7 @@ class FactorKey(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrices, or of the diagonal; `()` for A of an exact block."""
+        """The shape of the matrices, or of the diagonal; `()` for A of a vector."""
         return self.block.factor_shapes[self.side]
 
     @property

@@ -67,7 +67,7 @@ class ChunkPresence:
     """The positions and examples of a chunk that take part in each layer.
 
     Args:
-        presence: What is known of the layers; it learns from the records of the chunk.
+        presence: The search, which learns from the records of the chunk.
         x: The inputs, on the device that the loader gave them on.
         y: The targets.
         weights: The weights of the examples; None if all count the same.

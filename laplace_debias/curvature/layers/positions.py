@@ -264,7 +264,7 @@ class _Pass:
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
         # Other layers are recorded too: the result does not depend on which blocks there are.
-        self._others: list[_RecordedCall] = []
+        self._calls_without_block: list[_RecordedCall] = []
         for path, module in network.named_modules():
             if path not in layers and layer_rule(module).has_sequence(module):
                 module.register_forward_hook(self._record, prepend=True, with_kwargs=True)
@@ -277,7 +277,9 @@ class _Pass:
         if not output.requires_grad:
             output = output.detach().requires_grad_()
         x = inputs[0] if inputs else next(iter(named.values()))
-        self._others.append(_RecordedCall(None, module, x, LayerOutput.from_tensor(output)))
+        self._calls_without_block.append(
+            _RecordedCall(None, module, x, LayerOutput.from_tensor(output))
+        )
         return output.clone()
 
     def run(
@@ -335,17 +337,18 @@ class _Pass:
 
     def _forward(self, x: Inputs) -> tuple[Tensor, list[_RecordedCall]]:
         """Run the network; returns the outputs, and the calls that they may depend on."""
-        self._others.clear()
+        self._calls_without_block.clear()
         outputs = self._tap.forward(x)
         calls: list[_RecordedCall] = []
         for call in self._tap.layer_calls:
             layer = self._tap.layers[Site((call.layer,))]
             calls.append(_RecordedCall(call.layer, layer, call.x, call.z))
-        for other in self._others:
-            if len(other.z.shape) > 2 and other.z.shape[0] == len(outputs):
-                calls.append(other)
+        for call_without_block in self._calls_without_block:
+            shape = call_without_block.z.shape
+            if len(shape) > 2 and shape[0] == len(outputs):
+                calls.append(call_without_block)
         self._tap.forget()
-        self._others.clear()
+        self._calls_without_block.clear()
         return outputs, [call for call in calls if call.z.edge is not None]
 
 

@@ -260,9 +260,9 @@ class CallRecorder:
 
     def add_forms(self, forms: CallForms) -> None:
         """Add forms of other batches, which are used where no form of this batch fits."""
-        for key, others in forms.items():
-            own = self._forms.setdefault(key, [])
-            own += [form for form in others if form not in own]
+        for key, forms_of_call in forms.items():
+            learned = self._forms.setdefault(key, [])
+            learned += [form for form in forms_of_call if form not in learned]
 
     def forget_copies(self) -> None:
         """Remove the form of calls whose outputs would be copied."""

@@ -3,6 +3,7 @@
 import re
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context, copy_context
@@ -140,19 +141,26 @@ class SharedSetting:
 
     def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
         self._make = make
-        self._num_holders = 0
-        self._num_holders_by_thread: dict[int, int] = {}
+        # By the thread, how many contexts it has entered that have not been left.
+        self._holders = Counter[int]()
         self._entered: tuple[AbstractContextManager, Context] | None = None
 
-    def __call__(self) -> "SharedSetting":
-        """Return the context manager within which the setting is made."""
-        return self
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Make the setting for the duration of a context."""
+        # A context that was abandoned is left by whichever thread frees it.
+        thread = threading.get_ident()
+        self._enter(thread)
+        try:
+            yield
+        finally:
+            self._leave(thread)
 
     def is_made_by_this_thread(self) -> bool:
         """Whether the thread that calls it is within the setting, and not only another one."""
-        return self._num_holders_by_thread.get(threading.get_ident(), 0) > 0
+        return threading.get_ident() in self._holders
 
-    def __enter__(self) -> None:
+    def _enter(self, thread: int) -> None:
         with _SETTINGS:
             if self._entered is None:
                 # Another thread may be the one to leave: context variables must not mind.
@@ -160,20 +168,14 @@ class SharedSetting:
                 context = copy_context()
                 context.run(manager.__enter__)
                 self._entered = manager, context
-            self._num_holders += 1
-            thread = threading.get_ident()
-            counts = self._num_holders_by_thread
-            counts[thread] = counts.get(thread, 0) + 1
+            self._holders[thread] += 1
 
-    def __exit__(self, *_: object) -> None:
+    def _leave(self, thread: int) -> None:
         with _SETTINGS:
-            self._num_holders -= 1
-            thread = threading.get_ident()
-            counts = self._num_holders_by_thread
-            counts[thread] = counts.get(thread, 0) - 1
-            if counts[thread] == 0:
-                del counts[thread]
-            if self._num_holders == 0 and self._entered is not None:
+            self._holders[thread] -= 1
+            if not self._holders[thread]:
+                del self._holders[thread]
+            if not self._holders and self._entered is not None:
                 (manager, context), self._entered = self._entered, None
                 context.run(manager.__exit__, None, None, None)
 

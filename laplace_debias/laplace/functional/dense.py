@@ -187,7 +187,7 @@ class IndependentMoments(KernelMoments):
 
     Attributes:
         outputs: The requested outputs of the chunk, as indices among all outputs of the model.
-        columns: Those of them that the next records belong to.
+        columns: The requested outputs that the next records belong to.
     """
 
     outputs: Int[Tensor, "#batch k"]

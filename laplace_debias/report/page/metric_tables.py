@@ -123,12 +123,12 @@ def _cells(
     is_difference: bool,
 ) -> list[Cell]:
     shown = rows[["value", "low", "high"]]
-    most = most_decimals(shown.abs().max(axis=None))
+    max_places = most_decimals(shown.abs().max(axis=None))
     row_places = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
-    places = min(most, int(statistics.median(row_places)))
+    places = min(max_places, int(statistics.median(row_places)))
     if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
         smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
-        while places < most and smallest < 0.5 * 10.0**-places:
+        while places < max_places and smallest < 0.5 * 10.0**-places:
             places += 1
     cells = []
     for key in methods:
