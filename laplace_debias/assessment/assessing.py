@@ -19,7 +19,8 @@ from laplace_debias.assessment.methods import (
 from laplace_debias.assessment.posteriors import TRAINING_EXAMPLES
 from laplace_debias.assessment.run_writer import RunWriter, evaluation_sets
 from laplace_debias.assessment.stages import fit, predict
-from laplace_debias.curvature.network.batches import Batches, BatchReader
+from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.laplace.mode_names import MODES

@@ -14,7 +14,8 @@ from laplace_debias.assessment.predictions import (
     network_predictions,
     probabilities,
 )
-from laplace_debias.curvature.network.batches import Batches, BatchReader
+from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace

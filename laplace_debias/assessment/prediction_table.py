@@ -13,7 +13,8 @@ from tqdm import tqdm
 from laplace_debias import metrics
 from laplace_debias.assessment.numbers import predictive_columns
 from laplace_debias.assessment.predictions import posterior_predictions, probabilities
-from laplace_debias.curvature.network.batches import Batches, BatchReader
+from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import gaussian_interval

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
+from laplace_debias.curvature.network.batch_reader import BatchHook, BatchReader
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.outputs import classes_last
 from laplace_debias.curvature.network.precision import widened
 from laplace_debias.curvature.network.quantised import check_can_be_bayesian

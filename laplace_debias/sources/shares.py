@@ -6,7 +6,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from laplace_debias.curvature.network.batches import Batches, BatchReader
+from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.sources.changed import Changed

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batches import Batches, BatchHook
+from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.subnetwork import Subnetwork

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
+from laplace_debias.curvature.network.batch_reader import BatchHook, BatchReader
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.curvature.network.inputs import (
     Inputs,

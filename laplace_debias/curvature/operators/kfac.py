@@ -16,7 +16,8 @@ from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batches import Batches, BatchHook, Stream
+from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network

@@ -12,7 +12,8 @@ from laplace_debias.curvature.layers.records import scale_examples
 from laplace_debias.curvature.losses import Labels, Loss, OutputLoss, OutputMap, output_loss
 from laplace_debias.curvature.losses.base import WeightedLoss
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batches import Batches, BatchHook
+from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation

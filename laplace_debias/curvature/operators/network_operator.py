@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputLoss, OutputMap
-from laplace_debias.curvature.network.batches import Batches, BatchHook
+from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
