@@ -23,8 +23,8 @@ from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import mark_of
-from laplace_debias.laplace.mode_names import MODES
-from laplace_debias.laplace.resuming import likelihood_identity, random_samplers_of
+from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.resuming import likelihood_identity, random_samplers_of
 from laplace_debias.runs.folder import RunFolder
 from laplace_debias.sources.changed import Changed
 from laplace_debias.sources.image_files import files_of

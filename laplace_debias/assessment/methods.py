@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laplace_debias.curvature.structures import CurvatureName
-from laplace_debias.laplace.mode_names import ModeName
+from laplace_debias.laplace.fitting.mode_names import ModeName
 from laplace_debias.system.settings import check_at_least
 
 if TYPE_CHECKING:

@@ -8,9 +8,13 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.laplace import links
-from laplace_debias.laplace.decomposition import uncertainty_of_draws
-from laplace_debias.laplace.intervals import interval_ends, interval_levels, single_targets
+from laplace_debias.laplace.prediction import links
+from laplace_debias.laplace.prediction.decomposition import uncertainty_of_draws
+from laplace_debias.laplace.prediction.intervals import (
+    interval_ends,
+    interval_levels,
+    single_targets,
+)
 from laplace_debias.operators.eigh import eigh
 
 LEVEL = 0.95

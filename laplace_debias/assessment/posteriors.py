@@ -19,7 +19,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.mode_names import MODES
+from laplace_debias.laplace.fitting.mode_names import MODES
 from laplace_debias.metrics.intervals import normal_quantile
 from laplace_debias.runs.records import MetricValue, Sweep, SweepPoint, TrainingRecord
 from laplace_debias.sources.loaded import Loaded

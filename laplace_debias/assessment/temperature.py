@@ -5,7 +5,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
-from laplace_debias.laplace.evidence import root_between
+from laplace_debias.laplace.tuning.evidence import root_between
 
 BOUNDS = (1e-3, 1e3)
 """The range in which the best temperature is searched for.

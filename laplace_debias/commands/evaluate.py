@@ -54,7 +54,7 @@ def run(settings: Settings) -> dict[str, Any]:
     from laplace_debias.assessment import assess
     from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
     from laplace_debias.commands.compared import identity_of, print_results, results_of
-    from laplace_debias.laplace import file
+    from laplace_debias.laplace.saving import file
     from laplace_debias.sources import load
     from laplace_debias.system.ranks import process_group
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.curvature.structures import CurvatureName
-from laplace_debias.laplace.mode_names import MODES, ModeName
+from laplace_debias.laplace.fitting.mode_names import MODES, ModeName
 from laplace_debias.sources.settings import SourceSettings
 
 if TYPE_CHECKING:

@@ -82,7 +82,7 @@ def run(settings: Settings) -> Any:
     import pandas
 
     from laplace_debias.assessment.prediction_table import prediction_columns
-    from laplace_debias.laplace import file
+    from laplace_debias.laplace.saving import file
     from laplace_debias.report.tables import not_a_formula
     from laplace_debias.sources import load
     from laplace_debias.sources.splits import batches_of

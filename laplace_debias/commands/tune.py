@@ -9,7 +9,7 @@ from laplace_debias.commands.network import check_output, not_for, print_notes, 
 from laplace_debias.sources.settings import SourceSettings
 
 if TYPE_CHECKING:
-    from laplace_debias.laplace.tuning import Tuning
+    from laplace_debias.laplace.tuning.result import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Settings(SourceSettings):
 
 def run(settings: Settings) -> "Tuning":
     """Tune the prior precision of a saved posterior, and save it again."""
-    from laplace_debias.laplace import file
+    from laplace_debias.laplace.saving import file
     from laplace_debias.report.tables import print_table
     from laplace_debias.sources import load
     from laplace_debias.sources.shares import share

@@ -18,7 +18,7 @@ from laplace_debias.integrations.end_of_training import (
     copy_in_eval_mode,
 )
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.modes import check_mode
+from laplace_debias.laplace.fitting.modes import check_mode
 from laplace_debias.system.checks import imports_of_extra
 
 with imports_of_extra("lightning", "lightning"):

@@ -3,7 +3,7 @@
 import torch
 
 from laplace_debias.curvature.network.subnetwork import Subnetwork
-from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.posteriors.prior import Prior
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 
 _MOST_SHOWN_BLOCKS = 4

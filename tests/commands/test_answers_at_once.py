@@ -162,7 +162,7 @@ def test_help_of_a_report(capsys, monkeypatch):
 
 
 def test_help_of_tune_tells_the_grid_that_it_has(capsys, monkeypatch):
-    from laplace_debias.laplace import tune
+    from laplace_debias.laplace.tuning import tune
 
     text = " ".join(help_of("tune", capsys, monkeypatch).split())
     grid = tune.DEFAULT_GRID

@@ -9,7 +9,7 @@ from laplace_debias.curvature.fits import block_tensors, factor_sums
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.laplace.prepared import examine
+from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.state import Unfitted
 
 pytestmark = pytest.mark.usefixtures("batches_apart")

@@ -8,7 +8,7 @@ from scipy.stats import betabinom
 from torch import nn
 
 from laplace_debias import Conformal, Laplace, Mixture
-from laplace_debias.laplace.conformal import conformal_quantile, mass_above
+from laplace_debias.laplace.prediction.conformal import conformal_quantile, mass_above
 from laplace_debias.metrics import compare
 
 NUM_CALIBRATION, NUM_TEST = 200, 1000

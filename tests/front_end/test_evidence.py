@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.evidence import BOUNDS
+from laplace_debias.laplace.tuning.evidence import BOUNDS
 
 
 class Mixed(nn.Module):

@@ -9,7 +9,7 @@ from programs import answers_alone
 from torch import nn
 
 from laplace_debias import Categorical, Laplace
-from laplace_debias.laplace import export as exporting
+from laplace_debias.laplace.saving import export as exporting
 
 DELTA = 0.7
 NUM_DATA = 30

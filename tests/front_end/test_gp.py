@@ -352,7 +352,9 @@ def test_inputs_that_are_no_tensor_are_refused():
 def test_a_kernel_beyond_the_memory_is_refused_with_the_remedy(monkeypatch):
     model = network("classification")
     data = batches(*examples("classification"))
-    monkeypatch.setattr("laplace_debias.laplace.fit.available_memory", lambda device: 100_000)
+    monkeypatch.setattr(
+        "laplace_debias.laplace.fitting.fit.available_memory", lambda device: 100_000
+    )
     laplace(model, "classification", inducing=4).fit(data)
     with pytest.raises(ValueError, match=r"Nothing was fitted.*fewer inducing inputs"):
         laplace(model, "classification", inducing=20).fit(data)

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import data_pass, factor_sums
 from laplace_debias.curvature.fits.gram_factor import GramFactor
-from laplace_debias.laplace import fit as fits
-from laplace_debias.laplace import plan as plans
-from laplace_debias.laplace.plan import MemoryCounter
+from laplace_debias.laplace.fitting import fit as fits
+from laplace_debias.laplace.fitting import plan as plans
+from laplace_debias.laplace.fitting.plan import MemoryCounter
 from laplace_debias.laplace.state import Unfitted
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.prior import prior_mean_from
+from laplace_debias.laplace.posteriors.prior import prior_mean_from
 from laplace_debias.laplace.state import checked_temperature
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3

@@ -8,7 +8,7 @@ from torch import nn
 
 from laplace_debias import CrossFit, Full, Laplace, Split
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.laplace.schemes import Scheme
+from laplace_debias.laplace.fitting.schemes import Scheme
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call, jvp
 
 from laplace_debias import Laplace, Link, Mixture
-from laplace_debias.laplace.predictive import DEFAULT_SAMPLES
+from laplace_debias.laplace.prediction.predictive import DEFAULT_SAMPLES
 
 same = torch.testing.assert_close
 SAMPLED = ["glm", "glm-mc", "nn"]

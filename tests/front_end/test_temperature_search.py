@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
-from laplace_debias.laplace import links, predictive, tune
 from laplace_debias.laplace.functional.last_layer import recorded_inputs, squared_differences
-from laplace_debias.laplace.grid_metrics import evaluate_grid
-from laplace_debias.laplace.temperature_search import LastLayerBatch, TemperatureSearch
+from laplace_debias.laplace.prediction import links, predictive
+from laplace_debias.laplace.tuning import tune
+from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
+from laplace_debias.laplace.tuning.temperature_search import LastLayerBatch, TemperatureSearch
 
 
 def random_problem(seed, num_data=110, num_classes=None, **options):

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.laplace.grid_metrics import evaluate_grid
-from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, choose
+from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
+from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose
 
 # Alone: the search for the prior precision without links and temperatures.
 PLAIN = Link("probit")

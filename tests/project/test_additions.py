@@ -22,8 +22,8 @@ from laplace_debias.commands import COMMANDS
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.laplace.mode_names import MODES
-from laplace_debias.laplace.schemes import Scheme, Split
+from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.schemes import Scheme, Split
 from laplace_debias.metrics import METRICS, Metric, evaluation
 from laplace_debias.metrics.statistics import Mean
 from laplace_debias.report.page import write_page

@@ -36,7 +36,7 @@ from laplace_debias.curvature import (
 )
 from laplace_debias.curvature.fits import checkpoint, chunks, factors, gram_factor
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
-from laplace_debias.laplace.schemes import Full
+from laplace_debias.laplace.fitting.schemes import Full
 from laplace_debias.linalg import eigsh, trace
 
 SIZE = 37

@@ -34,7 +34,7 @@ from laplace_debias.laplace.functional.request import (
     check_covariance,
     unit_columns,
 )
-from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
 
 

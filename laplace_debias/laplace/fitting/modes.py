@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.network.batches import Batches, check_batches
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
-from laplace_debias.laplace.mode_names import MODES
-from laplace_debias.laplace.resuming import check_resumable
-from laplace_debias.laplace.schemes import Scheme
+from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.resuming import check_resumable
+from laplace_debias.laplace.fitting.schemes import Scheme
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.ranks import process_group
 

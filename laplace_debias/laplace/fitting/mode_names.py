@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Literal
 from laplace_debias.system.lazy import LazyRegistry
 
 if TYPE_CHECKING:
-    from laplace_debias.laplace.schemes import Scheme
+    from laplace_debias.laplace.fitting.schemes import Scheme
 
 MODES: LazyRegistry["Scheme"] = LazyRegistry(
-    "laplace_debias.laplace",
+    "laplace_debias.laplace.fitting",
     {
         "full": "schemes.WholeLoader",
         "mini": "schemes.Mini",

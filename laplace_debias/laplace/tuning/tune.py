@@ -19,21 +19,22 @@ from torch import Tensor
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import take
-from laplace_debias.laplace import evidence, predictive
-from laplace_debias.laplace.evaluation import check_held_out
 from laplace_debias.laplace.functional.last_layer import recorded_inputs
-from laplace_debias.laplace.grid_metrics import (
+from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.prediction import predictive
+from laplace_debias.laplace.prediction.evaluation import check_held_out
+from laplace_debias.laplace.prediction.links import Link, link_from
+from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.tuning import evidence
+from laplace_debias.laplace.tuning.grid_metrics import (
     MIN_EXAMPLES,
     TIE_IN_STANDARD_ERRORS,
     GridMetrics,
     evaluate_grid,
 )
-from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.output_noise import tune_output_noise
-from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.laplace.temperature_search import search_temperatures
-from laplace_debias.laplace.tuning import Comparison, Row, Tuning
+from laplace_debias.laplace.tuning.output_noise import tune_output_noise
+from laplace_debias.laplace.tuning.result import Comparison, Row, Tuning
+from laplace_debias.laplace.tuning.temperature_search import search_temperatures
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import process_group
 

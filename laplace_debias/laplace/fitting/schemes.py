@@ -16,8 +16,8 @@ from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sa
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.noise import estimate_noise
-from laplace_debias.laplace.prepared import PreparedFit
+from laplace_debias.laplace.fitting.noise import estimate_noise
+from laplace_debias.laplace.fitting.prepared import PreparedFit
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 

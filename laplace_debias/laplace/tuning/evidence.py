@@ -21,7 +21,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.laplace.tuning import LOG_EVIDENCE, Row, Tuning
+from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)

@@ -21,9 +21,9 @@ from laplace_debias.curvature.network.batches import Batches, Fold
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
-from laplace_debias.laplace.mode_names import MODES
-from laplace_debias.laplace.prepared import examine
-from laplace_debias.laplace.schemes import FOLDS
+from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.prepared import examine
+from laplace_debias.laplace.fitting.schemes import FOLDS
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.ranks import alone, process_group
 from laplace_debias.system.shown import aligned

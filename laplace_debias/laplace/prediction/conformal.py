@@ -13,15 +13,15 @@ from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.laplace.evaluation import (
+from laplace_debias.laplace.prediction.evaluation import (
     check_held_out,
     check_targets,
     concatenate_batches,
     probabilities_or_means,
     score,
 )
-from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.predictor import Predictor
+from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.metrics import Report
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import share_statistic

@@ -16,12 +16,12 @@ from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.curvature.structures import CurvatureStructure
-from laplace_debias.laplace.plan import available_memory, check_memory, least_bytes
-from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.prediction_cache import PredictionCache, snapshot_of_modules
-from laplace_debias.laplace.prepared import PreparedFit, examine
-from laplace_debias.laplace.resuming import check_resumable, fit_identity
-from laplace_debias.laplace.schemes import Scheme
+from laplace_debias.laplace.fitting.plan import available_memory, check_memory, least_bytes
+from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
+from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
+from laplace_debias.laplace.fitting.schemes import Scheme
+from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.prediction.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import Ranks, process_group

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.structures import CurvatureStructure
-from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.posteriors.gaussian_prior import GaussianPrior
+from laplace_debias.laplace.posteriors.prior import Prior
 from laplace_debias.laplace.state import FittedPosterior
 
 

@@ -18,21 +18,21 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.laplace.evaluation import concatenate_batches
 from laplace_debias.laplace.functional.last_layer import (
     LastLayerInputs,
     recorded_inputs,
     squared_differences,
 )
-from laplace_debias.laplace.grid_metrics import GridMetrics, ScoredTargets
-from laplace_debias.laplace.links import (
+from laplace_debias.laplace.prediction.evaluation import concatenate_batches
+from laplace_debias.laplace.prediction.links import (
     MOST_CLASSES,
     Link,
     pairwise_of_directions,
     required_moments,
 )
-from laplace_debias.laplace.predictive import tempered_predictives
+from laplace_debias.laplace.prediction.predictive import tempered_predictives
 from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.tuning.grid_metrics import GridMetrics, ScoredTargets
 
 # Outputs of the examples that are evaluated together.
 _ENTRIES = 2**14

@@ -14,9 +14,9 @@ from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import digest_of, digests
-from laplace_debias.laplace.file import likelihood_to_json
-from laplace_debias.laplace.prepared import PreparedFit
-from laplace_debias.laplace.schemes import Added, Scheme
+from laplace_debias.laplace.fitting.prepared import PreparedFit
+from laplace_debias.laplace.fitting.schemes import Added, Scheme
+from laplace_debias.laplace.saving.file import likelihood_to_json
 from laplace_debias.system.version import __version__
 
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

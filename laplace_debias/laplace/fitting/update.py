@@ -13,8 +13,8 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream, check_batches
 from laplace_debias.curvature.network.dataset_size import training_size
-from laplace_debias.laplace.fit import fit
-from laplace_debias.laplace.schemes import Added
+from laplace_debias.laplace.fitting.fit import fit
+from laplace_debias.laplace.fitting.schemes import Added
 from laplace_debias.laplace.state import FittedPosterior
 
 

@@ -23,14 +23,14 @@ from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.fit import build_posterior
-from laplace_debias.laplace.fit_report import FitReport
+from laplace_debias.laplace.fitting.fit import build_posterior
+from laplace_debias.laplace.fitting.fit_report import FitReport
+from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
+from laplace_debias.laplace.fitting.noise import estimate_noise
+from laplace_debias.laplace.fitting.prepared import PreparedFit
+from laplace_debias.laplace.fitting.schemes import Scheme
 from laplace_debias.laplace.functional.context import map_outputs, prediction_context
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.importance_sampler import ImportanceSampler
-from laplace_debias.laplace.noise import estimate_noise
-from laplace_debias.laplace.prepared import PreparedFit
-from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole

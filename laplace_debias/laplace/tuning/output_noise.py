@@ -10,12 +10,12 @@ from torch.distributions import MultivariateNormal
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.laplace.evaluation import (
+from laplace_debias.laplace.prediction.evaluation import (
     check_targets,
     concatenate_batches,
     probabilities_or_means,
 )
-from laplace_debias.laplace.predictive import predictives_by_links
+from laplace_debias.laplace.prediction.predictive import predictives_by_links
 from laplace_debias.laplace.state import FittedPosterior
 
 # The range of the noise of an output, relative to its root-mean-square residual.

@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.dataset_size import check_sampler
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
-from laplace_debias.laplace.intervals import interval_levels, single_targets
+from laplace_debias.laplace.prediction.intervals import interval_levels, single_targets
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import nll_statistic, rmse_statistic
 from laplace_debias.metrics.evaluation import separation

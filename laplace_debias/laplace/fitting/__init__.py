@@ -1,0 +1,1 @@
+"""Fit a posterior: schemes, plans, resuming and updates."""

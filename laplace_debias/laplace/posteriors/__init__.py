@@ -1,0 +1,1 @@
+"""Posteriors and priors over the parameters."""

@@ -1,0 +1,1 @@
+"""Predictions, their uncertainty and their evaluation."""

@@ -1,0 +1,1 @@
+"""Save, load, publish and export a posterior."""

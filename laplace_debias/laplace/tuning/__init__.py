@@ -1,0 +1,1 @@
+"""Choose the prior precision, the noise and the temperature."""
