@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from laplace_debias import Auto, Laplace
-from laplace_debias.laplace.fitting.auto import FORWARD_RATIO, NUM_ERRORS, jackknife
+from laplace_debias.laplace.fitting.auto import FORWARD_RATIO
 from laplace_debias.laplace.fitting.importance_sampler import inclusion_probabilities
+from laplace_debias.laplace.fitting.rounds import NUM_ERRORS, jackknife
 from laplace_debias.laplace.functional.linearised import moments
 
 SIZE = 3000

@@ -8,31 +8,23 @@ from time import perf_counter
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from torch.utils.data import SequentialSampler, Subset
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
-from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.curvature.network.fingerprints import fingerprint
-from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.fitting.fit import build_posterior
 from laplace_debias.laplace.fitting.fit_report import FitReport
 from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
 from laplace_debias.laplace.fitting.noise import estimate_noise
 from laplace_debias.laplace.fitting.prepared import PreparedFit
+from laplace_debias.laplace.fitting.rounds import CURVE, Round, errors_by_block, fit_round
 from laplace_debias.laplace.fitting.schemes import Scheme
-from laplace_debias.laplace.functional.context import map_outputs, prediction_context
-from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.shown import warn
@@ -42,39 +34,8 @@ FIRST_ROUND = 64
 FORWARD_RATIO = 8
 """How many examples are passed forward per example that is passed backward."""
 _MIN_EXAMPLES = 16
-# The number of outputs of each input whose standard deviations are compared, the largest ones.
-_NUM_OUTPUTS = 4
-# Prior precisions at which the error is estimated, in units of the fit's own.
-_CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # The reason to stop if the data end before all of it, or N examples, are in the fit.
 _END_OF_DATA = "the end of the data"
-# A prior precision times this leaves a block no variance.
-_FROZEN = 1e12
-NUM_ERRORS = 1.9
-"""The reported error is this many standard errors, so that the true error rarely exceeds it."""
-
-
-@dataclass(frozen=True)
-class _Round:
-    """A fit to the examples drawn by now, and its error.
-
-    Attributes:
-        fitted: The posterior.
-        totals: The totals of the examples that were read.
-        replicates: The curvatures without each fold.
-        spread: The relative standard error of the mean curvature in the outputs.
-        curve: The error at each prior precision of the curve.
-    """
-
-    fitted: FittedPosterior
-    totals: DataTotals
-    replicates: list[BlockDiagonal]
-    spread: float
-    curve: list[float]
-
-    @property
-    def error(self) -> float:
-        return max(self.curve)
 
 
 @dataclass(frozen=True)
@@ -192,7 +153,7 @@ class Auto(Scheme):
                 '`mode="full"`.'
             )
         (data,) = prepared.streams
-        last_round: _Round | None
+        last_round: Round | None
         if self.after is None:
             sampler = ImportanceSampler(context, data.in_step(), self.forward_ratio)
             last_round = None
@@ -215,7 +176,7 @@ class Auto(Scheme):
                     stop_reason = "data"
                     break
                 sampler = advanced
-                last_round = _fit_round(sampler, prepared)
+                last_round = fit_round(sampler, prepared)
                 rounds.append((sampler.num_drawn, last_round.error))
                 stop_reason = self._reason_to_stop(sampler, last_round, round_started, clock())
             if stop_reason == "data":
@@ -241,7 +202,7 @@ class Auto(Scheme):
             _warn_of_error(report, self.tolerance)
         return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
 
-    def _target(self, num_drawn: int, last_round: _Round | None) -> int:
+    def _target(self, num_drawn: int, last_round: Round | None) -> int:
         """Return how many examples shall be drawn in all when the next round ends."""
         target = FIRST_ROUND
         if last_round is not None:
@@ -253,7 +214,7 @@ class Auto(Scheme):
         return target
 
     def _reason_to_stop(
-        self, sampler: ImportanceSampler, last_round: _Round, started: float, ended: float
+        self, sampler: ImportanceSampler, last_round: Round, started: float, ended: float
     ) -> str:
         """Return what ends the fit after a round; an empty string if nothing does."""
         if last_round.error <= self.tolerance:
@@ -287,7 +248,7 @@ def _seconds_since(start: float, ranks: Ranks) -> float:
 
 
 def _report(
-    last_round: _Round,
+    last_round: Round,
     sampler: ImportanceSampler,
     rounds: Sequence[tuple[int, float]],
     stop_reason: str,
@@ -295,20 +256,14 @@ def _report(
 ) -> FitReport:
     """Report on the last round, with the contribution of each block to its error."""
     fitted = last_round.fitted
-    deltas = fitted.posterior.deltas()
-    is_own_block = torch.eye(len(deltas), device=deltas.device).bool()
-    # One block at a time, with the others frozen.
-    deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
-    variances = _variances(fitted, fitted.posterior.curvature, sampler.probes, deltas[None])
-    _, chance = _variances_with_errors(last_round, sampler.probes, deltas_by_block)
-    errors = (chance / (2 * variances)).nan_to_num(0.0).square().mean((1, 2)).sqrt().tolist()
+    errors = errors_by_block(last_round, sampler.probes)
     return FitReport(
         num_examples=rounds[-1][0],
         num_read=last_round.totals.num_examples,
         seconds=seconds,
         ended_by=stop_reason,
         rounds=tuple(rounds),
-        curve=dict(zip(_CURVE, last_round.curve, strict=True)),
+        curve=dict(zip(CURVE, last_round.curve, strict=True)),
         error_by_block=dict(zip(fitted.parameters.block_names, errors, strict=True)),
         continuation=None if stop_reason == "tolerance" else (sampler, last_round),
     )
@@ -354,28 +309,6 @@ def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
         )
 
 
-def _fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> _Round:
-    """Fit the posterior to what was read, and estimate its error."""
-    curvatures = sampler.curvatures
-    mean_curvature = float(curvatures.mean())
-    factors = [fold.factors(mean_curvature) for fold in sampler.folds]
-    totals = [fold.totals for fold in sampler.folds]
-    crossfit, in_fold, *replicates = crossfit_with_replicates(sampler.context, totals, factors)
-    fitted = build_posterior(prepared, CurvatureFit(crossfit, sampler.totals))
-    deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(_CURVE)[:, None]
-    # The folds share one mean curvature, so its error is estimated from all that was read.
-    spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
-    last_round = _Round(fitted, sampler.totals, replicates, spread=spread, curve=[])
-    variances, chance = _variances_with_errors(last_round, sampler.probes, deltas)
-    in_fold_variances = _variances(fitted, in_fold, sampler.probes, deltas)
-    # Magnitudes from held-out folds have an error, too, though far less than those in fold.
-    bias = (in_fold_variances / variances).log() / 8
-    relative = torch.hypot(chance / (2 * variances), bias).nan_to_num(0.0)
-    errors = relative.square().mean((1, 2)).sqrt().tolist()
-    # All processes decide by the same numbers, to the last bit.
-    return replace(last_round, curve=sampler.context.ranks.from_rank(errors, 0))
-
-
 def _fit_all(prepared: PreparedFit, data: Stream) -> CurvatureFit:
     """Fit to all the data."""
     if isinstance(data.source, Iterator):
@@ -391,7 +324,7 @@ def _report_on_all(
     prepared: PreparedFit,
     curvature_fit: CurvatureFit,
     sampler: ImportanceSampler,
-    last_round: _Round | None,
+    last_round: Round | None,
     rounds: Sequence[tuple[int, float]],
     seconds: float,
 ) -> FitReport:
@@ -420,39 +353,6 @@ def _report_on_all(
         seconds=seconds,
         ended_by="data" if is_complete else _END_OF_DATA,
         rounds=(*rounds, (num_read, error)),
-        curve=dict.fromkeys(_CURVE, error),
+        curve=dict.fromkeys(CURVE, error),
         error_by_block=dict.fromkeys(prepared.parameters.block_names, error),
     )
-
-
-def _variances_with_errors(
-    last_round: _Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
-) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
-    """Compute variances of the outputs, and `NUM_ERRORS` of their standard errors."""
-    fitted = last_round.fitted
-    scale = 1 + last_round.spread
-    curvature = fitted.posterior.curvature
-    variances = _variances(fitted, curvature, x, deltas)
-    from_mean_curvature = _variances(fitted, curvature, x, deltas / scale) / scale - variances
-    replicates = [_variances(fitted, replicate, x, deltas) for replicate in last_round.replicates]
-    from_folds = jackknife(torch.stack(replicates))
-    return variances, NUM_ERRORS * torch.hypot(from_mean_curvature, from_folds)
-
-
-def _variances(
-    fitted: FittedPosterior,
-    curvature: BlockDiagonal,
-    x: Inputs,
-    deltas: Float[Tensor, "grid blocks"],
-) -> Float[Tensor, "grid inputs outputs"]:
-    """Compute variances of the largest outputs with another curvature and other priors."""
-    fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
-    with prediction_context(fitted, take(x, slice(0, 1))) as context:
-        size = map_outputs(context.network, context.x).numel()
-    _, variances = moments(fitted, x, deltas, diagonal=True, outputs=min(_NUM_OUTPUTS, size))
-    return variances.double()
-
-
-def jackknife(replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:
-    """Compute the standard error of values from their replicates without each fold."""
-    return (replicates.var(0, correction=0) * (len(replicates) - 1)).sqrt()
