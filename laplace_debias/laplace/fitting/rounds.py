@@ -1,0 +1,119 @@
+"""A round of an automatic fit: the posterior by now, and an estimate of its error."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import CurvatureFit
+from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.laplace.fitting.fit import build_posterior
+from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
+from laplace_debias.laplace.fitting.prepared import PreparedFit
+from laplace_debias.laplace.functional.context import map_outputs, prediction_context
+from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.operators import BlockDiagonal
+
+CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
+"""Prior precisions at which the error is estimated, in units of the fit's own."""
+NUM_ERRORS = 1.9
+"""The reported error is this many standard errors, so that the true error rarely exceeds it."""
+# The number of outputs of each input whose standard deviations are compared, the largest ones.
+_NUM_OUTPUTS = 4
+# A prior precision times this leaves a block no variance.
+_FROZEN = 1e12
+
+
+@dataclass(frozen=True)
+class Round:
+    """A fit to the examples drawn by now, and its error.
+
+    Attributes:
+        fitted: The posterior.
+        totals: The totals of the examples that were read.
+        replicates: The curvatures without each fold.
+        spread: The relative standard error of the mean curvature in the outputs.
+        curve: The error at each prior precision of the curve.
+    """
+
+    fitted: FittedPosterior
+    totals: DataTotals
+    replicates: list[BlockDiagonal]
+    spread: float
+    curve: list[float]
+
+    @property
+    def error(self) -> float:
+        """The largest error of the curve, by which the fit decides."""
+        return max(self.curve)
+
+
+def fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> Round:
+    """Fit the posterior to what was read, and estimate its error."""
+    curvatures = sampler.curvatures
+    mean_curvature = float(curvatures.mean())
+    factors = [fold.factors(mean_curvature) for fold in sampler.folds]
+    totals = [fold.totals for fold in sampler.folds]
+    crossfit, in_fold, *replicates = crossfit_with_replicates(sampler.context, totals, factors)
+    fitted = build_posterior(prepared, CurvatureFit(crossfit, sampler.totals))
+    deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(CURVE)[:, None]
+    # The folds share one mean curvature, so its error is estimated from all that was read.
+    spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
+    last_round = Round(fitted, sampler.totals, replicates, spread=spread, curve=[])
+    variances, chance = _variances_with_errors(last_round, sampler.probes, deltas)
+    in_fold_variances = _variances(fitted, in_fold, sampler.probes, deltas)
+    # Magnitudes from held-out folds have an error, too, though far less than those in fold.
+    bias = (in_fold_variances / variances).log() / 8
+    relative = torch.hypot(chance / (2 * variances), bias).nan_to_num(0.0)
+    errors = relative.square().mean((1, 2)).sqrt().tolist()
+    # All processes decide by the same numbers, to the last bit.
+    return replace(last_round, curve=sampler.context.ranks.from_rank(errors, 0))
+
+
+def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
+    """Compute the contribution of each block to the error of a round, in the outputs for x."""
+    fitted = last_round.fitted
+    deltas = fitted.posterior.deltas()
+    is_own_block = torch.eye(len(deltas), device=deltas.device).bool()
+    # One block at a time, with the others frozen.
+    deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
+    variances = _variances(fitted, fitted.posterior.curvature, x, deltas[None])
+    _, chance = _variances_with_errors(last_round, x, deltas_by_block)
+    return (chance / (2 * variances)).nan_to_num(0.0).square().mean((1, 2)).sqrt().tolist()
+
+
+def _variances_with_errors(
+    last_round: Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
+) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
+    """Compute variances of the outputs, and `NUM_ERRORS` of their standard errors."""
+    fitted = last_round.fitted
+    scale = 1 + last_round.spread
+    curvature = fitted.posterior.curvature
+    variances = _variances(fitted, curvature, x, deltas)
+    from_mean_curvature = _variances(fitted, curvature, x, deltas / scale) / scale - variances
+    replicates = [_variances(fitted, replicate, x, deltas) for replicate in last_round.replicates]
+    from_folds = jackknife(torch.stack(replicates))
+    return variances, NUM_ERRORS * torch.hypot(from_mean_curvature, from_folds)
+
+
+def _variances(
+    fitted: FittedPosterior,
+    curvature: BlockDiagonal,
+    x: Inputs,
+    deltas: Float[Tensor, "grid blocks"],
+) -> Float[Tensor, "grid inputs outputs"]:
+    """Compute variances of the largest outputs with another curvature and other priors."""
+    fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
+    with prediction_context(fitted, take(x, slice(0, 1))) as context:
+        size = map_outputs(context.network, context.x).numel()
+    _, variances = moments(fitted, x, deltas, diagonal=True, outputs=min(_NUM_OUTPUTS, size))
+    return variances.double()
+
+
+def jackknife(replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:
+    """Compute the standard error of values from their replicates without each fold."""
+    return (replicates.var(0, correction=0) * (len(replicates) - 1)).sqrt()
