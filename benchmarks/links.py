@@ -25,9 +25,9 @@ from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.likelihoods.base import probit
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.prediction import links
-from laplace_debias.laplace.prediction.links import FORMULAS, Formula, Link
+from laplace_debias.laplace.links import FORMULAS, Formula, Link
 from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
 from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose, links_to_try
 from laplace_debias.metrics import auroc

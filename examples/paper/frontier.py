@@ -17,7 +17,7 @@ from examples.paper.common import FULL, Batch, Row, Trained, distances, load, wr
 from examples.paper.common import Settings as Shared
 from examples.paper.plots import add_legend, method_colours, new_panels
 from laplace_debias import Auto, Laplace
-from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.links import Link
 from laplace_debias.report.style import OKABE_ITO, style_axes
 from laplace_debias.report.tables import write_csv
 

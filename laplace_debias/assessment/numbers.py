@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.laplace.prediction import links
+from laplace_debias.laplace import links
 from laplace_debias.laplace.prediction.decomposition import uncertainty_of_draws
 from laplace_debias.laplace.prediction.intervals import (
     interval_ends,

@@ -23,8 +23,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
-from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.prediction import links
+from laplace_debias.laplace import Laplace, links
 from laplace_debias.laplace.prediction.decomposition import scores_of_moments, uncertainty_of_draws
 from laplace_debias.laplace.prediction.predictive import mean_logits
 from laplace_debias.metrics.ood import label_entropy

@@ -15,7 +15,7 @@ from torch.distributions import Bernoulli
 
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.posteriors.prior import PriorPrecision
+from laplace_debias.laplace.state.prior import PriorPrecision
 from laplace_debias.system.checks import imports_of_extra, whole
 
 with imports_of_extra("sklearn", "sklearn"):

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from laplace_debias.laplace.fitting.auto import Auto
     from laplace_debias.laplace.fitting.plan import Plan
     from laplace_debias.laplace.fitting.schemes import CrossFit, Full, Split
+    from laplace_debias.laplace.gaussian_prior import GaussianPrior
     from laplace_debias.laplace.laplace import Laplace
-    from laplace_debias.laplace.posteriors.gaussian_prior import GaussianPrior
-    from laplace_debias.laplace.posteriors.posterior_prior import posterior_as_prior
+    from laplace_debias.laplace.links import Link
+    from laplace_debias.laplace.mixture import Mixture
+    from laplace_debias.laplace.posterior_prior import posterior_as_prior
     from laplace_debias.laplace.prediction.conformal import Conformal
-    from laplace_debias.laplace.prediction.links import Link
-    from laplace_debias.laplace.prediction.mixture import Mixture
 
 __all__ = [
     "Auto",
@@ -34,12 +34,12 @@ __getattr__ = attributes_from(
     {
         "laplace_debias.laplace.fitting.auto": ("Auto",),
         "laplace_debias.laplace.prediction.conformal": ("Conformal",),
-        "laplace_debias.laplace.posteriors.gaussian_prior": ("GaussianPrior",),
+        "laplace_debias.laplace.gaussian_prior": ("GaussianPrior",),
         "laplace_debias.laplace.laplace": ("Laplace",),
-        "laplace_debias.laplace.prediction.links": ("Link",),
-        "laplace_debias.laplace.prediction.mixture": ("Mixture",),
+        "laplace_debias.laplace.links": ("Link",),
+        "laplace_debias.laplace.mixture": ("Mixture",),
         "laplace_debias.laplace.fitting.plan": ("Plan",),
-        "laplace_debias.laplace.posteriors.posterior_prior": ("posterior_as_prior",),
+        "laplace_debias.laplace.posterior_prior": ("posterior_as_prior",),
         "laplace_debias.laplace.fitting.schemes": ("CrossFit", "Full", "Split"),
     },
 )

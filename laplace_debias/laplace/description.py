@@ -3,8 +3,8 @@
 import torch
 
 from laplace_debias.curvature.network.subnetwork import Subnetwork
-from laplace_debias.laplace.posteriors.prior import Prior
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.prior import Prior
 
 _MOST_SHOWN_BLOCKS = 4
 

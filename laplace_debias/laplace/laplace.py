@@ -22,10 +22,8 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.structures import curvature_structure
-from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.description import describe
 from laplace_debias.laplace.fitting.fit import fit
-from laplace_debias.laplace.fitting.fit_report import FitReport
 from laplace_debias.laplace.fitting.modes import check_mode, scheme_of_mode
 from laplace_debias.laplace.fitting.plan import Plan, plan_fit
 from laplace_debias.laplace.fitting.schemes import CrossFit, Full, Scheme, Split
@@ -34,37 +32,39 @@ from laplace_debias.laplace.functional.context import OutputChoice
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.laplace_torch_names import (
-    CURVATURES,
-    EQUIVALENTS,
-    explain_laplace_torch_name,
-    explains_laplace_torch_arguments,
-)
-from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.posteriors.gaussian_prior import GaussianPrior
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.posteriors.prior import (
-    PriorMean,
-    PriorPrecision,
-    prior_mean_from,
-    prior_precision_from,
-)
-from laplace_debias.laplace.posteriors.thinning import Thinning, thin_posterior
-from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.laplace.saving import file, pretrained
 from laplace_debias.laplace.saving.export import export
-from laplace_debias.laplace.state import (
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.fit_report import FitReport
+from laplace_debias.laplace.state.fitted import (
     FittedPosterior,
     Unfitted,
     checked_link,
     checked_temperature,
     initial_state,
 )
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+from laplace_debias.laplace.state.prior import (
+    PriorMean,
+    PriorPrecision,
+    prior_mean_from,
+    prior_precision_from,
+)
+from laplace_debias.laplace.thinning import Thinning, thin_posterior
 from laplace_debias.laplace.tuning import evidence, tune
 from laplace_debias.laplace.tuning.result import Tuning
+from laplace_debias.laplace.wrong_names import (
+    CURVATURES,
+    EQUIVALENTS,
+    explain_laplace_torch_name,
+    explains_laplace_torch_arguments,
+)
 from laplace_debias.metrics import Report
 from laplace_debias.system.checks import check_extra, check_is, whole
 from laplace_debias.system.ranks import collective, process_group, refuse_ranks

@@ -21,11 +21,11 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Full, Laplace
-from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.fitting.fit import fit
-from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.posteriors.prior import check_prior_precision
-from laplace_debias.laplace.state import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.fitted import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.prior import check_prior_precision
 from laplace_debias.laplace.tuning.evidence import PER, nll_with_noise, rescaled
 from laplace_debias.laplace.tuning.result import Row
 from laplace_debias.system.checks import check_generator, check_is, real, whole

@@ -26,14 +26,14 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.fitting.fit import build_posterior
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import likelihood_identity
-from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.posteriors.prior import PriorPrecision
-from laplace_debias.laplace.state import initial_state
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.fitted import initial_state
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.prior import PriorPrecision
 from laplace_debias.system.checks import check_generator, real, whole
 from laplace_debias.system.ranks import alone
 from laplace_debias.training.eval_copy import eval_copy

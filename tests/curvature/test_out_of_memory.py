@@ -10,7 +10,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.laplace.fitting.prepared import examine
-from laplace_debias.laplace.state import Unfitted
+from laplace_debias.laplace.state.fitted import Unfitted
 
 pytestmark = pytest.mark.usefixtures("batches_apart")
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from laplace_debias import Laplace
 from laplace_debias.curvature.network import fingerprints as watch
 from laplace_debias.curvature.network.fingerprints import ChangeDetector, fingerprint
-from laplace_debias.laplace.prediction import prediction_cache
+from laplace_debias.laplace.state import prediction_cache
 
 LARGE = 100
 

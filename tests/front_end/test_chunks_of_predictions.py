@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, Gaussian
-from laplace_debias.laplace.prediction.links import FORMULAS, Link, required_moments
+from laplace_debias.laplace.links import FORMULAS, Link, required_moments
 
 VOCABULARY = 7
 

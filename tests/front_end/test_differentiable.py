@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from laplace_debias import Laplace, Mixture
-from laplace_debias.laplace.prediction.links import normal_points
+from laplace_debias.laplace.links import normal_points
 
 
 def fitted(likelihood="classification", **options):

@@ -10,9 +10,9 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import dense as whole
-from laplace_debias.laplace.posteriors import posterior
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.posteriors.prior import Prior
+from laplace_debias.laplace.state import posterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+from laplace_debias.laplace.state.prior import Prior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LowRankPlusDiagonal
 
 CURVATURES = ["kfac", "ekfac", "diag", "lowrank", "full"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace import model_spec
+from laplace_debias.laplace.state import model_spec
 
 
 class Scaled(nn.Module):

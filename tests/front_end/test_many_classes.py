@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_debias import Laplace, Link, Mixture
+from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.prediction import links
-from laplace_debias.laplace.prediction.links import pairwise, tempered_pairwise, tempered_probit
+from laplace_debias.laplace.links import pairwise, tempered_pairwise, tempered_probit
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.tuning import tune
 

@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.gram_factor import GramFactor
 from laplace_debias.laplace.fitting import fit as fits
 from laplace_debias.laplace.fitting import plan as plans
 from laplace_debias.laplace.fitting.plan import MemoryCounter
-from laplace_debias.laplace.state import Unfitted
+from laplace_debias.laplace.state.fitted import Unfitted
 
 
 class Tokens(nn.Module):

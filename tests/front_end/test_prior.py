@@ -9,8 +9,8 @@ from safetensors import safe_open
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.posteriors.prior import prior_mean_from
-from laplace_debias.laplace.state import checked_temperature
+from laplace_debias.laplace.state.fitted import checked_temperature
+from laplace_debias.laplace.state.prior import prior_mean_from
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_debias import Laplace, OneArgument, curvature, linalg, metrics, operators
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 
 ONES = torch.ones(40, dtype=torch.float64)
 N, LABELS = 24, torch.arange(24) % 3

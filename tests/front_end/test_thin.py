@@ -14,8 +14,8 @@ from torch import nn
 
 from laplace_debias import Gaussian, Laplace
 from laplace_debias.curvature.fits import gram_factor
+from laplace_debias.laplace import thinning
 from laplace_debias.laplace.functional import linearised
-from laplace_debias.laplace.posteriors import thinning
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.operators.exact import exact_trace
 from laplace_debias.operators.structures.eigen_kronecker import is_thin

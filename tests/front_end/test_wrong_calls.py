@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 from laplace_debias import Laplace, Mixture
 from laplace_debias.curvature import KFAC, Fisher
 from laplace_debias.laplace.fitting.schemes import Split
-from laplace_debias.laplace.laplace_torch_names import EQUIVALENTS
-from laplace_debias.laplace.settable import SETTABLE
+from laplace_debias.laplace.wrong_names import EQUIVALENTS, SETTABLE
 from laplace_debias.linalg import cg, inverse, trace
 from laplace_debias.operators import Dense, Diagonal
 

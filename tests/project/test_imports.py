@@ -32,7 +32,19 @@ LAYERS = (
         "runs": "the records of a run: their schema, and the folder that holds them",
         "training": "curvature and hyper-parameters while a network is trained",
     },
-    {"laplace": "posteriors: fit, predict, tune, evaluate, save"},
+    {"laplace": "the class Laplace, mixtures of posteriors, posteriors as priors"},
+    {
+        "laplace.fitting": "fitting schemes, plans, resuming, updates",
+        "laplace.tuning": "prior precision, noise and temperature, by data or evidence",
+    },
+    {"laplace.saving": "files, published posteriors, exported programs"},
+    {"laplace.prediction": "predictive distributions, their uncertainty and evaluation"},
+    {"laplace.functional": "moments and samples of the linearised network's outputs"},
+    {"laplace.state": "what a fit consists of: model, parameters, prior, posterior"},
+    {
+        "laplace.links": "from Gaussian logits to probabilities",
+        "laplace.wrong_names": "messages for misspelt attributes, and for laplace-torch's names",
+    },
     {
         "quadratic": "quadratic models of a loss",
         "optim": "Hessian-free optimisation",
@@ -214,7 +226,7 @@ def test_what_the_table_says(package, other, is_allowed):
         (PACKAGE, PACKAGE),
         (f"{PACKAGE}.cli", "commands"),
         (f"{PACKAGE}.curvature", "curvature.operators"),
-        (f"{PACKAGE}.laplace.functional.blocks", "laplace"),
+        (f"{PACKAGE}.laplace.functional.blocks", "laplace.functional"),
         (f"{PACKAGE}.curvature.nowhere", None),
     ],
 )

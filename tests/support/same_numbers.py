@@ -25,7 +25,7 @@ from laplace_debias.curvature import (
     Hessian,
     Jacobian,
 )
-from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.links import Link
 from laplace_debias.linalg import (
     cg,
     debiased_cg,

@@ -14,13 +14,13 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.subnetwork import Subnetwork
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace as Posterior
-from laplace_debias.laplace.posteriors.gaussian_prior import GaussianPrior
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.posteriors.prior import prior_precision_from
-from laplace_debias.laplace.prediction.links import BRIDGES, Link
+from laplace_debias.laplace.links import BRIDGES, Link
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.laplace.tuning import evidence
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator, Permuted

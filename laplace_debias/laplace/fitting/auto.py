@@ -18,13 +18,13 @@ from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.fitting.fit_report import FitReport
 from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
 from laplace_debias.laplace.fitting.noise import estimate_noise
 from laplace_debias.laplace.fitting.prepared import PreparedFit
 from laplace_debias.laplace.fitting.rounds import CURVE, Round, errors_by_block, fit_round
 from laplace_debias.laplace.fitting.schemes import Scheme
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fit_report import FitReport
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.shown import warn

@@ -20,9 +20,9 @@ from laplace_debias.laplace.fitting.plan import available_memory, check_memory, 
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.fitting.schemes import Scheme
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.prediction.prediction_cache import PredictionCache, snapshot_of_modules
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import Ranks, process_group
 

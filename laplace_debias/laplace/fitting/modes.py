@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.dataset_size import TrainingSize, training
 from laplace_debias.laplace.fitting.mode_names import MODES
 from laplace_debias.laplace.fitting.resuming import check_resumable
 from laplace_debias.laplace.fitting.schemes import Scheme
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 from laplace_debias.system.ranks import process_group
 
 

@@ -24,7 +24,7 @@ from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRow
 from laplace_debias.laplace.fitting.mode_names import MODES
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.fitting.schemes import FOLDS
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 from laplace_debias.system.ranks import alone, process_group
 from laplace_debias.system.shown import aligned
 

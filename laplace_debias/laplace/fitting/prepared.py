@@ -23,9 +23,9 @@ from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.curvature.network.validation import validate_model
-from laplace_debias.laplace.curvature_config import CurvatureConfig
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import warn
 

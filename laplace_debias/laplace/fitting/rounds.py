@@ -15,7 +15,7 @@ from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
 from laplace_debias.laplace.fitting.prepared import PreparedFit
 from laplace_debias.laplace.functional.context import map_outputs, prediction_context
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import BlockDiagonal
 
 CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)

@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.batches import Batches, Stream, check_batc
 from laplace_debias.curvature.network.dataset_size import training_size
 from laplace_debias.laplace.fitting.fit import fit
 from laplace_debias.laplace.fitting.schemes import Added
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 
 
 @dataclass(frozen=True)

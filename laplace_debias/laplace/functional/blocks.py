@@ -18,7 +18,7 @@ from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.laplace.functional.last_layer import LastLayer
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 
 # From this number of prior precisions on, products of pairs of outputs are formed once for all.

@@ -18,8 +18,8 @@ from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
 from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.functional.request import output_indices
-from laplace_debias.laplace.prediction.prediction_cache import PreparedModel
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.prediction_cache import PreparedModel
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import collective, process_group
 

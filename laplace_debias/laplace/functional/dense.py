@@ -12,7 +12,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.structures.base import CurvatureBlock
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # Rows of U that are converted to double precision at a time.

@@ -15,8 +15,8 @@ from laplace_debias.curvature.network.inputs import (
 )
 from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.system.memory import is_out_of_memory
 
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.laplace.posteriors.posterior import standard_normal
+from laplace_debias.laplace.state.posterior import standard_normal
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from laplace_debias.laplace.functional.request import (
     check_covariance,
     unit_columns,
 )
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 
 
 def joint_moments(

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 

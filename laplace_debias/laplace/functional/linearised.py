@@ -34,8 +34,8 @@ from laplace_debias.laplace.functional.request import (
     check_covariance,
     unit_columns,
 )
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 
 
 def moments(

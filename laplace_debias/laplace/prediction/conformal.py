@@ -13,6 +13,7 @@ from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (
     check_held_out,
     check_targets,
@@ -20,7 +21,6 @@ from laplace_debias.laplace.prediction.evaluation import (
     probabilities_or_means,
     score,
 )
-from laplace_debias.laplace.prediction.links import Link
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.metrics import Report
 from laplace_debias.metrics.checks import check_level

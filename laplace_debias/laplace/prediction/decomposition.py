@@ -16,8 +16,8 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.factored_covariance import FactoredOutputs
-from laplace_debias.laplace.prediction import links
 from laplace_debias.laplace.prediction.predictive import (
     LinkedFit,
     PredictionMethod,

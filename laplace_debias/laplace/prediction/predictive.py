@@ -21,6 +21,7 @@ from torch.distributions import (
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, take, tensors_of
+from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import last_layer, linearised
 from laplace_debias.laplace.functional.context import (
     PredictionContext,
@@ -30,10 +31,9 @@ from laplace_debias.laplace.functional.context import (
 from laplace_debias.laplace.functional.factored_covariance import FactoredOutputs
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
-from laplace_debias.laplace.posteriors.posterior import standard_normal
-from laplace_debias.laplace.prediction import links
-from laplace_debias.laplace.prediction.links import Link, tempered
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.links import Link, tempered
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import standard_normal
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import check_generator, whole
 

@@ -13,17 +13,16 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
-from laplace_debias.laplace.laplace_torch_names import explains_laplace_torch_arguments
+from laplace_debias.laplace.links import Link, link_from, predictive
 from laplace_debias.laplace.prediction.decomposition import uncertainty
 from laplace_debias.laplace.prediction.evaluation import (
     RepeatedExamples,
     check_held_out,
     evaluate_predictions,
 )
-from laplace_debias.laplace.prediction.links import Link, link_from, predictive
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, equal_mixture
-from laplace_debias.laplace.settable import check_settable
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.wrong_names import check_settable, explains_laplace_torch_arguments
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.ranks import collective, process_group

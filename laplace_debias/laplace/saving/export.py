@@ -29,7 +29,7 @@ from laplace_debias.curvature.network.inputs import (
     tensors_of,
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.prediction.links import Link, link_from, required_moments
+from laplace_debias.laplace.links import Link, link_from, required_moments
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.saving.onnx_program import (
     Answers,
@@ -38,7 +38,7 @@ from laplace_debias.laplace.saving.onnx_program import (
     onnx_answers,
     onnx_model,
 )
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.system.files import check_target, written_atomically
 from laplace_debias.system.memory import is_out_of_memory

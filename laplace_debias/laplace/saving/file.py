@@ -18,12 +18,12 @@ from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
 from laplace_debias.curvature.structures.base import CurvatureBlock
-from laplace_debias.laplace.curvature_config import CurvatureConfig
-from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.posteriors.prior import Prior
-from laplace_debias.laplace.prediction.links import Link
-from laplace_debias.laplace.state import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.fitted import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+from laplace_debias.laplace.state.prior import Prior
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
 from laplace_debias.system.ranks import process_group

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")

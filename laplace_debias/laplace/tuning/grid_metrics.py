@@ -13,13 +13,13 @@ from torch.nn.functional import one_hot
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (
     check_targets,
     classified,
     concatenate_batches,
     probabilities_or_means,
 )
-from laplace_debias.laplace.prediction.links import Link
 from laplace_debias.metrics.checks import check_classification
 
 MIN_EXAMPLES = 100

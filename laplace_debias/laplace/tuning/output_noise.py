@@ -16,7 +16,7 @@ from laplace_debias.laplace.prediction.evaluation import (
     probabilities_or_means,
 )
 from laplace_debias.laplace.prediction.predictive import predictives_by_links
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 
 # The range of the noise of an output, relative to its root-mean-square residual.
 _RANGE = (1e-3, 1e3)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.links import Link
 from laplace_debias.system.shown import aligned, html_table
 
 Row = dict[str, Any]

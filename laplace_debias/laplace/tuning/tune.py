@@ -20,11 +20,11 @@ from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace.functional.last_layer import recorded_inputs
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
+from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.prediction import predictive
 from laplace_debias.laplace.prediction.evaluation import check_held_out
-from laplace_debias.laplace.prediction.links import Link, link_from
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.tuning import evidence
 from laplace_debias.laplace.tuning.grid_metrics import (
     MIN_EXAMPLES,

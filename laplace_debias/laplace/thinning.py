@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.saving.file import tensors_of
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.linalg.results import half_width
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
 from laplace_debias.system.checks import real

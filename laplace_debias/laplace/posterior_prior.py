@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.posteriors.gaussian_prior import GaussianPrior
-from laplace_debias.laplace.posteriors.prior import Prior
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.prior import Prior
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,11 @@ from typing import Any
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.laplace import Laplace
-from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.laplace.saving.file import likelihood_to_json
-from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 
 
 class Mixture(Predictor):

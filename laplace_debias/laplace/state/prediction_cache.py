@@ -20,10 +20,10 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.shared_copy import are_constant, refuse_calls
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
-from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.prediction.links import Link
+from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 
 # Copies that are kept for predictions of several threads.
 _MOST_IDLE = 4

@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.selection import (
 )
 from laplace_debias.curvature.network.shared_copy import refuse_calls
 from laplace_debias.curvature.network.unwrapping import unwrapped
-from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.operators import ParameterLayout
 from laplace_debias.system.shown import warn
 

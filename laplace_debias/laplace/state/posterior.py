@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.structures.base import CurvatureBlock
-from laplace_debias.laplace.posteriors.prior import Prior, check_prior_precision
+from laplace_debias.laplace.state.prior import Prior, check_prior_precision
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,

@@ -18,14 +18,14 @@ from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.unwrapping import plain_names, without_outer_wrappers
 from laplace_debias.curvature.network.validation import check_no_autocast
-from laplace_debias.laplace.curvature_config import CurvatureConfig
-from laplace_debias.laplace.fitting.fit_report import FitReport
-from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.posteriors.posterior import GaussianPosterior
-from laplace_debias.laplace.posteriors.prior import Prior, check_prior_precision
-from laplace_debias.laplace.prediction.links import Link, link_from
-from laplace_debias.laplace.prediction.prediction_cache import PredictionCache
+from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.state.curvature_config import CurvatureConfig
+from laplace_debias.laplace.state.fit_report import FitReport
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+from laplace_debias.laplace.state.prediction_cache import PredictionCache
+from laplace_debias.laplace.state.prior import Prior, check_prior_precision
 from laplace_debias.system.checks import real
 
 

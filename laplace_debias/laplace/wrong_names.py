@@ -1,5 +1,6 @@
-"""The names of laplace-torch and their replacements here, for error messages."""
+"""Messages for wrong names: misspelt attributes, and the names of laplace-torch."""
 
+import difflib
 import inspect
 from collections.abc import Callable
 from functools import wraps
@@ -38,7 +39,9 @@ EQUIVALENTS = {
     "subnetwork_indices": "params=, names or a predicate (name, parameter) -> bool",
     "subset_of_weights": 'params="all" (the default), "last_layer", names or a predicate',
 }
-"""Arguments, methods and attributes."""
+"""Arguments, methods and attributes of laplace-torch, and what replaces each of them here."""
+SETTABLE = ("prior_precision", "prior_mean", "temperature", "link", "sigma")
+"""The attributes of `Laplace` that can be set without a new fit."""
 CURVATURES = {"kron": "kfac"}
 """Values of `hessian_structure=` that have another name as `curvature=`."""
 
@@ -65,3 +68,23 @@ def explains_laplace_torch_arguments(
         return function(*args, **kwargs)
 
     return call
+
+
+def check_settable(cls: type, name: str) -> None:
+    """Refuse a name that is almost that of an attribute, or that of laplace-torch.
+
+    Other names are accepted, such as those of a subclass.
+
+    Raises:
+        AttributeError: If the class has no such attribute, and the name looks as if it should.
+    """
+    if name.startswith("_") or hasattr(cls, name):
+        return
+    if name in EQUIVALENTS:
+        raise AttributeError(explain_laplace_torch_name(name))
+    for meant in difflib.get_close_matches(name, SETTABLE, n=1, cutoff=0.75):
+        if hasattr(cls, meant):
+            advice = f"Did you mean {meant!r}?"
+        else:
+            advice = f"Set `{meant}` of each of its `members`."
+        raise AttributeError(f"{cls.__name__} has no attribute {name!r}. {advice}")

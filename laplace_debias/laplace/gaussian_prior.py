@@ -15,9 +15,9 @@ from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.curvature.structures.diagonal import DiagonalCurvature
 from laplace_debias.curvature.structures.full import FullCurvature
-from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.posteriors.prior import Prior
-from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.prior import Prior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
 from laplace_debias.operators.eigh import eigh
 

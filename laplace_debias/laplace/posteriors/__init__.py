@@ -1,1 +1,0 @@
-"""Posteriors and priors over the parameters."""
