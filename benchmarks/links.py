@@ -24,6 +24,7 @@ from laplace_debias import Laplace
 from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.likelihoods.base import probit
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
@@ -107,7 +108,7 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
             logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in by]
             yield number, torch.distributions.Categorical(logits=torch.stack(logits))
 
-    data = [(validation.mean, validation.labels)]
+    data = [Batch(validation.mean, validation.labels)]
     table = evaluate_grid(
         predict,
         data,

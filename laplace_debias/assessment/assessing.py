@@ -22,7 +22,6 @@ from laplace_debias.assessment.stages import fit, predict
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
-from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.laplace.fitting.mode_names import MODES
 from laplace_debias.laplace.fitting.resuming import likelihood_identity, random_samplers_of
 from laplace_debias.runs.folder import RunFolder
@@ -153,7 +152,7 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
     files = files_of(source)
     if files is not None or isinstance(batches, Changed):
         for batch in islice(batches, 1):
-            digest.update(mark_of(*read(batch)).encode())
+            digest.update(read(batch).mark.encode())
     if files is None:
         for mark in _marks(source, read, limit):
             digest.update(mark.encode())
@@ -168,9 +167,9 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
 def _marks(batches: Batches, read: BatchReader, limit: int | None) -> Iterator[str]:
     """A text for each batch that depends on all of its entries, until a number of examples."""
     num_examples = 0
-    for batch in batches:
-        x, y = read(batch)
-        yield mark_of(x, y)
-        num_examples += len(y)
+    for loaded_batch in batches:
+        batch = read(loaded_batch)
+        yield batch.mark
+        num_examples += batch.num_examples
         if limit is not None and num_examples >= limit:
             return

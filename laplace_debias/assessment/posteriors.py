@@ -14,9 +14,10 @@ from laplace_debias.assessment.predictions import (
     network_predictions,
     probabilities,
 )
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.inputs import join, take
+from laplace_debias.curvature.network.inputs import join
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.mode_names import MODES
@@ -71,20 +72,20 @@ def _first_batches(loaded: Loaded, size: int, num_batches: int | None) -> Batche
     """
     num_missing = size * (num_batches or 1)
     read = BatchReader(loaded.model)
-    pairs = []
-    for batch in loaded.train:
-        x, y = read(batch)
-        pairs.append((take(x, slice(num_missing)), y[:num_missing]))
-        num_missing -= len(pairs[-1][1])
+    batches = []
+    for loaded_batch in loaded.train:
+        batch = read(loaded_batch).take(slice(num_missing))
+        batches.append(batch)
+        num_missing -= batch.num_examples
         if not num_missing:
             break
-    if num_batches is None:
-        return pairs
-    x = join([x for x, _ in pairs])
-    y = torch.cat([y for _, y in pairs])
-    size = len(y) // num_batches
-    slices = [slice(number * size, (number + 1) * size) for number in range(num_batches)]
-    return [(take(x, rows), y[rows]) for rows in slices]
+    if num_batches is not None:
+        joined = Batch.joined(batches)
+        size = joined.num_examples // num_batches
+        batches = [
+            joined.take(slice(number * size, (number + 1) * size)) for number in range(num_batches)
+        ]
+    return [(batch.inputs, batch.targets) for batch in batches]
 
 
 def tune_posterior(

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.sources.changed import Changed
 from laplace_debias.system.ranks import process_group
@@ -49,14 +49,16 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
         mine = range(ranks.rank, len(indices), ranks.size)
         loader = _with_batches(source, [indices[number] for number in mine])
         for number, batch in zip(mine, loader, strict=True):
-            yield number, number * source.batch_size, *read(batch)
+            own_batch = read(batch)
+            first = number * source.batch_size
+            yield number, first, own_batch.inputs, own_batch.targets
     else:
         first = 0
         for number, batch in enumerate(batches):
-            x, y = read(batch)
+            read_batch = read(batch)
             if number % ranks.size == ranks.rank:
-                yield number, first, x, y
-            first += num_examples(x)
+                yield number, first, read_batch.inputs, read_batch.targets
+            first += read_batch.num_examples
 
 
 def _is_plain(batches: Any) -> bool:
@@ -94,17 +96,18 @@ class _Cut:
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         was_too_small = False
         for batch in self._batches:
-            x, y = self._read(batch)
+            read_batch = self._read(batch)
             if was_too_small:
                 # The parts of the batches that follow would be taken for those of this one.
                 raise ValueError(
                     "A batch before the last one has fewer examples than there are processes "
                     f"({self._size}). Use larger batches, or start fewer processes."
                 )
-            count = num_examples(x)
+            count = read_batch.num_examples
             was_too_small = count < self._size
             per_rank, num_larger = divmod(count, self._size)
             start = self._rank * per_rank + min(self._rank, num_larger)
             end = start + per_rank + (self._rank < num_larger)
             if start < end:
-                yield take(x, slice(start, end)), y[start:end]
+                own_part = read_batch.take(slice(start, end))
+                yield own_part.inputs, own_part.targets

@@ -369,12 +369,14 @@ def _train_epoch(
     total = 0.0
     num_examples = 0
     device = next(model.parameters()).device
-    for x, y in fits.spec.stream(loader, device, fits.generator):
+    for batch in fits.spec.stream(loader, device, fits.generator):
+        targets = batch.targets
         optimizer.zero_grad()
-        outputs = call(model, x)
-        loss.check(outputs, y)
-        nll = loss.value(outputs, loss.labels(y, outputs.ndim))
-        objective = nll / (fits.temperature * len(y)) + penalty(plain) / penalty.num_data
+        outputs = call(model, batch.inputs)
+        loss.check(outputs, targets)
+        nll = loss.value(outputs, loss.labels(targets, outputs.ndim))
+        mean_nll = nll / (fits.temperature * batch.num_examples)
+        objective = mean_nll + penalty(plain) / penalty.num_data
         if not objective.isfinite():
             raise FloatingPointError(
                 f"The training loss is {objective.item()}. Use a smaller learning rate."
@@ -383,8 +385,8 @@ def _train_epoch(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        total += objective.item() * len(y)
-        num_examples += len(y)
+        total += objective.item() * batch.num_examples
+        num_examples += batch.num_examples
     if not num_examples:
         raise ValueError(
             "The loader has no batches in an epoch. An iterator can be read only once: pass a "

@@ -18,6 +18,7 @@ from laplace_debias.curvature.fits.magnitudes import assemble
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block, Sharing
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import Faults
@@ -453,13 +454,13 @@ class OnlineCurvature:
         self._bases = bases
         self._sums.squares = self._magnitudes.accumulator(self._sums.context, bases)
 
-    def _add(self, batch: tuple[Any, ...]) -> None:
+    def _add(self, batch: Batch) -> None:
         """Measure a batch, and add it to the running means once all of it is known to be finite."""
         assert self._sums is not None
         sums = self._sums
         sums.begin()
         if self._runner is None:
-            self._runner = ChunkRunner(sums, batch[0])
+            self._runner = ChunkRunner(sums, batch.inputs)
         totals = DataTotals()
         faults = Faults()
         with faults.during_batch(None):

@@ -1,5 +1,7 @@
 """Sums of a pass can be saved between batches and put back, to the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
@@ -35,7 +38,7 @@ def context():
 def batches():
     g = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(n, 40, generator=g).double(), torch.randint(3, (n,), generator=g))
+        Batch(torch.randn(n, 40, generator=g).double(), torch.randint(3, (n,), generator=g))
         for n in SIZES
     ]
 
@@ -110,5 +113,6 @@ def test_examples_of_consecutive_pairs_are_counted_one_after_the_other():
     data = Fold.consecutive(batches())
     assert [data.first_index(batch, 0) for batch in range(3)] == [0, 3, 8]
     assert data.size == sum(SIZES)
-    weighted = Fold.consecutive([(x, y, torch.full((len(y),), 0.5)) for x, y in batches()])
+    halves = [replace(batch, weights=torch.full((len(batch.targets),), 0.5)) for batch in batches()]
+    weighted = Fold.consecutive(halves)
     assert weighted.size == sum(SIZES) / 2

@@ -16,6 +16,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
@@ -96,10 +97,11 @@ def test_input_factors_of_both_passes_agree(name: str):
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
     problem = FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
-    factors, expected_totals = factor_sums(problem, Fold.consecutive([(x, y)]))
+    factors, expected_totals = factor_sums(problem, Fold.consecutive([Batch(x, y)]))
     inputs, forward = SideSums(problem, Side.A), ForwardPasses(problem)
     totals = DataTotals()
-    outputs = [forward(x[part], y[part], inputs, totals) for part in (slice(0, 2), slice(2, 6))]
+    parts = [Batch(x[:2], y[:2]), Batch(x[2:], y[2:])]
+    outputs = [forward(part, inputs, totals) for part in parts]
     assert totals.as_numbers().absent == expected_totals.absent
     torch.testing.assert_close(torch.cat(outputs), model(x))
     found = inputs.reduce()

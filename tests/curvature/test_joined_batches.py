@@ -155,7 +155,7 @@ def test_a_fit_of_joined_batches_may_be_interrupted_before_any_batch(
     original = chunks.ChunkRunner.run
 
     def run(self, batch, first_index, totals):
-        run_together.append((first_index, len(batch[1])))
+        run_together.append((first_index, batch.num_examples))
         original(self, batch, first_index, totals)
 
     monkeypatch.setattr(chunks.ChunkRunner, "run", run)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.tuning.output_noise import tune_output_noise
 
 NOISES = (0.1, 0.5, 0.2)
@@ -134,7 +135,7 @@ def test_a_single_output_has_the_noise_of_the_lowest_nll():
     la = Laplace(model, "regression", "full", sigma=1.0).fit([(x[:40], y[:40])])
     tuned = la.tune([(x[40:], y[40:])], sigma="per_output")
     best = tuned.value
-    noise = tune_output_noise(la._fitted, [(x[40:], y[40:])], tuned.prior_precision)
+    noise = tune_output_noise(la._fitted, [Batch(x[40:], y[40:])], tuned.prior_precision)
     torch.testing.assert_close(noise.sigma, la.sigma, rtol=1e-5, atol=0)
     mean, covariance = la.functional(x[40:])
     for factor in (0.9, 1.1):

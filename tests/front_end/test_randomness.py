@@ -289,10 +289,10 @@ def seeded(source, generator):
 
 def test_passes_differ_as_those_of_a_shuffling_loader_do():
     stream = seeded(shuffled(), seed(0))
-    first, second = (torch.cat([y for _, y in stream.in_step()]) for _ in range(2))
+    first, second = (torch.cat([batch.targets for batch in stream.in_step()]) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(first.sort().values, second.sort().values)
-    again = torch.cat([y for _, y in seeded(shuffled(), seed(0)).in_step()])
+    again = torch.cat([batch.targets for batch in seeded(shuffled(), seed(0)).in_step()])
     assert torch.equal(first, again)
 
 

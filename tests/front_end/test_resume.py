@@ -80,10 +80,10 @@ def skipped(monkeypatch):
     counted = []
     has = Checkpoint.has
 
-    def counting(self, pair):
-        found = has(self, pair)
+    def counting(self, batch):
+        found = has(self, batch)
         if found:
-            counted.append(len(pair[1]))
+            counted.append(batch.num_examples)
         return found
 
     monkeypatch.setattr(Checkpoint, "has", counting)

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.last_layer import recorded_inputs, squared_differences
-from laplace_debias.laplace.prediction import links, predictive
+from laplace_debias.laplace.prediction import predictive
 from laplace_debias.laplace.tuning import tune
 from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
 from laplace_debias.laplace.tuning.temperature_search import LastLayerBatch, TemperatureSearch
@@ -58,7 +60,7 @@ def tuned_on_full_grid(la, data, metric):
     default = links.default_link(fitted.likelihood, fitted.spec.model(data[0]).shape)
     table = evaluate_grid(
         partial(predictive.predictives_by_links, fitted),
-        [data],
+        [Batch(*data)],
         fitted.likelihood,
         metric,
         prior_precisions=tune.DEFAULT_GRID.tolist(),

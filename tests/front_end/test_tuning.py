@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
 from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose
 
@@ -51,7 +52,7 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
     g = torch.Generator().manual_seed(0)
     jitter = noise * torch.randn(num_examples, generator=g, dtype=torch.float64)
     jitter -= jitter.mean()
-    batches = Passes([(torch.zeros(num_examples, 1), torch.zeros(num_examples).long())])
+    batches = Passes([Batch(torch.zeros(num_examples, 1), torch.zeros(num_examples).long())])
     tried = []
 
     def predict(x, grid, links):

@@ -97,8 +97,8 @@ class FirstFour(Scheme):
 
     def fit(self, prepared):
         (stream,) = prepared.streams
-        pairs = list(stream)
-        even, odd = Fold.consecutive(pairs[::2]), Fold.consecutive(pairs[1::2])
+        batches = list(stream)
+        even, odd = Fold.consecutive(batches[::2]), Fold.consecutive(batches[1::2])
         return prepared.config.structure.fit(prepared.context, even, odd)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.inputs import mark_of
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,
@@ -100,7 +100,7 @@ class NoCheckpoint:
         """Begin a pass."""
         return DataTotals()
 
-    def has(self, _: tuple[Any, ...]) -> bool:
+    def has(self, _: Batch) -> bool:
         """Return False: no batch is in the sums already."""
         return False
 
@@ -172,14 +172,14 @@ class Checkpoint:
         self._saved_digest = state.digest
         return state.totals
 
-    def has(self, batch: tuple[Any, ...]) -> bool:
+    def has(self, batch: Batch) -> bool:
         """Whether the next batch is in the sums already.
 
         Raises:
             ValueError: If the batches up to this one are not those in the sums.
         """
         self._num_read += 1
-        self._digest.update(mark_of(*batch).encode())
+        self._digest.update(batch.mark.encode())
         is_last_saved = self._num_read == self._num_saved
         if is_last_saved and self._digest.hexdigest() != self._saved_digest:
             self._raise_different_batches("the saved sums contain different batches")

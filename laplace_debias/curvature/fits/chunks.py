@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
 from laplace_debias.curvature.layers.several_columns import has_python_functions
-from laplace_debias.curvature.network.batches import weight_of
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
 from laplace_debias.curvature.network.precision import coarsest_eps
@@ -146,7 +146,7 @@ class ChunkRunner:
         num_joined_examples = min(num_joined_examples, num_examples)
         return _ExampleSize(num_columns, num_bytes, num_examples, num_joined_examples)
 
-    def run(self, batch: tuple[Any, ...], first_index: int, totals: DataTotals) -> None:
+    def run(self, batch: Batch, first_index: int, totals: DataTotals) -> None:
         """Run a batch and add it to the totals.
 
         A chunk that fails in the layout `channels_last`, as a `view` does, is run again without
@@ -156,8 +156,8 @@ class ChunkRunner:
             RuntimeError: If memory runs out for one example, or while a record is added.
         """
         _check_weights(self._context.blocks, batch)
-        size = self._size_of(batch[0])
-        pending = [Chunk(slice(0, len(batch[1])))]
+        size = self._size_of(batch.inputs)
+        pending = [Chunk(slice(0, batch.num_examples))]
         while pending:
             num_fitting = max(1, self._most_bytes // size.num_bytes)
             chunk, remaining = pending.pop().split(min(size.num_examples, num_fitting))
@@ -188,12 +188,12 @@ class ChunkRunner:
                 added = _complete_groups(self._context.blocks, added)
                 self._accumulator.drop_waiting()
             pending.append(Chunk(chunk.examples, frozenset(added)))
-        totals.num_examples += len(batch[1])
-        totals.weight += weight_of(batch)
+        totals.num_examples += batch.num_examples
+        totals.weight += batch.total_weight
 
     def _run_chunk(
         self,
-        batch: tuple[Any, ...],
+        batch: Batch,
         first_index: int,
         chunk: Chunk,
         num_columns: int,
@@ -207,26 +207,28 @@ class ChunkRunner:
         `added` at once. Blocks without a record count as zero for these examples.
         """
         context = self._context
-        inputs = take(batch[0], chunk.examples)
-        y = batch[1][chunk.examples]
-        weights = batch[2][chunk.examples] if len(batch) > 2 else None
+        chunk_batch = batch.take(chunk.examples)
+        weights = chunk_batch.weights
         presence: ChunkPresence | None = None
         if self._presence is not None:
             # Before the inputs are moved: padding is looked for on the CPU.
-            presence = self._presence.of_chunk(inputs, y, weights)
-        x = move(inputs, context.device, None)
+            presence = self._presence.of_chunk(chunk_batch)
+        x = move(chunk_batch.inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
         outputs = context.backend.forward(x)
         check_outputs(outputs)
         columns, nll = context.cotangents(
-            outputs.detach(), y, first_index + chunk.examples.start, weights
+            outputs.detach(),
+            chunk_batch.targets,
+            first_index + chunk.examples.start,
+            weights,
         )
         root_weights = None
         if weights is not None:
             root_weights = weights.sqrt()
             columns = scale_examples(columns, root_weights, 1)
-        weight = len(y) if weights is None else float(weights.double().sum())
+        weight = chunk_batch.total_weight
         column_groups = columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
@@ -240,7 +242,7 @@ class ChunkRunner:
                 added.add((record.block, group_index))
             for block in context.blocks:
                 if (block, group_index) not in added:
-                    self._accumulator.skip(block, len(y), len(group))
+                    self._accumulator.skip(block, chunk_batch.num_examples, len(group))
                     if group_index == 0 and presence is not None and not block.is_vector:
                         totals.add_absent(block, weight)
                     added.add((block, group_index))
@@ -365,9 +367,9 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     return num_columns
 
 
-def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
+def _check_weights(blocks: Sequence[Block], batch: Batch) -> None:
     """Require blocks that examples with weights can be summed for."""
-    if len(batch) <= 2:
+    if batch.weights is None:
         return
     for block in blocks:
         if block.is_joint or block.is_one_hot:

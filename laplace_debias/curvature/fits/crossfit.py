@@ -40,8 +40,8 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moment
 from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
-from laplace_debias.curvature.network.inputs import join, take
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import FitData, Fold
 from laplace_debias.curvature.network.shards import first_indices_of_batches
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
@@ -56,8 +56,8 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
             a fold have the weight zero.
     """
     batches = list(data)
-    first_indices = first_indices_of_batches(ranks, [len(batch[1]) for batch in batches])
-    num_examples = sum(ranks.exchange(sum(len(batch[1]) for batch in batches)))
+    first_indices = first_indices_of_batches(ranks, [batch.num_examples for batch in batches])
+    num_examples = sum(ranks.exchange(sum(batch.num_examples for batch in batches)))
     if not num_examples:
         raise ValueError("The data contains no examples. Pass at least one batch.")
     if not 2 <= num_folds <= num_examples:
@@ -67,20 +67,20 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
         )
     if ranks.size == 1:
         # All batches make one.
-        xs, *tensors = zip(*batches, strict=True)
-        batches = [(join(xs), *map(torch.cat, tensors))]
+        batches = [Batch.joined(batches)]
     num_before = 0
     folds = []
     for fold_index in range(num_folds):
         fold = Fold([], [], 0.0)
-        for (x, *tensors), first_index in zip(batches, first_indices, strict=False):
+        for batch, first_index in zip(batches, first_indices, strict=False):
             examples = slice((fold_index - first_index) % num_folds, None, num_folds)
-            if len(tensors[0][examples]):
-                fold.pairs.append((take(x, examples), *(tensor[examples] for tensor in tensors)))
+            examples_of_fold = batch.take(examples)
+            if examples_of_fold.num_examples:
+                fold.batches.append(examples_of_fold)
                 index_in_data = first_index + examples.start
                 index_in_fold = (index_in_data - fold_index + num_folds - 1) // num_folds
                 fold.first_indices.append(num_before + index_in_fold)
-        size = sum(ranks.exchange(sum(map(weight_of, fold.pairs))))
+        size = sum(ranks.exchange(sum(batch.total_weight for batch in fold.batches)))
         if not size:
             raise ValueError("All examples of one fold have the weight zero. Use fewer folds.")
         folds.append(replace(fold, size=size))

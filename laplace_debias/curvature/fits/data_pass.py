@@ -4,14 +4,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import FitData
-from laplace_debias.curvature.network.inputs import tensors_of, with_tensors
 from laplace_debias.curvature.network.outputs import Faults
 
 
@@ -20,41 +19,46 @@ class _NumberedBatch:
     """A batch of a pass.
 
     Attributes:
-        tensors: The inputs, the targets, and the weights if there are any.
+        batch: The examples.
         number: The number of the batch in the user's data, from 1; None if it has none.
         first_index: The index of the first example among all examples of the fit.
     """
 
-    tensors: tuple[Any, ...]
+    batch: Batch
     number: int | None
     first_index: int
 
     @property
     def num_examples(self) -> int:
         """The number of examples."""
-        return len(self.tensors[1])
+        return self.batch.num_examples
 
     def copied(self) -> "_NumberedBatch":
-        """Copy the tensors, since a loader may write the next batch into the same memory."""
-        copies = (with_tensors(part, map(torch.clone, tensors_of(part))) for part in self.tensors)
-        return replace(self, tensors=tuple(copies))
+        """Copy the tensors of the batch."""
+        return replace(self, batch=self.batch.copied())
 
-    def precedes(self, batch: "_NumberedBatch") -> bool:
+    def precedes(self, other: "_NumberedBatch") -> bool:
         """Whether the two batches can be concatenated.
 
         They are plain tensors without weights, and their examples have one shape and consecutive
         indices.
         """
-        if self.first_index + self.num_examples != batch.first_index:
-            return False
-        if len(self.tensors) > 2 or len(batch.tensors) > 2:
-            return False
-        for own, following in zip(self.tensors, batch.tensors, strict=True):
-            if type(own) is not Tensor or type(following) is not Tensor:
-                return False
-            if own.shape[1:] != following.shape[1:] or own.dtype != following.dtype:
-                return False
-        return True
+        batch = self.batch
+        following = other.batch
+        return (
+            self.first_index + self.num_examples == other.first_index
+            and batch.weights is None
+            and following.weights is None
+            and _have_one_form(batch.inputs, following.inputs)
+            and _have_one_form(batch.targets, following.targets)
+        )
+
+
+def _have_one_form(first: Any, second: Any) -> bool:
+    """Whether two values are plain tensors that can be concatenated."""
+    if type(first) is not Tensor or type(second) is not Tensor:
+        return False
+    return first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
 
 
 def accumulate(accumulator: Accumulator, data: FitData, first_index: int = 0) -> DataTotals:
@@ -92,7 +96,7 @@ class _DataPass:
         for group in self._groups(_numbered(data, first_index)):
             # The checkpoint counts a batch when it is asked for it. No batch of a later group may
             # be counted before these are saved.
-            unsaved = [batch for batch in group if not checkpoint.has(batch.tensors)]
+            unsaved = [batch for batch in group if not checkpoint.has(batch.batch)]
             if unsaved:
                 self._run_batches(unsaved)
                 checkpoint.save(self._totals, self._faults.read)
@@ -127,9 +131,9 @@ class _DataPass:
     def _num_joined_examples(self, batch: _NumberedBatch) -> int:
         """Return the number of examples up to which a batch is run together with others."""
         if self._runner is None:
-            self._runner = ChunkRunner(self._accumulator, batch.tensors[0])
+            self._runner = ChunkRunner(self._accumulator, batch.batch.inputs)
         with self._faults.during_batch(batch.number):
-            return self._runner.num_joined_examples(batch.tensors[0])
+            return self._runner.num_joined_examples(batch.batch.inputs)
 
     def _run_batches(self, batches: list[_NumberedBatch]) -> None:
         """Run batches that can be concatenated."""
@@ -143,9 +147,8 @@ class _DataPass:
 
         After an error they are run one after the other: its message has the number of the batch.
         """
-        inputs = torch.cat([batch.tensors[0] for batch in batches])
-        targets = torch.cat([batch.tensors[1] for batch in batches])
-        joined = _NumberedBatch((inputs, targets), None, batches[0].first_index)
+        examples = Batch.joined([batch.batch for batch in batches])
+        joined = _NumberedBatch(examples, None, batches[0].first_index)
         try:
             self._run_batch(joined)
         except Exception:
@@ -156,14 +159,13 @@ class _DataPass:
     def _run_batch(self, batch: _NumberedBatch) -> None:
         assert self._runner is not None
         with self._faults.during_batch(batch.number):
-            self._runner.run(batch.tensors, batch.first_index, self._totals)
+            self._runner.run(batch.batch, batch.first_index, self._totals)
 
 
 def _numbered(data: FitData, first_index: int) -> Iterator[_NumberedBatch]:
     """Number the batches of some data, whose first example has the index `first_index`."""
     num_read = 0
-    for index, tensors in enumerate(data):
+    for index, batch in enumerate(data):
         index_in_fit = first_index + data.first_index(index, num_read)
-        batch = _NumberedBatch(tensors, data.batch_number(index), index_in_fit)
         num_read += batch.num_examples
-        yield batch
+        yield _NumberedBatch(batch, data.batch_number(index), index_in_fit)

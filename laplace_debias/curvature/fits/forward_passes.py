@@ -11,7 +11,8 @@ from laplace_debias.curvature.fits.presence import Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.inputs import move
 from laplace_debias.curvature.network.outputs import check_outputs
 
 
@@ -28,7 +29,7 @@ class ForwardPasses:
         self._tap = Tap(context.network, self._blocks)
         self._presence: Presence | None = None
 
-    def __call__(self, x: Inputs, y: Tensor, sums: SideSums, totals: DataTotals) -> Tensor:
+    def __call__(self, batch: Batch, sums: SideSums, totals: DataTotals) -> Tensor:
         """Compute the outputs for a batch.
 
         The layers' inputs are added to the sums of A, and the examples that have no position in a
@@ -36,20 +37,20 @@ class ForwardPasses:
         """
         context = self._context
         tap = self._tap
-        outputs = tap.forward(move(x, context.device, None), graph=False)
+        outputs = tap.forward(move(batch.inputs, context.device, None), graph=False)
         check_outputs(outputs)
         layer_calls = tap.layer_calls
         tap.forget()
         if self._presence is None:
             self._presence = Presence(context, layer_calls, outputs)
             # No backward pass will show which layers these are.
-            self._presence.find_conditional_layers(x, y)
-        presence = self._presence.of_chunk(x, y, weights=None, uncalled=tap.conditional)
+            self._presence.find_conditional_layers(batch)
+        presence = self._presence.of_chunk(batch, tap.conditional)
         for block in self._blocks:
             inputs = [call.x for call in layer_calls if call.layer == block.layer]
             if not inputs:
                 sums.add_zero(block)
-                totals.add_absent(block, len(y))
+                totals.add_absent(block, batch.num_examples)
                 continue
             record = BlockRecord(block, tap.network.get_submodule(block.layer), inputs)
             record = replace(record, masks=presence.masks(record))

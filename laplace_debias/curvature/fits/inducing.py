@@ -18,6 +18,7 @@ from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import Uniforms
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, granted
@@ -393,19 +394,19 @@ def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
 def all_inputs(context: FitContext, data: FitData) -> Inputs:
     """Join the inputs of all examples of all processes, without those of weight zero."""
     batches = []
-    for pair in data:
-        is_weighted = _is_weighted(pair)
+    for batch in data:
+        is_weighted = _is_weighted(batch)
         if is_weighted.any():
-            x = move(pair[0], context.device, None)
+            x = move(batch.inputs, context.device, None)
             batches.append(take(x, is_weighted.to(context.device)))
     return _joined(_gathered(context.ranks, batches, context.device))
 
 
-def _is_weighted(pair: tuple[Any, ...]) -> Bool[Tensor, " examples"]:
+def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
     """Whether each example has a weight that is not zero."""
-    if len(pair) > 2:
-        return pair[2] > 0
-    return torch.ones(len(pair[1]), dtype=torch.bool)
+    if batch.weights is None:
+        return torch.ones(batch.num_examples, dtype=torch.bool)
+    return batch.weights > 0
 
 
 def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> Inputs:
@@ -425,15 +426,15 @@ def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> I
     keys = torch.zeros(0, dtype=torch.float64)
     drawn: list[Inputs] = []
     num_read = 0
-    for number, pair in enumerate(data):
-        length = len(pair[1])
+    for number, batch in enumerate(data):
+        length = batch.num_examples
         uniforms = Uniforms(seed=0, sample=0, first=data.first_index(number, num_read))
         num_read += length
-        is_weighted = _is_weighted(pair)
+        is_weighted = _is_weighted(batch)
         if not is_weighted.any():
             continue
         keys = torch.cat([keys, uniforms(torch.zeros(length))[is_weighted.cpu()]])
-        x = take(move(pair[0], context.device, None), is_weighted.to(context.device))
+        x = take(move(batch.inputs, context.device, None), is_weighted.to(context.device))
         pool = _joined([*drawn, x])
         order = keys.argsort()[:size]
         keys = keys[order]

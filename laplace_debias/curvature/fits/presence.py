@@ -12,7 +12,7 @@ from laplace_debias.curvature.layers.masks import Masks
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
 from laplace_debias.curvature.layers.recorder import LayerCall
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.batch import Batch
 
 
 class Presence:
@@ -43,24 +43,20 @@ class Presence:
         # Whether all examples reach the layers of these blocks is not known yet.
         self.new_blocks = {block for block in context.blocks if not block.is_vector}
 
-    def find_conditional_layers(self, x: Inputs, y: Tensor) -> None:
+    def find_conditional_layers(self, batch: Batch) -> None:
         """Examine all layers: find those that some of these examples do not reach."""
-        self.tap.conditional |= self.positions.sites_not_reached(x, y)
+        self.tap.conditional |= self.positions.sites_not_reached(batch.inputs, batch.targets)
         self.new_blocks.clear()
 
-    def of_chunk(
-        self, x: Inputs, y: Tensor, weights: Tensor | None, uncalled: Collection[Site] = ()
-    ) -> "ChunkPresence":
+    def of_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
         """Find out who takes part among some examples.
 
         Args:
-            x: The inputs, on the device that the loader gave them on.
-            y: The targets.
-            weights: The weights of the examples; None if all count the same.
+            chunk: The examples, on the device that the loader gave them on.
             uncalled: The sites of layers that some batch did not call, besides those that the
                 context's tap knows.
         """
-        return ChunkPresence(self, x, y, weights, uncalled)
+        return ChunkPresence(self, chunk, uncalled)
 
 
 class ChunkPresence:
@@ -68,31 +64,21 @@ class ChunkPresence:
 
     Args:
         presence: The search, which learns from the records of the chunk.
-        x: The inputs, on the device that the loader gave them on.
-        y: The targets.
-        weights: The weights of the examples; None if all count the same.
+        chunk: The examples, on the device that the loader gave them on.
         uncalled: The sites of layers that some batch did not call, besides those that the
             context's tap knows.
     """
 
-    def __init__(
-        self,
-        presence: Presence,
-        x: Inputs,
-        y: Tensor,
-        weights: Tensor | None,
-        uncalled: Collection[Site],
-    ) -> None:
+    def __init__(self, presence: Presence, chunk: Batch, uncalled: Collection[Site]) -> None:
         self._presence = presence
-        self._x = x
-        self._y = y
-        self._weights = weights
+        self._chunk = chunk
         self._uncalled = uncalled
         self._present = self._find()
 
     def _find(self) -> PresentPositions:
         conditional = self._presence.tap.conditional.union(self._uncalled)
-        return self._presence.positions.find(self._x, self._y, conditional)
+        chunk = self._chunk
+        return self._presence.positions.find(chunk.inputs, chunk.targets, conditional)
 
     def masks(self, record: BlockRecord) -> Masks | None:
         """Return the positions of a record's layer that take part; None for all."""
@@ -101,7 +87,7 @@ class ChunkPresence:
         if record.block in new_blocks and _has_gradient(record):
             new_blocks.discard(record.block)
             if not _all_examples_have_gradients(record):
-                self._presence.find_conditional_layers(self._x, self._y)
+                self._presence.find_conditional_layers(self._chunk)
                 self._present = self._find()
         return self._present.masks(record.block, len(record.inputs))
 
@@ -116,9 +102,10 @@ class ChunkPresence:
         absent = absent_examples(record.layer, record.block, record.inputs, record.masks)
         if absent is None:
             return None
-        if self._weights is None:
+        weights = self._chunk.weights
+        if weights is None:
             return absent.sum(dtype=torch.float64)
-        return (self._weights.to(absent.device, torch.float64) * absent).sum()
+        return (weights.to(absent.device, torch.float64) * absent).sum()
 
 
 def _has_gradient(record: BlockRecord) -> bool:

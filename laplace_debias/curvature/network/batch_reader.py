@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     OneArgument,
@@ -61,8 +62,8 @@ class BatchReader:
     _shifts: bool | None = dataclasses.field(default=None, init=False)
     _is_independent_of_targets: bool = dataclasses.field(default=False, init=False)
 
-    def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> tuple[Any, ...]:
-        """A batch as inputs and targets, with as many targets as inputs.
+    def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> Batch:
+        """Read a batch as inputs and targets, with as many targets as inputs.
 
         Targets that a batch lacks are zeros. If it `weighs`, a batch may be a triple, whose third
         entry are the examples' weights.
@@ -238,8 +239,8 @@ class BatchReader:
 _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any, ...]:
-    """A pair, or a triple whose weights are finite and not negative, of one size."""
+def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batch:
+    """Require entries of one size, and weights that are finite and not negative."""
     if not isinstance(targets, Tensor):
         advice = ' Or use `return_tensors="pt"` in the tokenizer or collator.'
         raise TypeError(
@@ -259,7 +260,7 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
             f"{tuple(targets.shape)}. Pass one target per input."
         )
     if weights is None:
-        return inputs, targets
+        return Batch(inputs, targets)
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise TypeError(
             "The third entry of a batch must be the weights of its examples, a tensor of "
@@ -276,7 +277,7 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
             f"The weights of examples must be finite and at least 0, but {name} "
             "contains other values. Check the third entry of the batches."
         )
-    return inputs, targets, weights
+    return Batch(inputs, targets, weights)
 
 
 def _is_inputs_only(batch: Any) -> bool:

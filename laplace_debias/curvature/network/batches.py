@@ -1,8 +1,8 @@
 """Data as batches of inputs and targets, from anything that can be iterated over."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
 
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.inputs import (
     Inputs,
@@ -24,9 +25,6 @@ from laplace_debias.system.threads import Randomness
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]
-# The same, checked, and on the model's device or on their way there; in a fit a third entry may be
-# the weights of the examples, `[B]`.
-Pairs = Iterable[tuple[Any, ...]]
 # From a batch's number in this process, and how many examples the process has read before, to the
 # index of the batch's first example among those of all processes.
 FirstIndex = Callable[[int, int], int]
@@ -37,9 +35,9 @@ _END = object()
 
 @runtime_checkable
 class FitData(Protocol):
-    """The pairs that a fit reads, with the indices of their examples."""
+    """The batches that a fit reads, with the indices of their examples."""
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]: ...
+    def __iter__(self) -> Iterator[Batch]: ...
 
     def first_index(self, batch: int, num_read: int) -> int:
         """Return the index of a batch's first example among those of all processes.
@@ -51,44 +49,44 @@ class FitData(Protocol):
         """Return the number of a batch in the user's data, from 1, or None."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Fold:
-    """Pairs that were made from the user's batches.
+    """Batches that were made from those of the user.
 
     Attributes:
-        pairs: The pairs of this process.
-        first_indices: For each pair the index of its first example in all data of the fit, fold
+        batches: The batches of this process.
+        first_indices: For each batch the index of its first example in all data of the fit, fold
             after fold.
         size: The number of examples of all processes, or the sum of their weights.
     """
 
-    pairs: list[Any]
+    batches: list[Batch]
     first_indices: list[int]
     size: float
 
     @classmethod
-    def consecutive(cls, pairs: Sequence[tuple[Any, ...]]) -> "Fold":
+    def consecutive(cls, batches: Sequence[Batch]) -> "Fold":
         """Make a fold of all examples of this process."""
-        sizes = [len(pair[1]) for pair in pairs]
+        sizes = [batch.num_examples for batch in batches]
         first_indices = list(accumulate(sizes[:-1], initial=0)) if sizes else []
-        return cls(list(pairs), first_indices, sum(map(weight_of, pairs)))
+        return cls(list(batches), first_indices, sum(batch.total_weight for batch in batches))
 
     @classmethod
     def joined(cls, folds: "Sequence[Fold]") -> "Fold":
-        """Join folds to one, with their pairs fold after fold."""
-        pairs = [pair for fold in folds for pair in fold.pairs]
+        """Join folds to one, with their batches fold after fold."""
+        batches = [batch for fold in folds for batch in fold.batches]
         first_indices = [index for fold in folds for index in fold.first_indices]
-        return cls(pairs, first_indices, sum(fold.size for fold in folds))
+        return cls(batches, first_indices, sum(fold.size for fold in folds))
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.pairs)
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
 
     def first_index(self, batch: int, _: int) -> int:
-        """Return the index of a pair's first example."""
+        """Return the index of a batch's first example."""
         return self.first_indices[batch]
 
     def batch_number(self, _: int) -> None:
-        """Return None: a pair is not a batch of the user's data."""
+        """Return None: these are not the batches of the user's data."""
 
 
 def check_batches(source: Any) -> None:
@@ -125,12 +123,12 @@ def total_size(batches: Sequence[Any]) -> int | None:
 
 
 class Stream:
-    """The user's batches, read as checked pairs `(x, y)`.
+    """The user's batches, read and checked.
 
-    The first pair can be looked at without being lost: the next pass goes on with the iterator that
-    gave it, so that a loader which shuffles is not begun twice. With a generator a pass's order and
-    augmentation are a function of it; passes differ from each other, as those of a shuffling loader
-    do, and torch's global generator is left as it was.
+    The first batch can be looked at without being lost: the next pass goes on with the iterator
+    that gave it, so that a loader which shuffles is not begun twice. With a generator a pass's
+    order and augmentation are a function of it; passes differ from each other, as those of a
+    shuffling loader do, and torch's global generator is left as it was.
 
     Args:
         source: The user's batches.
@@ -170,8 +168,8 @@ class Stream:
         self.counts_any = counts_any
         self.description = description
         self.weighs = weighs
-        self._first: list[tuple[Any, ...]] = []
-        self._started_pass: Iterator[tuple[Any, ...]] | None = None
+        self._first: list[Batch] = []
+        self._started_pass: Iterator[Batch] | None = None
         self.randomness: AbstractContextManager[object] = nullcontext()
         if generator is not None and not isinstance(source, (list, tuple)):
             self.randomness = Randomness(generator)
@@ -187,23 +185,23 @@ class Stream:
         return batch + 1
 
     @property
-    def first(self) -> list[tuple[Any, ...]]:
-        """Return a list with the first pair, or an empty list if there is none."""
+    def first(self) -> list[Batch]:
+        """Return a list with the first batch, or an empty list if there is none."""
         if self._started_pass is None and not self._first:
             started_pass = self.in_step()
             self._first = list(islice(started_pass, 1))
             self._started_pass = started_pass
         return self._first
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Read the data once; at least one target must contribute to the loss."""
         num_batches = 0
         any_counts = False
-        for pair in self.in_step():
+        for batch in self.in_step():
             num_batches += 1
             if self.counts_any is not None and not any_counts:
-                any_counts = self.counts_any(pair[1])
-            yield pair
+                any_counts = self.counts_any(batch.targets)
+            yield batch
         if self.counts_any is None:
             return
         by_rank = process_group().exchange((num_batches, any_counts))
@@ -214,7 +212,7 @@ class Stream:
                 "contributes to the loss."
             )
 
-    def in_step(self) -> Iterator[tuple[Any, ...]]:
+    def in_step(self) -> Iterator[Batch]:
         """Read the data without a check at its end, where all processes take the same steps.
 
         It is an error if several workers each read all of a stream.
@@ -227,7 +225,7 @@ class Stream:
         source = self.source
         if self.progress is not None:
             source = tqdm(source, desc=self.progress, unit="batch", leave=False)
-        yield from self._read_pairs(source)
+        yield from self._read_batches(source)
 
     @property
     def is_reiterable(self) -> bool:
@@ -238,10 +236,10 @@ class Stream:
 
     def extra_pass(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches, in a pass besides those of the fit."""
-        for x, *_ in self._read_pairs(self.source):
-            yield x
+        for batch in self._read_batches(self.source):
+            yield batch.inputs
 
-    def _read_pairs(self, source: Batches) -> Iterator[tuple[Any, ...]]:
+    def _read_batches(self, source: Batches) -> Iterator[Batch]:
         num_workers = 0
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, IterableDataset):
             num_workers = self.source.num_workers
@@ -250,13 +248,13 @@ class Stream:
         marks = set[str]()
         for number in count(1):
             with self.randomness:
-                batch = next(steps, _END)
-            if batch is _END:
+                users_batch = next(steps, _END)
+            if users_batch is _END:
                 return
-            x, y, *weights = self.read(batch, f"Batch {number}", self.weighs)
+            batch = self.read(users_batch, f"Batch {number}", self.weighs)
             if number <= 2 and num_workers > 1:
                 # The first batches of two workers, which come in turn.
-                marks.add(mark_of(x, y))
+                marks.add(mark_of(batch.inputs, batch.targets))
                 if len(marks) < number:
                     raise ValueError(
                         f"The {num_workers} workers that read the stream start with the same "
@@ -264,12 +262,8 @@ class Stream:
                         "torch.utils.data.get_worker_info() to let each worker yield a different "
                         "part of the examples, or set `num_workers=1`."
                     )
-            x = move(x, self.device, self.dtypes)
+            targets = batch.targets
             if self.target_device is not None:
-                y = y.to(self.target_device, non_blocking=True)
-            yield x, y, *weights
-
-
-def weight_of(pair: tuple[Any, ...]) -> float:
-    """Return the sum of a pair's weights, or its number of examples if it has none."""
-    return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])
+                targets = targets.to(self.target_device, non_blocking=True)
+            inputs = move(batch.inputs, self.device, self.dtypes)
+            yield replace(batch, inputs=inputs, targets=targets)

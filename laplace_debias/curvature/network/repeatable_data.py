@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Stream, weight_of
-from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, tensors_of
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.shards import (
     check_all_different,
     check_shared,
@@ -23,19 +23,18 @@ _NO_PART = (
 )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Some consecutive examples of the data, on the model's device.
+@dataclass(frozen=True, kw_only=True)
+class IndexedBatch(Batch):
+    """A batch of repeatable data, on the model's device.
 
-    The place `first` of the first one counts the examples of all processes that share the data.
+    Attributes:
+        index: The number of the batch, from 0.
+        first_index: The index of the first example among those of all processes that share the
+            data.
     """
 
     index: int
-    first: int
-    size: int
-    inputs: Inputs
-    targets: Tensor
-    weights: Tensor | None = None
+    first_index: int
 
 
 class Data:
@@ -66,13 +65,12 @@ class Data:
         self._marks: list[str] = []
         self.sizes: list[int] = []
         weight = 0.0
-        for number, pair in enumerate(stream, start=1):
-            inputs, targets, *_ = pair
-            if any(x.isnan().any() for x in (*tensors_of(inputs), targets)):
+        for number, batch in enumerate(stream, start=1):
+            if any(x.isnan().any() for x in (*tensors_of(batch.inputs), batch.targets)):
                 raise ValueError(f"Batch {number} contains NaN. Remove these examples.")
-            self.sizes.append(len(targets))
-            self._marks.append(mark_of(*pair))
-            weight += weight_of(pair)
+            self.sizes.append(batch.num_examples)
+            self._marks.append(batch.mark)
+            weight += batch.total_weight
         if not self.sizes:
             raise ValueError(_EMPTY if ranks.size == 1 else _NO_PART)
         if not is_shared:
@@ -92,19 +90,20 @@ class Data:
             )
         self.batch(0)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[IndexedBatch]:
         index = -1
-        for index, pair in enumerate(self._stream):
-            if index >= len(self.sizes) or mark_of(*pair) != self._marks[index]:
+        for index, batch in enumerate(self._stream):
+            if index >= len(self.sizes) or batch.mark != self._marks[index]:
                 self._refuse(index)
-            inputs, targets, *weights = pair
-            inputs = move(inputs, self._device, None)
-            targets = targets.to(self._device, non_blocking=True)
-            batch_weights = None
-            if weights:
-                batch_weights = weights[0].to(self._device, non_blocking=True)
-            yield Batch(
-                index, self.firsts[index], self.sizes[index], inputs, targets, batch_weights
+            weights = batch.weights
+            if weights is not None:
+                weights = weights.to(self._device, non_blocking=True)
+            yield IndexedBatch(
+                inputs=move(batch.inputs, self._device, None),
+                targets=batch.targets.to(self._device, non_blocking=True),
+                weights=weights,
+                index=index,
+                first_index=self.firsts[index],
             )
         if index == -1:
             raise TypeError(
@@ -115,7 +114,7 @@ class Data:
         if index + 1 != len(self.sizes):
             self._refuse(index + 1)
 
-    def batch(self, index: int) -> Batch:
+    def batch(self, index: int) -> IndexedBatch:
         """Read one batch."""
         return next(batch for batch in self if batch.index == index)
 
@@ -130,8 +129,8 @@ class Data:
 def first_inputs(stream: Stream) -> Inputs:
     """Return the inputs of the first batch."""
     check_repeatable(stream.source)
-    for x, *_ in stream.first:
-        return x
+    for batch in stream.first:
+        return batch.inputs
     raise ValueError(_EMPTY)
 
 

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
@@ -16,10 +16,10 @@ from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchHook
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.fingerprints import checksum
-from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -182,7 +182,7 @@ class KFAC(Permuted):
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):
             all_inputs = chain.from_iterable(
-                (x for x, *_ in batches) for batches in (factor_data, magnitude_data)
+                (batch.inputs for batch in data) for data in (factor_data, magnitude_data)
             )
             first = factor_data.first.inputs
             with refuse_calls(unwrapped(model), network.names, tap.network):
@@ -240,7 +240,7 @@ class EKFAC(KFAC):
 
 
 class LossData:
-    """Batches as pairs, with the scale of the loss and its checks of the targets."""
+    """Batches of the data, with the scale of the loss and its checks of the targets."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class LossData:
         self.data = Data(stream, network.device, num_data, ranks)
         self.first = self.data.batch(0)
         self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))
-        outputs = network.first_outputs(self.first.inputs, self.first.size)
+        outputs = network.first_outputs(self.first.inputs, self.first.num_examples)
         self.scale = loss_scale(self.loss, self.data, outputs)
 
     def first_index(self, batch: int, _: int) -> int:
@@ -266,9 +266,5 @@ class LossData:
         """Return the number of a batch, from 1."""
         return batch + 1
 
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor] | tuple[Inputs, Tensor, Tensor]]:
-        for batch in self.data:
-            if batch.weights is None:
-                yield batch.inputs, batch.targets
-            else:
-                yield batch.inputs, batch.targets, batch.weights
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.data)

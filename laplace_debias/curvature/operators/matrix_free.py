@@ -14,7 +14,7 @@ from laplace_debias.curvature.losses.base import WeightedLoss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch_reader import BatchHook
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.repeatable_data import Batch
+from laplace_debias.curvature.network.repeatable_data import IndexedBatch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (
@@ -119,7 +119,7 @@ class CurvatureOperator(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         self._loss.check(outputs, targets)
 
-    def _labelled(self, batch: Batch) -> tuple[OutputLoss, Labels]:
+    def _labelled(self, batch: IndexedBatch) -> tuple[OutputLoss, Labels]:
         """Return the loss of a batch and its labels, both with the weights of the examples."""
         labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
         if batch.weights is None:
@@ -172,7 +172,7 @@ class Hessian(CurvatureOperator):
 
     _may_have_norms = True
 
-    def _linearise(self, batch: Batch) -> Linearisation:
+    def _linearise(self, batch: IndexedBatch) -> Linearisation:
         loss, labels = self._labelled(batch)
         if self._may_have_norms and batch.index not in self._checked:
             self._may_have_norms = has_norms(self._network, loss, batch.inputs, labels)
@@ -200,7 +200,7 @@ class GGN(CurvatureOperator):
         """True if the loss is known to be convex in the outputs."""
         return self._loss.is_convex
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
         loss, labels = self._labelled(batch)
         return loss.hessian(outputs, labels), 2
 
@@ -295,12 +295,12 @@ class Fisher(CurvatureOperator):
             seed = self._ranks.exchange(columns.seed)[0]
         self._cotangents = Cotangents(self._loss, replace(columns, seed=seed))
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
         fisher = self._cotangents.fisher
         if fisher.kind == "exact":
             loss, labels = self._labelled(batch)
             return loss.hessian(outputs, labels), 2
-        vectors, _ = self._cotangents(outputs, batch.targets, batch.first)
+        vectors, _ = self._cotangents(outputs, batch.targets, batch.first_index)
         return _outer_products(vectors, batch.weights), fisher.mc_samples
 
 
@@ -324,7 +324,7 @@ class EmpiricalFisher(CurvatureOperator):
 
     is_positive_semidefinite = True
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)
         return _outer_products(self._loss.gradient(outputs, labels)[None], batch.weights), 1
 

@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.repeatable_data import Batch, Data
+from laplace_debias.curvature.network.repeatable_data import Data, IndexedBatch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
@@ -42,7 +42,7 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
         like_first = batch.targets.shape[1:] if like_first is None else like_first
         # Sequences of another length are checked when their outputs are there.
         if batch.targets.shape[1:] == like_first:
-            loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
+            loss.check(outputs[:1].expand(batch.num_examples, *outputs.shape[1:]), batch.targets)
         if batch.weights is None:
             total += loss.count(batch.targets)
         else:
@@ -134,7 +134,7 @@ class NetworkOperator(LinearOperator):
         self._is_full = False
         self._checked: set[int] = set()
         first = self._data.batch(0)
-        self._first_outputs = self._network.first_outputs(first.inputs, first.size)
+        self._first_outputs = self._network.first_outputs(first.inputs, first.num_examples)
         self._output_shape = self._first_outputs.shape[1:]  # For one example of the first batch.
         self._lineariser = Lineariser(self._network)
 
@@ -163,7 +163,7 @@ class NetworkOperator(LinearOperator):
         """The bytes of the linearised batches that are kept between products."""
         return sum(item.num_bytes for item in self._items)
 
-    def _make(self, batch: Batch) -> Item:
+    def _make(self, batch: IndexedBatch) -> Item:
         """Linearise a batch; checks its outputs the first time."""
         linearisation = self._linearise(batch)
         outputs = linearisation.outputs
@@ -173,17 +173,17 @@ class NetworkOperator(LinearOperator):
             self._checked.add(batch.index)
         at_outputs, num_tensors = self._at_outputs(outputs, batch)
         num_bytes = linearisation.num_bytes + num_tensors * outputs.nbytes
-        first = batch.first * self._output_shape.numel()
+        first = batch.first_index * self._output_shape.numel()
         return Item(slice(first, first + outputs.numel()), linearisation, at_outputs, num_bytes)
 
-    def _linearise(self, batch: Batch) -> Linearisation:
+    def _linearise(self, batch: IndexedBatch) -> Linearisation:
         return self._lineariser.first_order(batch.inputs)
 
     @abstractmethod
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise an error for targets that do not fit outputs of this shape."""
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
         """Return the linear map at the outputs, and how many tensors of their size it keeps."""
         return None, 0
 
@@ -208,7 +208,7 @@ class NetworkOperator(LinearOperator):
             return map(function, items)
         return (function(self._item(batch)) for batch in self._data)
 
-    def _item(self, batch: Batch) -> Item:
+    def _item(self, batch: IndexedBatch) -> Item:
         with self._lock:
             if batch.index < len(self._items):
                 return self._items[batch.index]

@@ -196,7 +196,7 @@ class Auto(Scheme):
                 raise
             stop_reason = "interrupt"
         assert last_round is not None
-        sampler.pairs = iter(())  # The workers of a loader end.
+        sampler.numbered = iter(())  # The workers of a loader end.
         report = _report(last_round, sampler, rounds, stop_reason=stop_reason, seconds=clock())
         if stop_reason != "tolerance":
             _warn_of_error(report, self.tolerance)

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
@@ -161,8 +161,8 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
     """Drop the number of rows that a sampler has if examples have weights."""
     if not size.is_inferred:
         return size
-    has_weights = [len(pair) > 2 for pair in stream.first]
-    if not any(ranks.exchange(any(has_weights))):
+    has_weights = any(batch.weights is not None for batch in stream.first)
+    if not any(ranks.exchange(has_weights)):
         return size
     if not size.must_match_read:
         raise ValueError(
@@ -180,9 +180,9 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
     return replace(size, num_data=None if None in sizes else sum(sizes))
 
 
-def _check_different_data(ranks: Ranks, first: list[tuple[Any, ...]]) -> None:
+def _check_different_data(ranks: Ranks, first: list[Batch]) -> None:
     """Raise an error if two processes begin with the same batch."""
-    marks = [mark_of(x, y) for x, y, *_ in first]
+    marks = [mark_of(batch.inputs, batch.targets) for batch in first]
     check_all_different(ranks.exchange(marks[0] if marks else None), "starts with the same batch")
 
 

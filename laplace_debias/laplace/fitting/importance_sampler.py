@@ -3,10 +3,9 @@
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +19,7 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Fold, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
@@ -105,13 +105,13 @@ class _DrawnExamples:
     """The examples of a fold that were drawn in a round.
 
     Attributes:
-        pairs: Inputs, targets and weights of this process's examples, batch by batch.
-        first_indices: For each of the pairs, the index of its first example among those of all
+        batches: This process's examples, with weights.
+        first_indices: For each batch, the index of its first example among those of all
             processes, in the order in which they are read.
         total: The number of examples of all processes.
     """
 
-    pairs: list[tuple[Inputs, Tensor, Tensor]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     first_indices: list[int] = field(default_factory=list)
     total: int = 0
 
@@ -121,19 +121,20 @@ class _DrawnExamples:
         Examples of different shapes are not joined. If `needs_indices`, neither are those that
         have examples of other processes between them.
         """
-        shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in self.pairs}
-        weight = sum(float(weights.sum()) for *_, weights in self.pairs)
+        shapes = {
+            tuple(tensor.shape[1:] for tensor in (*tensors_of(batch.inputs), batch.targets))
+            for batch in self.batches
+        }
+        weight = sum(batch.total_weight for batch in self.batches)
         are_consecutive = all(
-            first + len(pair[1]) == following
-            for first, pair, following in zip(
-                self.first_indices, self.pairs, self.first_indices[1:], strict=False
+            first + batch.num_examples == following
+            for first, batch, following in zip(
+                self.first_indices, self.batches, self.first_indices[1:], strict=False
             )
         )
         if len(shapes) != 1 or (needs_indices and not are_consecutive):
-            return Fold(list(self.pairs), self.first_indices, weight)
-        xs, ys, weights = zip(*self.pairs, strict=True)
-        joined = join(list(xs)), torch.cat(ys), torch.cat(weights)
-        return Fold([joined], self.first_indices[:1], weight)
+            return Fold(list(self.batches), self.first_indices, weight)
+        return Fold([Batch.joined(self.batches)], self.first_indices[:1], weight)
 
 
 class ImportanceSampler:
@@ -144,7 +145,7 @@ class ImportanceSampler:
 
     Args:
         context: The network, its loss and its blocks.
-        pairs: The data.
+        batches: The data.
         forward_ratio: Examples passed forward per example passed backward.
 
     Attributes:
@@ -155,9 +156,7 @@ class ImportanceSampler:
         probes: Inputs at which fits are compared, which are no part of the fit.
     """
 
-    def __init__(
-        self, context: FitContext, pairs: Iterator[tuple[Any, ...]], forward_ratio: int
-    ) -> None:
+    def __init__(self, context: FitContext, batches: Iterator[Batch], forward_ratio: int) -> None:
         self.context = context
         self._forward_ratio = forward_ratio
         self._forward = ForwardPasses(context)
@@ -168,24 +167,23 @@ class ImportanceSampler:
         self.totals = DataTotals(0, 0.0, 0, 0)
         self.num_drawn = 0
         self.curvatures = torch.zeros(0, dtype=torch.float64)
-        first_batches, steps = _first_batches(pairs, context.ranks)
+        first_batches, steps = _first_batches(batches, context.ranks)
         rank = context.ranks.rank
         num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
         own_probes: list[Inputs] = []
         remainders = []
-        for pair, sizes in zip(first_batches, steps, strict=True):
+        for batch, sizes in zip(first_batches, steps, strict=True):
             num_own = min(max(num_needed - sum(sizes[:rank]), 0), sizes[rank])
             num_needed -= min(num_needed, sum(sizes))
-            if pair is None:
+            if batch is None:
                 continue
-            x, y, *weights = pair
             if num_own:
-                own_probes.append(take(x, slice(0, num_own)))
+                own_probes.append(take(batch.inputs, slice(0, num_own)))
             # The probes may be all of this process's batch, which the others still read.
-            remainders.append((take(x, slice(num_own, None)), y[num_own:], *weights))
+            remainders.append(batch.take(slice(num_own, None)))
         probes_by_rank = context.ranks.exchange(own_probes)
         self.probes = join(list(chain.from_iterable(probes_by_rank)))
-        self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(remainders, pairs), start=1)
+        self.numbered: Iterator[tuple[int, Batch]] = enumerate(chain(remainders, batches), start=1)
 
     def continued(
         self, context: FitContext, data: Stream, forward_ratio: int
@@ -196,7 +194,7 @@ class ImportanceSampler:
         later.context = context
         later._forward_ratio = forward_ratio
         later._forward = ForwardPasses(context)
-        later.pairs = enumerate(islice(data.in_step(), num_skipped, None), start=num_skipped + 1)
+        later.numbered = enumerate(islice(data.in_step(), num_skipped, None), start=num_skipped + 1)
         # The same blocks are other objects in the later fit.
         later_block = dict(zip(self.context.blocks, context.blocks, strict=True))
         later.folds = [copy(fold) for fold in self.folds]
@@ -219,13 +217,13 @@ class ImportanceSampler:
         inputs = [SideSums(self.context, Side.A) for _ in self.folds]
         own_totals = [DataTotals() for _ in self.folds]
         while self.num_drawn + sum(examples.total for examples in drawn) < target:
-            number, pair = next(self.pairs, (0, None))
-            sizes = ranks.exchange(None if pair is None else len(pair[1]))
+            number, batch = next(self.numbered, (0, None))
+            sizes = ranks.exchange(None if batch is None else batch.num_examples)
             if sizes.count(None) == len(sizes):
                 break
             self.num_batches = number or self.num_batches
             with self._faults.during_batch(number):
-                self._draw(pair, [size or 0 for size in sizes], inputs, drawn, own_totals)
+                self._draw(batch, [size or 0 for size in sizes], inputs, drawn, own_totals)
         self._faults.read()
         for index, fold in enumerate(self.folds):
             fold_inputs = inputs.pop(0)
@@ -243,7 +241,7 @@ class ImportanceSampler:
 
     def _draw(
         self,
-        pair: tuple[Any, ...] | None,
+        batch: Batch | None,
         sizes: Sequence[int],
         inputs: Sequence[SideSums],
         drawn: Sequence[_DrawnExamples],
@@ -252,7 +250,7 @@ class ImportanceSampler:
         """Draw from all processes' batches, of which every fourth example belongs to a fold.
 
         Args:
-            pair: This process's batch; None if its data has ended.
+            batch: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
             inputs: The sums of A, by folds.
             drawn: The drawn examples, by folds, to which those of the batch are added.
@@ -264,7 +262,7 @@ class ImportanceSampler:
         start = sum(sizes[: ranks.rank])
         own_part = slice(start, start + sizes[ranks.rank])
         own_traces, nll, num_outputs = self._pass_forward(
-            pair, fold_indices[own_part], inputs, own_totals
+            batch, fold_indices[own_part], inputs, own_totals
         )
         by_rank = ranks.exchange((own_traces.tolist(), nll, num_outputs))
         traces_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
@@ -280,17 +278,17 @@ class ImportanceSampler:
             is_chosen = in_fold & is_drawn
             fold.weighted_curvature += float((traces[is_chosen] / probabilities[is_chosen]).sum())
             own_indices = is_chosen[own_part].nonzero()[:, 0]
-            if pair is not None and len(own_indices):
+            if batch is not None and len(own_indices):
                 weights = probabilities[start + own_indices].reciprocal()
-                examples = take(pair[0], own_indices), pair[1][own_indices], weights
-                drawn[index].pairs.append(examples)
+                examples = replace(batch.take(own_indices), weights=weights)
+                drawn[index].batches.append(examples)
                 first_index = drawn[index].total + int(is_chosen[:start].sum())
                 drawn[index].first_indices.append(first_index)
             drawn[index].total += int(is_chosen.sum())
 
     def _pass_forward(
         self,
-        pair: tuple[Any, ...] | None,
+        batch: Batch | None,
         fold_indices: Int[Tensor, " batch"],
         inputs: Sequence[SideSums],
         own_totals: Sequence[DataTotals],
@@ -299,10 +297,9 @@ class ImportanceSampler:
         traces = torch.zeros(len(fold_indices), dtype=torch.float64)
         nll = 0.0
         num_outputs = 0
-        if pair is None:
+        if batch is None:
             return traces, nll, num_outputs
-        x, y, *weights = pair
-        if weights:
+        if batch.weights is not None:
             raise ValueError(
                 '`mode="auto"` does not support weights of examples. Remove them from the batches.'
             )
@@ -311,8 +308,9 @@ class ImportanceSampler:
             if len(in_fold):
                 totals.num_examples += len(in_fold)
                 totals.weight += len(in_fold)
-                outputs = self._forward(take(x, in_fold), y[in_fold], sums, totals)
-                fold_traces, loss = output_curvatures(self.context, outputs, y[in_fold])
+                examples = batch.take(in_fold)
+                outputs = self._forward(examples, sums, totals)
+                fold_traces, loss = output_curvatures(self.context, outputs, examples.targets)
                 traces[in_fold] = fold_traces.cpu()
                 nll += float(loss)
                 num_outputs += outputs.numel()
@@ -320,25 +318,25 @@ class ImportanceSampler:
 
 
 def _first_batches(
-    pairs: Iterator[tuple[Any, ...]], ranks: Ranks
-) -> tuple[list[tuple[Any, ...] | None], list[list[int]]]:
+    data: Iterator[Batch], ranks: Ranks
+) -> tuple[list[Batch | None], list[list[int]]]:
     """Read the first batches, until all processes together have two examples.
 
     Returns:
         This process's batch of each step, None if its data has ended, and the number of examples
         that each process has in each step.
     """
-    batches: list[tuple[Any, ...] | None] = []
+    batches: list[Batch | None] = []
     steps: list[list[int]] = []
     while sum(map(sum, steps)) < 2:
-        pair = next(pairs, None)
-        sizes = ranks.exchange(0 if pair is None else len(pair[1]))
+        batch = next(data, None)
+        sizes = ranks.exchange(0 if batch is None else batch.num_examples)
         if not any(sizes):
             raise ValueError(
                 '`mode="auto"` sets some inputs aside and uses them to compare fits, so '
                 'it needs at least two examples. Use `mode="full"`.'
             )
-        batches.append(pair)
+        batches.append(batch)
         steps.append(sizes)
     return batches, steps
 

@@ -1,7 +1,7 @@
 """Estimation of a regression's noise, before the curvature is computed."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -10,8 +10,9 @@ from torch import Tensor
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Pairs, Stream
-from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.inputs import call, move, take
 from laplace_debias.curvature.network.outputs import (
     Faults,
     check_outputs,
@@ -31,7 +32,7 @@ _HOW_TO_CHOOSE = (
 )
 
 
-def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
+def estimate_noise(context: FitContext, sources: Sequence[Iterable[Batch]]) -> Gaussian:
     r"""Estimate the noise of each output from its residuals, with a warning.
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
@@ -42,7 +43,7 @@ def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
 
     Args:
         context: The network and its loss.
-        sources: Pairs `(x, y)` or `(x, y, w)`, such as those of directions and of magnitudes.
+        sources: Batches, such as those of directions and of magnitudes.
     """
     sigma = None
     if _num_outputs(context, sources[0]) > 1:
@@ -63,31 +64,31 @@ def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
     return Gaussian.estimated(sigma)
 
 
-def _num_outputs(context: FitContext, pairs: Pairs) -> int:
+def _num_outputs(context: FitContext, batches: Iterable[Batch]) -> int:
     """Count the outputs in the last dimension, by the first example of any process."""
-    first = pairs.first if isinstance(pairs, Stream) else pairs
+    first = batches.first if isinstance(batches, Stream) else batches
     size = 0
-    for x, *_ in first:
+    for batch in first:
         with torch.no_grad():
-            example = move(take(x, slice(0, 1)), context.device, None)
+            example = move(take(batch.inputs, slice(0, 1)), context.device, None)
             size = call(context.network, example).shape[-1]
         break
     return max(context.ranks.exchange(size))
 
 
-def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " outputs"] | None:
+def _residual_deviations(
+    context: FitContext, batches: Iterable[Batch]
+) -> Float[Tensor, " outputs"] | None:
     """Compute root-mean-square residuals per output; None if a residual or the data is zero.
 
     The residuals are those of all processes.
     """
     faults = Faults()
     sums: Tensor | None = None
-    for number, (x, y, *weights) in enumerate(pairs, start=1):
+    for number, batch in enumerate(batches, start=1):
         with faults.during_batch(number):
-            for start in range(0, num_examples(x), _CHUNK):
-                chunk = slice(start, start + _CHUNK)
-                chunk_weights = weights[0][chunk] if weights else None
-                chunk_sums = _chunk_sums(context, take(x, chunk), y[chunk], chunk_weights)
+            for start in range(0, batch.num_examples, _CHUNK):
+                chunk_sums = _chunk_sums(context, batch.take(slice(start, start + _CHUNK)))
                 sums = chunk_sums if sums is None else sums + chunk_sums
     faults.read()
     process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
@@ -101,22 +102,18 @@ def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " o
     return (squares / counts).sqrt()
 
 
-def _chunk_sums(
-    context: FitContext, x: Inputs, targets: Tensor, weights: Tensor | None
-) -> Float[Tensor, "3 outputs"]:
+def _chunk_sums(context: FitContext, chunk: Batch) -> Float[Tensor, "3 outputs"]:
     """Sum squared residuals, squared outputs and weights, per output."""
     with torch.no_grad():
-        outputs = call(context.network, move(x, context.device, None))
+        outputs = call(context.network, move(chunk.inputs, context.device, None))
     check_outputs(outputs)
-    targets = targets_classes_last(targets, outputs.ndim, context.cotangents.class_dim)
+    targets = targets_classes_last(chunk.targets, outputs.ndim, context.cotangents.class_dim)
     context.cotangents.loss.check(outputs, targets)
     targets = targets.to(outputs.device, non_blocking=True)
     terms, labels = flat_terms(outputs, targets)
     terms = terms.double()
     residuals = labels.double() - terms
-    if weights is None:
-        weights = torch.ones(len(outputs), dtype=torch.float64)
-    weights = weights.to(outputs.device, non_blocking=True).double()
+    weights = chunk.weights_or_ones.to(outputs.device, non_blocking=True).double()
     weights = weights.repeat_interleave(len(terms) // len(outputs))
     counts = weights.sum().expand(terms.shape[1])
     return torch.stack([weights @ residuals.square(), weights @ terms.square(), counts])

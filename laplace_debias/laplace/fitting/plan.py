@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from laplace_debias.curvature.fits.chunks import run_example
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Batches, Fold
-from laplace_debias.curvature.network.inputs import Inputs, move, take
+from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
 from laplace_debias.laplace.fitting.mode_names import MODES
@@ -149,14 +150,15 @@ def plan_fit(
         fisher = state.config.fisher.seeded(None, process_group())
         stream = state.spec.fit_stream(loader, state.device)
         _, context = examine(state, [stream], reads_all=False, fisher=fisher)
-        ((x, y, *_),) = stream.first
+        (batch,) = stream.first
         if num_batches is not None:
-            context = replace(context, num_examples=num_batches * len(y))
+            context = replace(context, num_examples=num_batches * batch.num_examples)
         # A pass reads one fold.
-        fold = slice(0, -(-len(y) // num_folds))
-        x = move(take(x, fold), context.device, None)
+        fold = batch.take(slice(0, math.ceil(batch.num_examples / num_folds)))
+        x = move(fold.inputs, context.device, None)
         num_joined = _num_joined_batches(context, x, num_parts)
-        data = Fold.consecutive([(x, y[fold].to(context.device))] * num_joined)
+        targets = fold.targets.to(context.device)
+        data = Fold.consecutive([Batch(x, targets)] * num_joined)
         num_passes = None
         if num_parts is not None:
             num_passes = num_reads * math.ceil(num_parts / num_joined)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
 )
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
@@ -107,9 +107,8 @@ def _parameters_on_examples(
     spec = state.spec
     config = state.config
     first = _first_batch(streams[0])
-    x, y, *_ = first[0]
-    inputs = move(x, state.device, None)
-    targets = y.to(state.device)
+    inputs = move(first.inputs, state.device, None)
+    targets = first.targets.to(state.device)
     plain = spec.plain_model
     selected = state.selected
     if selected is None or config.params == LAST_LAYER:
@@ -137,7 +136,8 @@ def _parameters_on_examples(
     return take(inputs, slice(0, 1)), parameters, tap
 
 
-def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:
+def _first_batch(stream: Stream) -> Batch:
+    """Return the first batch of this process, or of another one if this one has no examples."""
     ranks = process_group()
     first = stream.first
     has_first = ranks.exchange(bool(first))
@@ -145,8 +145,8 @@ def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:
         raise ValueError("The data contains no examples. Pass a loader with at least one batch.")
     if False in has_first:
         first_of_another_rank = ranks.from_rank(first, has_first.index(True))
-        return first or first_of_another_rank
-    return first
+        first = first or first_of_another_rank
+    return first[0]
 
 
 def check_first_batch(

@@ -4,14 +4,15 @@ A scheme is a value that holds its data. A new way to fit is one more class here
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches, Pairs, Stream
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sampler
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.curvature.structures import CurvatureStructure
@@ -85,7 +86,7 @@ class Scheme(ABC):
 
     def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
         """Estimate a regression's noise from the streams of the sources."""
-        sources: list[Pairs] = []
+        sources: list[Iterable[Batch]] = []
         for stream in streams:
             # The first pair of an iterator is not lost, the others would be.
             is_read_once = isinstance(stream.source, Iterator)

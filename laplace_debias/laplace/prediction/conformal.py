@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.links import Link
@@ -233,13 +234,13 @@ class Conformal:
         check_level(level)
         check_held_out(loader)
         batches = []
-        for x, y in self._stream(loader, generator):
-            predictive = self._predict(x, generator)
+        for batch in self._stream(loader, generator):
+            predictive = self._predict(batch.inputs, generator)
             values, _, labels, *deviations = score(
-                self._predictor.likelihood, predictive, y, self._class_dim
+                self._predictor.likelihood, predictive, batch.targets, self._class_dim
             )
             scores = self._scores_of_targets(values, labels, deviations)
-            batches.append([scores, self._groups_of_targets(x, y, predictive)])
+            batches.append([scores, self._groups_of_targets(batch, predictive)])
         scores, groups = concatenate_batches(batches, "calibrate")
         quantiles = {}
         for group in groups.unique().tolist():
@@ -299,13 +300,13 @@ class Conformal:
         check_held_out(loader)
         batches = []
         is_normal = False
-        for x, y in self._stream(loader, generator):
-            predictive = self._predict(x, generator)
+        for batch in self._stream(loader, generator):
+            predictive = self._predict(batch.inputs, generator)
             is_normal = isinstance(predictive, Normal | MultivariateNormal)
             values, _, labels, *deviations = score(
-                self._predictor.likelihood, predictive, y, self._class_dim
+                self._predictor.likelihood, predictive, batch.targets, self._class_dim
             )
-            groups = self._groups_of_targets(x, y, predictive)
+            groups = self._groups_of_targets(batch, predictive)
             quantiles = self._quantiles_for(groups).to(values.device)
             covered = self._scores_of_targets(values, labels, deviations) <= quantiles
             if is_normal:
@@ -395,12 +396,12 @@ class Conformal:
             )
         return groups.long().cpu()
 
-    def _groups_of_targets(
-        self, x: Inputs, y: Tensor, predictive: Distribution
-    ) -> Int[Tensor, " n"]:
+    def _groups_of_targets(self, batch: Batch, predictive: Distribution) -> Int[Tensor, " n"]:
         """The groups of the targets that count."""
-        _, counted, _ = check_targets(self._predictor.likelihood, predictive, y, self._class_dim)
-        return self._groups_of(x, len(counted))[counted.cpu()]
+        _, counted, _ = check_targets(
+            self._predictor.likelihood, predictive, batch.targets, self._class_dim
+        )
+        return self._groups_of(batch.inputs, len(counted))[counted.cpu()]
 
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:
         missing = sorted(set(groups.tolist()) - set(self.quantiles))

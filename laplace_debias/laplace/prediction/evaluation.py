@@ -14,7 +14,7 @@ from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import check_sampler
-from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.laplace.prediction.intervals import interval_levels, single_targets
@@ -35,29 +35,30 @@ def check_held_out(*data: Batches) -> None:
 
 
 class RepeatedExamples:
-    """Pairs in which an example of weight w occurs w times.
+    """Batches in which an example of weight w occurs w times.
 
     Args:
-        stream: Pairs `(x, y)`, or triples `(x, y, w)`.
+        stream: The batches, which may have weights.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        for x, y, *weights in self._stream:
-            if not weights:
-                yield x, y
+        for batch in self._stream:
+            weights = batch.weights
+            if weights is None:
+                yield batch.inputs, batch.targets
                 continue
-            if (weights[0] != weights[0].floor()).any():
+            if (weights != weights.floor()).any():
                 raise ValueError(
                     "The weights of examples have fractions, but `evaluate` counts an example of "
                     "weight w as w examples. Pass whole numbers."
                 )
-            indices = torch.arange(len(y)).repeat_interleave(weights[0].long().cpu())
+            indices = torch.arange(batch.num_examples).repeat_interleave(weights.long().cpu())
             if len(indices):
-                indices = indices.to(y.device)
-                yield take(x, indices), y[indices]
+                repeated = batch.take(indices.to(batch.targets.device))
+                yield repeated.inputs, repeated.targets
 
 
 def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch.distributions import Distribution, MultivariateNormal
 from torch.nn.functional import one_hot
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (
@@ -190,7 +190,7 @@ def evaluate_grid(
     predict: Callable[
         [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
     ],
-    data: Pairs,
+    data: Iterable[Batch],
     likelihood: Likelihood,
     metric: str,
     *,
@@ -225,18 +225,23 @@ def evaluate_grid(
         points.append(math.inf)
     num_columns = 3 if with_noise else max(1, len(links))
     batches = []
-    for x, y in data:
+    for batch in data:
         scored = None
         columns = dict[int, list[Tensor]]()
         errors = dict[int, ValueError]()
-        for point, predicted in predict(x, grid, links):
+        for point, predicted in predict(batch.inputs, grid, links):
             if isinstance(predicted, ValueError):
                 errors[point] = predicted
                 continue
             if scored is None:
                 # The same for every link and every prior precision.
                 scored = ScoredTargets.check(
-                    likelihood, predicted, y, metric, class_dim=class_dim, with_noise=with_noise
+                    likelihood,
+                    predicted,
+                    batch.targets,
+                    metric,
+                    class_dim=class_dim,
+                    with_noise=with_noise,
                 )
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))
@@ -244,14 +249,14 @@ def evaluate_grid(
             raise errors[len(prior_precisions) - 1]
         assert scored is not None
         counts = scored.counts(len(terms))
-        batch = [counts[counts > 0]]
+        columns_of_batch = [counts[counts > 0]]
         for point in range(len(points)):
             if point in errors:
-                sums = counts.new_full((len(y), num_columns), math.inf)
+                sums = counts.new_full((batch.num_examples, num_columns), math.inf)
             else:
                 sums = torch.cat(columns[point], 1)
-            batch.append(sums[counts > 0])
-        batches.append(batch)
+            columns_of_batch.append(sums[counts > 0])
+        batches.append(columns_of_batch)
     counts, *sums_by_point = concatenate_batches(batches, "tune on")
     sums = torch.stack(sums_by_point).mT.contiguous()
     factors = None

@@ -1,6 +1,7 @@
 """The noise of each output of a regression, by held-out data."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.prediction.evaluation import (
     check_targets,
     concatenate_batches,
@@ -38,7 +39,9 @@ class OutputNoise:
 
 
 @torch.inference_mode(False)
-def tune_output_noise(fitted: FittedPosterior, data: Pairs, prior_precision: float) -> OutputNoise:
+def tune_output_noise(
+    fitted: FittedPosterior, data: Iterable[Batch], prior_precision: float
+) -> OutputNoise:
     r"""Choose the noise of each output, with the posterior as it is.
 
     With the covariance $F_n$ of the outputs and the residual $r_n$ it minimises
@@ -96,19 +99,21 @@ def tune_output_noise(fitted: FittedPosterior, data: Pairs, prior_precision: flo
 
 
 def _residuals_and_covariances(
-    fitted: FittedPosterior, data: Pairs, prior_precision: float
+    fitted: FittedPosterior, data: Iterable[Batch], prior_precision: float
 ) -> tuple[Float[Tensor, "targets outputs"], Float[Tensor, "targets outputs outputs"]]:
     """Compute the residuals, and the covariances of the outputs without noise, on the CPU."""
     likelihood = fitted.likelihood
     assert isinstance(likelihood, Gaussian)
     grid = torch.tensor([prior_precision], dtype=torch.float64)
     batches = []
-    for x, y in data:
-        ((_, predicted),) = predictives_by_links(fitted, x, grid, [])
+    for batch in data:
+        ((_, predicted),) = predictives_by_links(fitted, batch.inputs, grid, [])
         if isinstance(predicted, ValueError):
             raise predicted
         assert isinstance(predicted, MultivariateNormal)
-        labels, _, _ = check_targets(likelihood, predicted, y, fitted.spec.class_dim, leading=1)
+        labels, _, _ = check_targets(
+            likelihood, predicted, batch.targets, fitted.spec.class_dim, leading=1
+        )
         residuals = labels.double() - probabilities_or_means(predicted).double()
         totals = predicted.covariance_matrix.flatten(0, -3).double()
         noise = likelihood.sigma.to(totals).square().expand(totals.shape[-1])

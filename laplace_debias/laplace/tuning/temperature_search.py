@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.functional.last_layer import (
     LastLayerInputs,
     recorded_inputs,
@@ -41,7 +41,7 @@ _MIN_BATCH = 64
 
 def search_temperatures(
     fitted: FittedPosterior,
-    data: Pairs,
+    data: Iterable[Batch],
     metric: str,
     prior_precisions: Sequence[float],
     links: Sequence[Link],
@@ -259,15 +259,17 @@ def _with_neighbours(indices: list[int], index: int) -> list[int]:
     return indices[max(0, position - 1) : position + 2]
 
 
-def _last_layer_batches(fitted: FittedPosterior, data: Pairs, metric: str) -> list[LastLayerBatch]:
+def _last_layer_batches(
+    fitted: FittedPosterior, data: Iterable[Batch], metric: str
+) -> list[LastLayerBatch]:
     """Run the network on all data once, and check the targets."""
     inputs = []
     targets = []
-    for x, y in data:
-        batch_inputs = recorded_inputs(fitted, x)
+    for batch in data:
+        batch_inputs = recorded_inputs(fitted, batch.inputs)
         assert batch_inputs is not None
         inputs.append(batch_inputs)
-        targets.append(y)
+        targets.append(batch.targets)
     if not inputs:
         return []
     all_inputs = LastLayerInputs.concatenate(inputs)
@@ -280,7 +282,7 @@ def _last_layer_batches(fitted: FittedPosterior, data: Pairs, metric: str) -> li
     batches = []
     for start in range(0, len(all_targets), batch_size):
         examples = slice(start, start + batch_size)
-        batch = LastLayerBatch.score(
+        scored = LastLayerBatch.score(
             fitted.likelihood,
             all_inputs.take(examples),
             all_targets[examples],
@@ -288,5 +290,5 @@ def _last_layer_batches(fitted: FittedPosterior, data: Pairs, metric: str) -> li
             fitted.spec.class_dim,
             differences,
         )
-        batches.append(batch)
+        batches.append(scored)
     return batches

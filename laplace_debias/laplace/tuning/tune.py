@@ -7,7 +7,7 @@ covariances are cheap: there only temperatures around the best are evaluated.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace.functional.last_layer import recorded_inputs
 from laplace_debias.laplace.links import Link, link_from
@@ -120,9 +121,9 @@ def tune_on_data(
     # The first batch shows how many classes there are.
     default = None
     is_last_layer = False
-    for x, _ in stream.first:
-        default = predictive.default_link(fitted, x)
-        is_last_layer = recorded_inputs(fitted, take(x, slice(1))) is not None
+    for batch in stream.first:
+        default = predictive.default_link(fitted, batch.inputs)
+        is_last_layer = recorded_inputs(fitted, take(batch.inputs, slice(1))) is not None
     default = next(filter(None, process_group().exchange(default)), None)
     links = links_to_try(default, link)
     if links and True in process_group().exchange(is_last_layer):
@@ -162,7 +163,7 @@ def _check_per_output(sigma: str, loader: Batches) -> None:
 
 
 def _with_noise_per_output(
-    result: Tuning, tuned: FittedPosterior, data: Pairs
+    result: Tuning, tuned: FittedPosterior, data: Iterable[Batch]
 ) -> tuple[Tuning, FittedPosterior]:
     """Choose the noise of each output, with the posterior at the common factor as it is."""
     noise = tune_output_noise(tuned, data, float(result))
