@@ -89,6 +89,25 @@ def test_width_is_respected_and_must_be_resolved():
         spectral_density(A, 20, width=0.01, num_steps=20)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize(("level", "extent"), [(1.0, 1e-6), (1.0, 1e-5), (1e3, 0.01)])
+def test_a_spectrum_as_narrow_as_the_rounding_has_no_extent(scale, level, extent):
+    """In single precision, the points of a grid within this extent would coincide."""
+    values = level + extent * torch.linspace(0, 1, 60, dtype=torch.float64)
+    A = Dense(symmetric(values).matrix.float())
+    density = spectral_density(A, scale=scale)
+    grid = density.grid if scale == "linear" else density.grid.log10()
+    assert torch.trapezoid(density.density, grid) == pytest.approx(1, abs=1e-4)
+    assert len(grid.unique()) == len(grid)
+
+
+def test_a_width_that_is_lost_to_rounding_is_refused():
+    A = Diagonal(1 + 1e-4 * uniform(60).float())
+    with pytest.raises(ValueError, match=r"lost to the rounding of torch\.float32"):
+        spectral_density(A, width=1e-8, num_points=100_000)
+    assert spectral_density(A, width=1e-5).width == 1e-5
+
+
 def test_logdet_is_exact_where_there_are_products_enough_or_a_structure():
     A = symmetric(VALUES)
     estimate = logdet(A, 10, 20)

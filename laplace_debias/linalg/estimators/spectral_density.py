@@ -18,6 +18,9 @@ from laplace_debias.system.shown import warn
 _RELATIVE_WIDTH = 0.01
 """Default standard deviation of the smoothing, relative to the spectrum's width."""
 
+_LEAST_WIDTH = 4
+"""The least width, in units of the rounding of the positions. A finer grid has equal points."""
+
 _MARGIN = 6
 """Standard deviations by which the grid reaches beyond the nodes."""
 
@@ -156,12 +159,22 @@ def _grid(
     weighty = positions[weights > torch.finfo(weights.dtype).eps]
     low = float(weighty.min())
     high = float(weighty.max())
+    largest = max(abs(low), abs(high))
+    # On a logarithmic scale, a position is rounded, and so is the eigenvalue that it belongs to.
+    rounding = torch.finfo(positions.dtype).eps * (largest + 1 if scale == "log" else largest)
     if width is None:
         # A spectrum without extent still needs a width. On a logarithmic scale, where the unit is
         # a decade, a position of nearly 0 is an eigenvalue of nearly 1.
-        size = 1.0 if scale == "log" else max(abs(low), abs(high))
-        extent = high - low if high - low > 1e-6 * size else 0.0
+        size = 1.0 if scale == "log" else largest
+        least_extent = max(1e-6 * size, _LEAST_WIDTH * rounding / _RELATIVE_WIDTH)
+        extent = high - low if high - low > least_extent else 0.0
         width = _RELATIVE_WIDTH * (extent or size or 1.0)
+    elif width < _LEAST_WIDTH * rounding:
+        raise ValueError(
+            f"`width` is {width:.4g}, which is lost to the rounding of {positions.dtype} between "
+            f"{low:.4g} and {high:.4g}. Raise `width` to {_LEAST_WIDTH * rounding:.2g} or more, or "
+            "convert the operator to a wider dtype."
+        )
     low -= _MARGIN * width
     high += _MARGIN * width
     spacing = (high - low) / (num_points - 1)
