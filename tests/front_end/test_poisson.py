@@ -118,6 +118,45 @@ def test_the_density_of_a_mean_far_above_the_count(count, mean, variance):
     torch.testing.assert_close(log_prob, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("variance", [2.0, 20.0, 100.0, 1000.0])
+@pytest.mark.parametrize("mean", [-30, -5, 0, 6, 12])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_the_probability_of_a_small_count_with_a_large_variance(mean, variance, count):
+    """The integrand is half of a Gaussian, which ends within one unit of the log-rate."""
+    log_rates = torch.linspace(mean - 300, mean + 300, 1_000_001, dtype=torch.float64)
+    log_normal = (
+        -(log_rates - mean).square() / (2 * variance)
+        - 0.5 * math.log(2 * math.pi * variance)
+        + math.log(600 / 1_000_000)
+    )
+    rates = log_rates.exp()
+    log_poisson = count * log_rates - rates - math.lgamma(count + 1)
+    below = torch.special.gammaincc(torch.tensor(count + 1.0).double(), rates)
+    counts = PoissonLogNormal(torch.tensor(mean).double(), torch.tensor(variance).double())
+    value = torch.tensor(count).double()
+    expected = torch.logsumexp(log_normal + log_poisson, 0)
+    torch.testing.assert_close(counts.log_prob(value), expected, rtol=0, atol=2e-7)
+    expected = (log_normal.exp() * below).sum()
+    torch.testing.assert_close(counts.cdf(value), expected, rtol=0, atol=2e-7)
+
+
+def test_the_derivatives_of_a_log_probability_are_its_differences():
+    mean = torch.tensor([0.0, 2.0, -3.0, 5.0, -400.0]).double().requires_grad_()
+    variance = torch.tensor([1.0, 50.0, 0.2, 1e-3, 9.0]).double().requires_grad_()
+    count = torch.tensor([0.0, 0.0, 2.0, 140.0, 0.0]).double()
+
+    def log_prob(log_mean, log_variance):
+        return PoissonLogNormal(log_mean, log_variance, validate_args=False).log_prob(count)
+
+    assert torch.autograd.gradcheck(log_prob, (mean, variance), eps=1e-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", [0.99999, 1 - 1e-9])
+def test_a_quantile_far_in_the_tail_of_tiny_rates_is_zero(level):
+    counts = PoissonLogNormal(torch.tensor(-30.0).double(), torch.tensor(4.0).double())
+    assert counts.icdf(torch.tensor(level, dtype=torch.float64)) == 0
+
+
 def test_quantiles_are_the_smallest_counts():
     counts = PoissonLogNormal(LOG_MEANS, LOG_VARIANCES)
     probabilities = torch.tensor([0.025, 0.5, 0.975]).double().unsqueeze(1)

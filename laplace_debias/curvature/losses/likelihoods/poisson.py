@@ -27,6 +27,8 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import require
 
 _NUM_NODES = 32
+# Integrals end where the integrand is at most e⁻³⁶ of its maximum, which is about the rounding.
+_LARGEST_FALL = 36.0
 # Newton's method goes at least one unit of the log-rate a step, and is then quadratic.
 _NUM_NEWTON_STEPS = 60
 _ONE_DRAW = torch.Size()
@@ -189,7 +191,7 @@ class _Counts(Distribution):
 class PoissonLogNormal(_Counts):
     r"""Counts whose log-rate is normal, N(m, v).
 
-    $\log p(y)$ is by 32 Gauss-Hermite nodes around the mode of the integrand, which has one.
+    $\log p(y)$ is by 64 Gauss-Legendre nodes around the mode of the integrand, which has one.
 
     Args:
         log_mean: m, the mean of the log-rate.
@@ -249,23 +251,16 @@ class PoissonLogNormal(_Counts):
         for _ in range(_NUM_NEWTON_STEPS):
             slope = mode.exp() - counts + (mode - mean) / safe
             mode = mode - slope / (mode.exp() + 1 / safe)
-        width = (mode.exp() + 1 / safe).rsqrt().unsqueeze(-1)
-        nodes, weights = (tensor.to(mean) for tensor in _hermite())
-        f = mode.unsqueeze(-1) + math.sqrt(2) * width * nodes
-        log_joint = (
-            counts.unsqueeze(-1) * f
-            - f.exp()
-            - 0.5 * (f - mean.unsqueeze(-1)).square() / safe.unsqueeze(-1)
-            - 0.5 * safe.log().unsqueeze(-1)
-        )
-        log_terms = log_joint + nodes.square() + weights.log() + width.log()
-        log_prob = torch.logsumexp(log_terms, -1) - 0.5 * math.log(math.pi)
+        at_mode = counts * mode - mode.exp() - 0.5 * (mode - mean).square() / safe
+        _, falls, weights = _around_mode(mode.unsqueeze(-1), 1 / safe.unsqueeze(-1))
+        integral = (weights * (-falls).exp()).sum(-1)
+        log_prob = at_mode - 0.5 * (2 * math.pi * safe).log() + integral.log()
         certain = counts * mean - mean.exp()
         log_prob = torch.where(is_certain, certain, log_prob) - (counts + 1).lgamma()
         return log_prob.to(self.log_mean.dtype)
 
     def _cdf(self, counts: Tensor) -> Tensor:
-        r"""Compute the probability of at most y by Gauss-Hermite quadrature with 32 nodes.
+        r"""Compute the probability of at most y by quadrature.
 
         It is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1. The
         nodes are those of the narrower one, on a logarithmic scale: given it, the distribution
@@ -275,17 +270,17 @@ class PoissonLogNormal(_Counts):
             counts.floor(), self.log_mean.double(), self.log_variance.double()
         )
         counts, mean, variance = (tensor.unsqueeze(-1) for tensor in tensors)
-        nodes, weights = (tensor.to(mean) for tensor in _hermite())
         gamma_shape = counts.clamp_min(0) + 1
+        nodes, weights = (tensor.to(mean) for tensor in _hermite())
         rates = (mean + (2 * variance).sqrt() * nodes).exp()
         by_rates = weights / math.sqrt(math.pi) * torch.special.gammaincc(gamma_shape, rates)
-        shifts = math.sqrt(2) * gamma_shape.rsqrt() * nodes
-        log_density = _log_density_of_gamma(gamma_shape, shifts)
-        density = math.sqrt(2) * gamma_shape.rsqrt() * log_density.exp()
+        shifts, falls, weights = _around_mode(gamma_shape.log(), torch.zeros_like(gamma_shape))
+        density = (_log_density_at_mode(gamma_shape) - falls).exp()
         deviation = torch.where(variance == 0, 1.0, variance).sqrt()
         below_node = torch.special.ndtr((gamma_shape.log() + shifts - mean) / deviation)
         by_gamma = weights * density * below_node
-        below = torch.where(variance * gamma_shape <= 1, by_rates, by_gamma).sum(-1)
+        is_narrower = (variance * gamma_shape <= 1).squeeze(-1)
+        below = torch.where(is_narrower, by_rates.sum(-1), by_gamma.sum(-1))
         return torch.where(counts.squeeze(-1) < 0, 0.0, below).clamp(0, 1)
 
 
@@ -308,19 +303,65 @@ class PoissonMixture(_Counts, MixtureSameFamily):
         return poisson_cdf(counts.unsqueeze(-1), self._rates.double()).mean(-1)
 
 
-def _log_density_of_gamma(shape: Tensor, shifts: Tensor) -> Tensor:
-    r"""Compute the log-density of log g at log a + u plus a u² / 2, for a gamma variable g.
+def _log_density_at_mode(shape: Tensor) -> Tensor:
+    r"""Compute the log-density of the logarithm of a gamma variable at its mode.
 
-    It is $a \log a - a - \log\Gamma(a) + a (1 + u + u^2/2 - e^u)$. For large shapes a, the terms
-    are many orders of magnitude larger than their sum, which has these series.
+    It is $a \log a - a - \log\Gamma(a)$ for the shape a. For large shapes, the terms are many
+    orders of magnitude larger than their sum, which has a series.
     """
     at_mode = shape * shape.log() - shape - shape.lgamma()
     stirling = 0.5 * (shape / (2 * math.pi)).log() - 1 / (12 * shape) + shape.pow(-3) / 360
-    at_mode = torch.where(shape > 100, stirling, at_mode)
-    from_mode = shape * (shifts + shifts.square() / 2 - shifts.expm1())
-    series = 1 + shifts / 4 + shifts.square() / 20 + shifts.pow(3) / 120
-    series = -(shape * shifts.square()) * shifts / 6 * series
-    return at_mode + torch.where(shifts.abs() < 1e-3, series, from_mode)
+    return torch.where(shape > 100, stirling, at_mode)
+
+
+def _around_mode(
+    log_rate: Float[Tensor, "*batch 1"], precision: Float[Tensor, "*batch 1"]
+) -> tuple[
+    Float[Tensor, "*batch nodes"], Float[Tensor, "*batch nodes"], Float[Tensor, "*batch nodes"]
+]:
+    r"""Return nodes of a quadrature for $\exp(-r(u))$, $r(u) = a (e^u - 1 - u) + c u^2 / 2$.
+
+    Around its mode, such is the density of the log-rate times the probability of a count. It falls
+    like a Gaussian on the left, and much faster on the right. So each side has its own 32 nodes,
+    out to a bound of where r is 36.
+
+    Args:
+        log_rate: log a.
+        precision: c, at least 0.
+
+    Returns:
+        The nodes u, the values r(u), and the weights.
+    """
+    rate = log_rate.exp()
+    with torch.no_grad():
+        square = 2 * _LARGEST_FALL
+        # r is at least a u² / 3 for u between -1 and 0, and a (|u| - 1) below.
+        near_mode = (1.5 * square / rate).sqrt()
+        by_rate = torch.where(near_mode < 1, near_mode, 1 + _LARGEST_FALL / rate)
+        left = torch.minimum(by_rate, (square / precision).sqrt())
+        # r is at least (a + c) u² / 2 for u above 0, and a eᵘ / 2 above 2.
+        by_rate = (math.log(square) - log_rate).clamp_min(2)
+        right = torch.minimum(by_rate, (square / (rate + precision)).sqrt())
+    nodes, weights = (tensor.to(rate) for tensor in _legendre())
+    # From [-1, 1] to [0, 1].
+    nodes = (1 + nodes) / 2
+    weights = weights / 2
+    u = torch.cat([-left * nodes, right * nodes], -1)
+    series = u.square() / 2 * (1 + u / 3 + u.square() / 12 + u.pow(3) / 60)
+    # For small u, the terms are many orders of magnitude larger than their sum.
+    near = rate * torch.where(u.abs() < 1e-3, series, u.clamp_max(1).expm1() - u)
+    # A tiny rate times the exponential of a large u is the exponential of a sum.
+    far = (log_rate + u).exp() - rate * (1 + u)
+    falls = torch.where(u < 1, near, far) + precision * u.square() / 2
+    return u, falls, torch.cat([left * weights, right * weights], -1)
+
+
+@lru_cache(maxsize=1)
+@torch.inference_mode(False)
+def _legendre() -> tuple[Tensor, Tensor]:
+    """Nodes and weights of Gauss-Legendre quadrature, float64."""
+    nodes, weights = np.polynomial.legendre.leggauss(_NUM_NODES)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
 @lru_cache(maxsize=4)
