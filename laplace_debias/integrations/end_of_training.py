@@ -1,15 +1,22 @@
 """A posterior at the end of a training run: fitted, tuned and evaluated on the run's loaders."""
 
+import itertools
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.curvature.network.shards import ShardedBatches, with_batches
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import Report
@@ -30,21 +37,44 @@ def copy_in_eval_mode(network: nn.Module) -> nn.Module:
 
 
 def _shared(loader: Any) -> Any:
-    """Return a loader of which several processes read every example once.
+    """Return a loader of which several processes read every example of the run once.
 
     The samplers of training repeat examples, so that all processes have equally many.
     """
     num_ranks = process_group().size
+    batches = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(batches, "batch_size", None)
     if num_ranks == 1 or not isinstance(getattr(loader, "dataset", None), Sized):
         return loader
-    batch_size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-    batches = ShardedBatches(loader.dataset, num_ranks * batch_size)
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-    )
+    if batch_size is None:
+        # The data set or a sampler of the user's own makes the batches.
+        return loader
+    indices = _indices_of_run(loader)
+    dataset = loader.dataset if indices is None else Subset(loader.dataset, indices)
+    return with_batches(loader, dataset, ShardedBatches(dataset, num_ranks * batch_size))
+
+
+def _indices_of_run(loader: Any) -> list[int] | None:
+    """Return the examples that the run draws from; None for the whole data set.
+
+    In a training run of several processes, the loader's sampler is within another one, which
+    divides the examples.
+    """
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", loader.sampler)
+    if isinstance(sampler, (RandomSampler, SequentialSampler)):
+        return None
+    ranks = process_group()
+    if not isinstance(sampler, DistributedSampler):
+        indices_by_rank = ranks.exchange(list(sampler))
+        return sorted(set(itertools.chain.from_iterable(indices_by_rank)))
+    inner: Any = sampler.dataset
+    if inner is loader.dataset:
+        return None
+    # Lightning's wrapper of a sampler: its data set consists of the sampler's indices.
+    return ranks.from_rank([inner[number] for number in range(len(inner))], 0)
 
 
 def _num_data(loader: Any, mode: str) -> int | None:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.curvature.network.shards import ShardedBatches, with_batches
 from laplace_debias.sources.changed import Changed
 from laplace_debias.system.ranks import process_group
 
@@ -28,7 +28,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
         sampler = ShardedBatches(
             loader.dataset, loader.batch_size, rank=ranks.rank, num_ranks=ranks.size
         )
-        return _with_batches(loader, sampler)
+        return with_batches(loader, loader.dataset, sampler)
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
     # In a list the positions of examples are known.
     return list(mine) if isinstance(batches, list | tuple) else mine
@@ -47,7 +47,7 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
     elif ranks.size > 1 and _is_plain(batches):
         indices = list(source.batch_sampler)
         mine = range(ranks.rank, len(indices), ranks.size)
-        loader = _with_batches(source, [indices[number] for number in mine])
+        loader = with_batches(source, source.dataset, [indices[number] for number in mine])
         for number, batch in zip(mine, loader, strict=True):
             own_batch = read(batch)
             first = number * source.batch_size
@@ -70,17 +70,6 @@ def _is_plain(batches: Any) -> bool:
         and type(batches.batch_sampler) is BatchSampler
         and type(batches.sampler) is SequentialSampler
         and not batches.drop_last
-    )
-
-
-def _with_batches(loader: Any, sampler: Any) -> Batches:
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=sampler,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
     )
 
 

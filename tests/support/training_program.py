@@ -1,4 +1,7 @@
-"""A training run with a callback, in as many processes as torchrun starts: LIBRARY FOLDER."""
+"""A training run with a callback, in as many processes as torchrun starts.
+
+Its arguments are LIBRARY FOLDER NUM_DRAWN: the run draws from the first examples only.
+"""
 
 import json
 import logging
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 SIZE = 37  # neither two processes nor batches divide it
 
@@ -35,7 +38,7 @@ class TextModel(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def with_lightning(folder, is_logged_by_wandb=False):
+def with_lightning(folder, is_logged_by_wandb=False, num_drawn=SIZE):
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
@@ -74,15 +77,18 @@ def with_lightning(folder, is_logged_by_wandb=False):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    order = {"shuffle": True}
+    if num_drawn < SIZE:
+        order = {"sampler": SubsetRandomSampler(range(num_drawn))}
     trainer.fit(
         Module(),
-        DataLoader(examples(SIZE, 1), batch_size=5, shuffle=True),
+        DataLoader(examples(SIZE, 1), batch_size=5, **order),
         DataLoader(examples(SIZE, 2), batch_size=5),
     )
     return callback.laplace
 
 
-def with_transformers(folder, is_logged_by_wandb=False):
+def with_transformers(folder, is_logged_by_wandb=False, num_drawn=SIZE):
     import transformers
 
     from laplace_debias.integrations.transformers import LaplaceCallback
@@ -102,7 +108,14 @@ def with_transformers(folder, is_logged_by_wandb=False):
         use_cpu=True,
         save_strategy="epoch",
     )
-    trainer = transformers.Trainer(
+
+    class Trainer(transformers.Trainer):
+        def _get_train_sampler(self, *arguments):
+            if num_drawn < SIZE:
+                return SubsetRandomSampler(range(num_drawn))
+            return super()._get_train_sampler(*arguments)
+
+    trainer = Trainer(
         model=TextModel(), args=arguments, train_dataset=sets[0], eval_dataset=sets[1]
     )
     callback = LaplaceCallback(trainer, curvature="kfac")
@@ -112,7 +125,7 @@ def with_transformers(folder, is_logged_by_wandb=False):
 
 
 if __name__ == "__main__":
-    library, folder = sys.argv[1:]
+    library, folder, num_drawn = sys.argv[1:]
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -123,7 +136,9 @@ if __name__ == "__main__":
             written.append(Path(os.fsdecode(arguments[1])).name)
 
     sys.addaudithook(notice)
-    la = {"lightning": with_lightning, "transformers": with_transformers}[library](folder)
+    la = {"lightning": with_lightning, "transformers": with_transformers}[library](
+        folder, num_drawn=int(num_drawn)
+    )
     numbers = {
         "num_data": la.num_data,
         "written": [name for name in written if name.endswith("posterior.safetensors")],

@@ -123,6 +123,21 @@ class ShardedBatches(Sampler[list[int]]):
             yield [order[position] for position in share]
 
 
+def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[Any]:
+    """Return a loader of other batches, which reads and collates them as a given loader does."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
 def first_index_of_batch(ranks: Ranks, stream: Stream) -> FirstIndex:
     """Return the index of this process's first example in a batch of shared data.
 
