@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from pathlib import Path
 
 import kill_fits
 import pytest
@@ -481,6 +482,39 @@ def test_a_damaged_state_is_never_used(folder, how):
         ValueError, match=r"is damaged .*. Delete the folder, and start the fit again"
     ):
         fit(loader(), folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_damaged_description_of_the_fit_is_named(folder, content):
+    path = broken_off(folder) / "fit.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"fit\.json is damaged .*\. Delete the folder, and start"):
+        fit(loader(), folder)
+
+
+def test_a_fit_that_is_killed_while_it_removes_its_state_leaves_nothing_to_another(
+    folder, monkeypatch
+):
+    """Another model on the same data must not continue from the sums of the first one."""
+    removed = []
+    unlink = Path.unlink
+
+    def unlink_one(path, **options):
+        if path.parent == folder and path.suffix != ".partial":
+            if removed:
+                raise KeyboardInterrupt
+            removed.append(path.name)
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink_one)
+        with pytest.raises(KeyboardInterrupt):
+            fit(loader(), folder, curvature="ekfac")
+    assert len(removed) == 1
+    other = network()
+    other[0].weight.data *= 2
+    with pytest.raises(ValueError, match="contains the state of a different fit"):
+        fit(loader(), folder, model=other, curvature="ekfac")
 
 
 # -------------------------------------------------------------------------------------- kills

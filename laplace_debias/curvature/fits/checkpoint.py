@@ -136,10 +136,9 @@ class Checkpoint:
         path = folder / _IDENTITY
         if ranks.rank == 0:
             new_identity = json.dumps({"format": _FORMAT, **identity}, default=str)
-            saved_identity = new_identity
+            saved = json.loads(new_identity)
             if path.exists():
-                saved_identity = path.read_text(encoding="utf-8")
-            saved = json.loads(saved_identity)
+                saved = _read_identity(path)
             if saved.get("format") != _FORMAT:
                 raise ValueError(
                     f"{folder} contains the state of a fit by another version of laplace-debias, "
@@ -218,7 +217,8 @@ class Checkpoint:
         """Remove the state of a fit that has ended, and the folder if nothing else is in it."""
         self._ranks.exchange(None)
         if self._ranks.rank == 0:
-            for pattern in (_IDENTITY, "pass-*.safetensors", ".pass-*.partial", ".fit.*.partial"):
+            # The identity comes last: without it, another fit would continue from these passes.
+            for pattern in ("pass-*.safetensors", ".pass-*.partial", ".fit.*.partial", _IDENTITY):
                 for path in self._folder.glob(pattern):
                     path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -232,6 +232,23 @@ class Checkpoint:
             "the loader shuffles, call the fit with `generator=` to get the same "
             "order."
         )
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    """Read the options of the fit whose state is in a folder.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    try:
+        identity = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(identity, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}). Delete the folder, and start the fit again."
+        ) from error
+    return identity
 
 
 def check_folder(folder: Path) -> Path:
