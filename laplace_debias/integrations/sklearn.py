@@ -17,6 +17,7 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.state.prior import PriorPrecision
 from laplace_debias.system.checks import imports_of_extra, whole
+from laplace_debias.system.threads import GLOBAL_GENERATOR
 
 with imports_of_extra("sklearn", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
@@ -114,7 +115,9 @@ class _LaplaceEstimator(BaseEstimator):
             num_outputs: The number of classes, or of targets.
         """
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        devices = range(torch.cuda.device_count())
+        # In joblib's threads, another estimator would draw from the same generator meanwhile.
+        with GLOBAL_GENERATOR, torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             network = self.network
             if _is_skorch_net(network):

@@ -36,8 +36,11 @@ torch has one level of forward-mode differentiation for the whole process. The f
 leaves this level discards the tangents of all other threads, without an error.
 """
 
-# Held while the global generator is exchanged: for the time of one batch's reading.
-_GLOBAL = threading.RLock()
+GLOBAL_GENERATOR = threading.RLock()
+"""Lock that is held while torch's global generator has another state.
+
+This is the time in which a batch is read, or in which an estimator of scikit-learn trains.
+"""
 
 
 class Randomness:
@@ -52,11 +55,11 @@ class Randomness:
         self._state = torch.Generator().manual_seed(int(seed)).get_state()
 
     def __enter__(self) -> None:
-        _GLOBAL.acquire()
+        GLOBAL_GENERATOR.acquire()
         self._outer = torch.get_rng_state()
         torch.set_rng_state(self._state)
 
     def __exit__(self, *error: object) -> None:
         self._state = torch.get_rng_state()
         torch.set_rng_state(self._outer)
-        _GLOBAL.release()
+        GLOBAL_GENERATOR.release()

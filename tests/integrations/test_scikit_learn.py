@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -155,6 +156,22 @@ def test_the_random_state_determines_the_network():
 
     np.testing.assert_array_equal(probs(0), probs(0))
     assert abs(probs(0) - probs(1)).max() > 1e-3
+
+
+def test_the_random_state_determines_networks_that_threads_train():
+    """As in a search or an ensemble of scikit-learn with joblib's threads."""
+    X, y = make_classification(60, 5, random_state=0)
+    estimators = [
+        LaplaceClassifier(hidden_layer, optimizer=ADAM, epochs=40, batch_size=10, random_state=seed)
+        for seed in range(4)
+    ]
+    expected = [estimator.fit(X, y).predict_proba(X) for estimator in estimators]
+    random_state = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        fitted = list(pool.map(lambda estimator: clone(estimator).fit(X, y), estimators))
+    for estimator, probs in zip(fitted, expected, strict=True):
+        np.testing.assert_allclose(estimator.predict_proba(X), probs, rtol=1e-12)
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_more_epochs_and_larger_batches_have_an_effect():
