@@ -172,6 +172,11 @@ def refused(rank, num_ranks, case):
         Laplace(model)
     if case == "operator":
         GGN(model, nn.CrossEntropyLoss(), data)
+    if case == "differentiable":
+        x = data[0][0].requires_grad_()
+        Laplace(model).fit(
+            DataLoader(examples(), batch_sampler=ShardedBatches(examples(), BATCH))
+        ).predict(x, differentiable=True)
     if case == "alone":
         with alone():
             Laplace(model).fit(data)

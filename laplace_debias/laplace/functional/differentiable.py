@@ -13,6 +13,7 @@ from laplace_debias.curvature.network.inputs import (
     tensors_of,
     with_tensors,
 )
+from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.state.fitted import FittedPosterior
@@ -34,8 +35,15 @@ def differentiable_moments(
             `[B, C, C]`.
 
     Raises:
-        NotImplementedError: If outputs have further positions.
+        NotImplementedError: If outputs have further positions, or if the model is sharded.
     """
+    if has_units(fitted.spec.model):
+        # The Jacobians come from torch.func, under which parameters cannot be gathered.
+        raise NotImplementedError(
+            "`differentiable=True` does not support models whose parameters fully_shard has split "
+            "over processes. Remove `differentiable=`, or save the posterior and load it with the "
+            "complete model."
+        )
     with prediction_context(fitted, x, keeps_graph=True) as context, torch.enable_grad():
         network = context.network
         trained = {name: network.get_parameter(name).detach() for name in fitted.parameters.names}
