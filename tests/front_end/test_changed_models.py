@@ -351,3 +351,106 @@ def test_a_bayesian_parameter_that_is_gone_is_named(change, params):
             RuntimeError, match=r"no longer has the parameter head\.weight.*Undo.*, or fit again"
         ):
             predict(x)
+
+
+def with_two_adapters(active, **options):
+    """A network with the adapters "a" and "b", none of which is zero."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["body"], **options)
+    model = peft.get_peft_model(Net(), config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.set_adapter(active)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model.double().eval()
+
+
+def of_a_prompt(active):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base = transformers.BertConfig(
+        vocab_size=9,
+        hidden_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=4,
+        num_labels=3,
+    )
+    config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    model = transformers.BertForSequenceClassification(base)
+    model = peft.get_peft_model(model, config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.set_adapter(active)
+    return model.double().eval()
+
+
+def switched(model):
+    model.set_adapter("b")
+
+
+def disabled(model):
+    model.base_model.disable_adapter_layers()
+
+
+def scaled(model):
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("a", 3.0)
+
+
+def merged(model):
+    model.merge_adapter()
+
+
+@pytest.mark.parametrize("predicts_before", [False, True])
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["head"]}, {"use_dora": True}])
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (switched, r"active adapters \['b'\]"),
+        (disabled, "disabled adapters"),
+        (scaled, r"scaled by \{'a': 12.0\}"),
+        (merged, r"the merged adapters \['a'\]"),
+    ],
+)
+def test_other_adapters_than_at_the_fit_raise(change, now, options, predicts_before):
+    """No tensor changes when PEFT switches to another adapter."""
+    model = with_two_adapters("a", **options)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    la = Laplace(model, curvature="full").fit_batches([(x, torch.arange(6) % 3)])
+    if predicts_before:
+        la.predict(x)
+    change(model)
+    for call in (la.predict, la.functional, lambda x: la.predict(x, "nn", 2)):
+        with pytest.raises(RuntimeError, match=rf"{now}.*the active adapters \['a'\].*at the fit"):
+            call(x)
+
+
+def test_another_prompt_than_at_the_fit_raises():
+    model = of_a_prompt("a")
+    x = {"input_ids": torch.arange(12).view(3, 4) % 9}
+    la = Laplace(model, curvature="full").fit_batches([(x, torch.arange(3))])
+    la.predict(x)
+    model.set_adapter("b")
+    with pytest.raises(RuntimeError, match=r"\['b'\], but had .*\['a'\] at the fit"):
+        la.predict(x)
+
+
+def test_adapters_that_are_active_again_have_the_same_posterior(tmp_path):
+    model = with_two_adapters("a")
+    x = torch.randn(6, 4, dtype=torch.float64)
+    la = Laplace(model).fit_batches([(x, torch.arange(6) % 3)])
+    before = la.predict(x).probs
+    model.set_adapter("b")
+    model.set_adapter("a")
+    with model.disable_adapter():
+        pass
+    assert torch.equal(la.predict(x).probs, before)
+    la.save(tmp_path / "a.safetensors")
+    again = Laplace.load(tmp_path / "a.safetensors", model)
+    assert torch.equal(again.predict(x).probs, before)
+    model.set_adapter("b")
+    with pytest.raises(RuntimeError, match=r"\['b'\].*\['a'\]"):
+        again.predict(x)

@@ -8,6 +8,7 @@ import torch
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.network.adapters import adapter_states
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
@@ -218,6 +219,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         posterior=posterior,
         nll=data.nll * scale,
         frozen_fingerprint=fingerprint(plain, parameters.names),
+        adapters=adapter_states(plain),
         mode=prepared.mode,
         num_targets=num_targets,
         link=state.link,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
+from laplace_debias.curvature.network.adapters import adapter_states
 from laplace_debias.curvature.network.batch_reader import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.unwrapping import plain_names
@@ -241,6 +242,7 @@ def load(
         posterior=posterior,
         nll=float(header.nll),
         frozen_fingerprint=frozen_fingerprint,
+        adapters=adapter_states(plain),
         mode=header.mode,
         num_targets=num_targets,
         link=None if header.link is None else Link(**header.link),

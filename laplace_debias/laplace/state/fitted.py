@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.backends import uses_backpack
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.adapters import AdapterState, adapter_states
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
 from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.precision import wide
@@ -84,6 +85,7 @@ class FittedPosterior:
         posterior: The Gaussian, which owns the prior and the temperature.
         nll: The loss of the N examples, summed, in nats.
         frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
+        adapters: The state of each module that has adapters of PEFT.
         mode: The name of the fitting scheme.
         num_targets: For a `Gaussian` likelihood and a curvature that is proportional to σ⁻², the
             number of entries of the targets of the N examples.
@@ -102,6 +104,7 @@ class FittedPosterior:
     posterior: GaussianPosterior
     nll: float
     frozen_fingerprint: dict[str, int]
+    adapters: dict[str, AdapterState]
     mode: str | None
     num_targets: float | None = None
     link: Link | None = None
@@ -169,7 +172,8 @@ class FittedPosterior:
             A snapshot of the modules as they are now; None if it does not detect all changes.
 
         Raises:
-            RuntimeError: If the model has moved or changed, or under autocast.
+            RuntimeError: If the model has moved or changed, if other adapters of it are active, or
+                under autocast.
         """
         mean = self.posterior.mean
         names = self.parameters.names
@@ -179,6 +183,7 @@ class FittedPosterior:
         if snapshot is not None:
             return snapshot
         plain = self.spec.plain_model
+        _check_same_adapters(self.adapters, adapter_states(plain))
         parameters = [_parameter(plain, name).detach() for name in names]
         dtypes = {wide(parameter.dtype) for parameter in parameters}
         dtype = reduce(torch.promote_types, dtypes)
@@ -250,6 +255,18 @@ class FittedPosterior:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
+
+
+def _check_same_adapters(
+    at_fit: Mapping[str, AdapterState], now: Mapping[str, AdapterState]
+) -> None:
+    """Require that the model uses the adapters of PEFT that it used at the fit."""
+    for path, state in at_fit.items():
+        if path in now and now[path] != state:
+            raise RuntimeError(
+                f"{path or 'The model'} has {now[path]}, but had {state} at the fit, so the "
+                "posterior is no longer valid. Undo the change, or fit again."
+            )
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter:

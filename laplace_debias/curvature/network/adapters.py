@@ -1,0 +1,61 @@
+"""Which adapters of PEFT a model uses: they can be switched without a change of any tensor."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """What a module of PEFT computes with its adapters.
+
+    Attributes:
+        active: The names of the active adapters.
+        is_disabled: Whether the module is used without its adapters.
+        merged: The names of the adapters that are merged into the weights.
+        scales: The factor of each active adapter that has one.
+    """
+
+    active: tuple[str, ...]
+    is_disabled: bool
+    merged: tuple[str, ...]
+    scales: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        if self.is_disabled:
+            return "disabled adapters"
+        if self.merged:
+            return f"the merged adapters {list(self.merged)}"
+        scales = f", scaled by {dict(self.scales)}" if self.scales else ""
+        return f"the active adapters {list(self.active)}{scales}"
+
+
+def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
+    """Return the state of each module that has adapters of PEFT, by its path."""
+    states = {}
+    for path, module in model.named_modules():
+        # The layers have the first attribute. The model itself, which has the second one, uses it
+        # to select among several prompts.
+        active = getattr(module, "_active_adapter", vars(module).get("active_adapter"))
+        if active is None:
+            continue
+        names = (active,) if isinstance(active, str) else tuple(active)
+        is_disabled = getattr(module, "_disable_adapters", False)
+        states[path] = AdapterState(
+            active=names,
+            is_disabled=bool(is_disabled or getattr(module, "_adapters_disabled", False)),
+            merged=tuple(getattr(module, "merged_adapters", ())),
+            scales=_scales(getattr(module, "scaling", None), names),
+        )
+    return states
+
+
+def _scales(scaling: Any, names: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    if not isinstance(scaling, dict):
+        return ()
+    return tuple(
+        (name, float(scaling[name]))
+        for name in names
+        if isinstance(scaling.get(name), (int, float))
+    )
