@@ -103,6 +103,65 @@ def test_a_tied_head_has_the_curvature_of_both_uses(curvature):
     is_that_of_dense_jacobians(Laplace(model, curvature=curvature).fit_batches(data), data[0][0])
 
 
+def transposed_head():
+    """A head whose weight is a view of the embedding's."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(5, 4, bias=False))
+    model[2].weight = nn.Parameter(model[0].weight.detach().T)
+    return model
+
+
+def same_data():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight.data = model[0].weight.data
+    return model
+
+
+@pytest.mark.parametrize("frozen", [(), ("0.weight",), ("2.weight",)])
+@pytest.mark.parametrize("make", [transposed_head, same_data])
+def test_two_parameters_in_the_same_memory_are_refused(make, frozen):
+    """Derivatives take them for independent, but training changes both at once."""
+    model = make().eval()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    data = [(torch.arange(4), torch.arange(4))]
+    says = r"[02]\.weight and [02]\.weight are two parameters in the same memory"
+    with pytest.raises(NotImplementedError, match=says):
+        Laplace(model).fit_batches(data)
+    with pytest.raises(NotImplementedError, match=says):
+        ggn(model, data)
+    assert Laplace(model, params=["1.weight"])
+
+
+def test_other_parameters_than_those_in_the_same_memory_are_bayesian():
+    """A layer of PEFT has tensors in nested dictionaries that are computed from others."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=2, n_positions=8)
+    lora = peft.LoraConfig(
+        r=2,
+        target_modules=["wte", "lm_head", "c_attn"],
+        task_type="CAUSAL_LM",
+        ensure_weight_tying=True,
+    )
+    model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    x = {"input_ids": torch.arange(10).view(2, 5) % 9}
+    data = [(x, torch.arange(10).view(2, 5) % 9)]
+    with pytest.raises(NotImplementedError, match="ensure_weight_tying=False"):
+        Laplace(model, class_dim=-1).fit_batches(data)
+    la = Laplace(model, params=lambda name, _: "c_attn" in name, class_dim=-1).fit_batches(data)
+    rows = []
+    for output in model(**x).logits[0].flatten():
+        parameters = [model.get_parameter(name) for name in la.param_names]
+        gradients = torch.autograd.grad(output, parameters, retain_graph=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    J = torch.stack(rows)
+    found = la.functional({"input_ids": x["input_ids"][:1]})[1][0]
+    expected = J @ la.posterior.covariance.to_dense() @ J.T
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+
+
 @pytest.mark.parametrize("kind", [Regularised, UsedTwice])
 @pytest.mark.parametrize("options", [{}, {"joint": True}, {"backend": "hooks"}])
 def test_a_weight_used_again_has_the_curvature_of_all_uses(kind, options):

@@ -11,7 +11,11 @@ from torch.utils._pytree import tree_map_only
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.precision import wide
-from laplace_debias.curvature.network.quantised import can_require_grad, check_can_be_bayesian
+from laplace_debias.curvature.network.quantised import (
+    can_require_grad,
+    check_can_be_bayesian,
+    is_kept,
+)
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 LAST_LAYER = "last_layer"
@@ -235,7 +239,8 @@ def leaving_out(names: Sequence[str]) -> str:
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require real Bayesian parameters that share a device and a dtype."""
+    """Require real Bayesian parameters that share a device and a dtype, and no memory."""
+    _check_own_memory(model, names)
     kinds = set()
     for name in names:
         parameter = model.get_parameter(name)
@@ -260,3 +265,27 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
             f"The Bayesian parameters are {dtype}, and curvature cannot be computed in this "
             "dtype. Convert them with `.float()`."
         )
+
+
+def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
+    """Require that no other parameter has the memory of a Bayesian one.
+
+    Training changes such parameters together, but derivatives take them for independent ones. A
+    parameter that several modules hold, and is one object, is no such case.
+    """
+    owners: dict[int, str] = {}
+    bayesian = {id(model.get_parameter(name)) for name in names}
+    # The Bayesian parameters come first, so that each of the others is compared with them.
+    parameters = sorted(model.named_parameters(), key=lambda item: id(item[1]) not in bayesian)
+    for name, parameter in parameters:
+        if is_kept(parameter) or parameter.numel() == 0:
+            continue
+        owner = owners.setdefault(parameter.data_ptr(), name)
+        if owner != name and id(model.get_parameter(owner)) in bayesian:
+            raise NotImplementedError(
+                f"{owner} and {name} are two parameters in the same memory, so they always have "
+                "the same values, but derivatives take them for independent parameters. Make "
+                "them one parameter (`model.head.weight = model.embedding.weight`), or give one "
+                "of them its own memory (`parameter.data = parameter.data.clone()`). For "
+                "adapters of PEFT, pass ensure_weight_tying=False to their configuration."
+            )

@@ -42,10 +42,10 @@ def shared_copy(model: nn.Module) -> nn.Module:
             if type(attribute) in (OrderedDict, dict, set) and not attribute:
                 # Every module has a dozen, for hooks that it lacks: they would take longest.
                 memo[id(attribute)] = type(attribute)()
-            for value in attribute.values() if type(attribute) is dict else (attribute,):
-                if isinstance(value, Tensor) and not value.is_leaf:
+            for tensor in _tensors_in(attribute):
+                if not tensor.is_leaf:
                     # It is computed from others, as the weight of a weight norm.
-                    memo[id(value)] = value.detach()
+                    memo[id(tensor)] = tensor.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = shared_parameter(parameter)
     for buffer in model.buffers():
@@ -83,6 +83,15 @@ def shared_copy(model: nn.Module) -> nn.Module:
     keep_differentiable(copied_model)
     recompute_weights(copied_model)
     return copied_model.eval()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or those in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in (dict, list, tuple):
+        for entry in value.values() if type(value) is dict else value:
+            yield from _tensors_in(entry)
 
 
 def _is_of_compiler(function: Any) -> bool:
