@@ -245,3 +245,61 @@ def test_outputs_that_are_nan_are_no_question_of_labels():
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
     with pytest.raises(ValueError, match="outputs contain NaN"):
         Laplace(model, params="last_layer").fit([batch])
+
+
+def with_prompt(kind, name="GPT2LMHeadModel"):
+    """A language model with a prompt of three tokens; that of a prefix has no positions."""
+    peft = pytest.importorskip("peft")
+    model, *_ = build(name)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(model, config).double().eval()
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("kind", "num_virtual"), [("PromptTuningConfig", 3), ("PrefixTuningConfig", 0)]
+)
+def test_labels_of_a_model_with_a_prompt_are_behind_the_prompt(name, kind, num_virtual):
+    model = with_prompt(kind, name)
+    batch = batch_of(29)
+    la = Laplace(model, curvature="diag", class_dim=-1).fit([batch])
+    loss = own_loss(model, batch)
+    num_counted = int((batch["labels"][:, num_virtual == 0 :] != -100).sum())
+    torch.testing.assert_close(la._fitted.nll, loss * num_counted, rtol=1e-5, atol=0)
+    map_nll = la.evaluate([batch], method="map")["nll"]
+    torch.testing.assert_close(float(map_nll), loss, rtol=1e-5, atol=0)
+    labels = torch.full((3, 6 + num_virtual), -100)
+    labels[:, num_virtual:] = batch["labels"]
+    targets = shifted(labels)
+    (parameter,) = [p for p in model.parameters() if p.requires_grad]
+    precision = torch.ones(parameter.numel(), dtype=torch.float64)
+    for n in range(3):
+        example = {key: batch[key][n : n + 1] for key in ("input_ids", "attention_mask")}
+        logits = model(**example).logits[0]
+        for output, target in zip(logits, targets[n], strict=True):
+            if target == -100:
+                continue
+            rows = [
+                torch.autograd.grad(logit, parameter, retain_graph=True)[0].flatten()
+                for logit in output
+            ]
+            J = torch.stack(rows)
+            p = output.detach().softmax(0)
+            precision += (p @ J.square()) - (p @ J).square()
+    variance = la.posterior.covariance.to_dense().diagonal()
+    torch.testing.assert_close(variance, 1 / precision, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_behind_a_prompt_count_from_the_last_token(side):
+    """The mask of the inputs does not contain the positions of the prompt."""
+    model = with_prompt("PromptTuningConfig")
+    batch = batch_of(29)
+    if side == "left":
+        batch = {key: value.flip(1) for key, value in batch.items()}
+    la = Laplace(model, curvature="diag", class_dim=-1).fit([batch])
+    everywhere = la.functional(batch)[0]
+    last = torch.tensor([8, 8 if side == "left" else 6, 8])
+    found = la.functional(batch, positions=[0, -1])[0]
+    torch.testing.assert_close(found[:, 0], everywhere[:, 0])
+    torch.testing.assert_close(found[:, 1], everywhere[torch.arange(3), last])

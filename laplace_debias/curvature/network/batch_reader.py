@@ -47,8 +47,9 @@ class BatchReader:
     `TARGETS` has it. The rest of such a batch are the inputs: passed by name where the model's
     forward pass takes them by name, and a single one of another name by position. A model is never
     given the targets, so it computes no loss. If a Hugging Face model moves the labels of tokens by
-    one position, as causal language models do, so are the targets (see `shifts_labels`). A hook
-    makes `(inputs, targets)` of what the data yields; they are taken as they are.
+    one position, as causal language models do, or PEFT adds positions for a prompt, the targets are
+    moved too (see `LabelPositions`). A hook makes `(inputs, targets)` of what the data yields; they
+    are taken as they are.
 
     If it does not need targets, a batch may also consist of inputs only: a tensor, as the only
     entry of a tuple or list, or a mapping or dataclass without targets; or the targets may be None.
@@ -59,7 +60,7 @@ class BatchReader:
     hook: BatchHook | None = None
     needs_targets: bool = True
     # Found out with the first batch that leaves it open.
-    _shifts: bool | None = dataclasses.field(default=None, init=False)
+    _positions: "LabelPositions | None" = dataclasses.field(default=None, init=False)
     _is_independent_of_targets: bool = dataclasses.field(default=False, init=False)
 
     def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> Batch:
@@ -170,11 +171,9 @@ class BatchReader:
         is_of_labels = is_matrix and not targets.is_floating_point() and targets.dtype != torch.bool
         # Labels of tokens, [B, T], as some input has them.
         if is_of_labels and any(x.shape[:2] == targets.shape for x in tensors_of(named)):
-            if self._shifts is None:
-                self._shifts = shifts_labels(unwrapped(self.model), named, targets)
-            if self._shifts:
-                # To the outputs that predict them, each one position earlier.
-                targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
+            if self._positions is None:
+                self._positions = label_positions(unwrapped(self.model), named, targets)
+            targets = self._positions.targets(targets)
         inputs = self._placed(named)
         self._check_targets(batch, inputs, target_keys[0])
         return inputs, targets
@@ -302,32 +301,54 @@ IGNORED = -100
 """The label of ignored positions, the same as in Hugging Face and in `F.cross_entropy`."""
 
 
-@torch.inference_mode(False)
-def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bool:
-    """Return whether a Hugging Face model shifts its labels by one position.
+@dataclasses.dataclass(frozen=True)
+class LabelPositions:
+    """The positions of the outputs that labels `[B, T]` belong to.
 
-    Most causal language models do, some of that name do not (those of BART's family), nor do token
-    classifiers and masked language models. So it is tried out: a single position of one example is
-    labelled, and the gradient of the model's own loss in its logits shows which of them the label
-    belongs to. Labels are `[B, T]`.
+    Attributes:
+        num_virtual: The number of positions that come before those of the tokens, for a prompt that
+            PEFT adds.
+        is_shifted: Whether a label belongs to the output at the position before it.
+    """
+
+    num_virtual: int = 0
+    is_shifted: bool = False
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Move labels to the outputs that predict them."""
+        if self.is_shifted and self.num_virtual == 0:
+            return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        # The first label belongs to the output of the last virtual token.
+        num_after = int(self.is_shifted)
+        return F.pad(labels, (self.num_virtual - num_after, num_after), value=IGNORED)
+
+
+@torch.inference_mode(False)
+def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> LabelPositions:
+    """Find the outputs that the labels of tokens belong to in a Hugging Face model's own loss.
+
+    Most causal language models shift labels by one position, some of that name do not (those of
+    BART's family), nor do token classifiers and masked language models. PEFT's prompts add
+    positions. So it is tried out: a single position of one example is labelled, and the gradient of
+    the model's own loss in its logits shows which of them the label belongs to. Labels are
+    `[B, T]`.
     """
     # The outermost model of Hugging Face's that computes a loss.
     for candidate in model.modules():
         names = [f"{kind.__module__}.{kind.__name__}" for kind in type(candidate).__mro__]
-        is_pretrained = any(
-            re.fullmatch(r"transformers\..*\.PreTrainedModel", name) for name in names
-        )
+        is_pretrained = any(re.fullmatch(_HUGGING_FACE, name) for name in names)
         if is_pretrained and "labels" in inspect.signature(candidate.forward).parameters:
             break
     else:
-        return False
+        return LabelPositions()
     twin = shared_copy(candidate)
     last = labels.shape[1] - 1
     weights = [
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
     parameters = inspect.signature(candidate.forward).parameters
-    inputs = {name: value for name, value in named.items() if name in parameters}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
     marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
     marked[0, last] = 0
@@ -339,14 +360,18 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     check_outputs(logits)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
-    if read not in ([last], [last - 1]):
+    num_virtual = max(0, logits.shape[1] - labels.shape[1])
+    if read not in ([last + num_virtual], [last + num_virtual - 1]):
         raise ValueError(
             f"The labels of {type(candidate).__name__} cannot be matched with its outputs, because "
             f"its loss compares the label at position {last} with the logits of {read}. Pass "
             "`batch=`, a function that converts a batch to (inputs, targets), and shift the "
             "targets in it, so that each target has the position of the output that predicts it."
         )
-    return read == [last - 1]
+    return LabelPositions(num_virtual, is_shifted=read != [last + num_virtual])
+
+
+_HUGGING_FACE = r"transformers\..*\.PreTrainedModel|peft\.peft_model\.PeftModel"
 
 
 def _has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:

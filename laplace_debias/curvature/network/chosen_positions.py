@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -111,7 +112,7 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
             f"`positions={_shown(positions)}` applies only to models with outputs [batch, "
             f"positions, classes]. This model returns [{shape}]. Remove `positions=`."
         )
-    mask = _attention_mask(model, x)
+    mask = _attention_mask(model, x, outputs.shape[1])
     requested = requested.to(outputs.device)
     columns = _columns(requested, mask, num_examples(x), outputs.shape[1])
     # The linear layer that the outputs come from as they are, if there is one.
@@ -191,8 +192,11 @@ def _columns(
     return columns
 
 
-def _attention_mask(model: nn.Module, x: Inputs) -> Tensor | None:
-    """Return the mask of the positions among the inputs; a decoder's if it has its own inputs."""
+def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
+    """Return the mask of the positions among the inputs; a decoder's if it has its own inputs.
+
+    A prompt of PEFT comes before the positions of the inputs, and is not padding.
+    """
     if isinstance(x, Tensor):
         return None
     if isinstance(x, Mapping):
@@ -202,7 +206,13 @@ def _attention_mask(model: nn.Module, x: Inputs) -> Tensor | None:
     decoder_inputs = named.get("decoder_input_ids", named.get("decoder_inputs_embeds"))
     key = "attention_mask" if decoder_inputs is None else "decoder_attention_mask"
     mask = named.get(key)
-    return mask if isinstance(mask, Tensor) else None
+    if not isinstance(mask, Tensor):
+        return None
+    adapter = getattr(unwrapped(model), "active_peft_config", None)
+    num_virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    if mask.ndim == 2 and mask.shape[1] + num_virtual == length:
+        return F.pad(mask, (num_virtual, 0), value=1)
+    return mask
 
 
 class LinearCalls:
