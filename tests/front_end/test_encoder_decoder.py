@@ -154,6 +154,28 @@ t5_adapters = partial(adapters, t5, ("q", "wi"))
 marian_adapters = partial(adapters, marian, ("v_proj",))
 
 
+def m2m100():
+    """A model without a method that makes the decoder's inputs."""
+    torch.manual_seed(0)
+    config = transformers.M2M100Config(
+        **SIZES,
+        d_model=4,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=4,
+        decoder_ffn_dim=4,
+        max_position_embeddings=8,
+        dropout=0.0,
+        eos_token_id=2,
+    )
+    return transformers.M2M100ForConditionalGeneration(config).double().eval()
+
+
+m2m100_adapters = partial(adapters, m2m100, ("v_proj",))
+
+
 class PassesOn(torch.nn.Module):
     """A module of a user's own that hands everything to the model in it."""
 
@@ -177,7 +199,18 @@ class TakesDecoderInputs(PassesOn):
 @pytest.mark.parametrize("length", [5, 3], ids=["labels as long", "labels shorter"])
 @pytest.mark.parametrize(
     "make",
-    [bart, t5, marian, adapters, t5_adapters, marian_adapters, PassesOn, TakesDecoderInputs],
+    [
+        bart,
+        t5,
+        marian,
+        m2m100,
+        adapters,
+        t5_adapters,
+        marian_adapters,
+        m2m100_adapters,
+        PassesOn,
+        TakesDecoderInputs,
+    ],
 )
 def test_decoder_inputs_are_made_from_the_labels(make, length):
     """A batch as the Seq2Seq trainer has it is one with the labels shifted by a position."""
@@ -198,6 +231,35 @@ def test_decoder_inputs_are_made_from_the_labels(make, length):
     close(la.posterior.covariance.to_dense().diagonal(), 1 / (3 * exact + 1), TOLERANCE)
     mean, _ = la.functional(batch, diagonal=True)
     torch.testing.assert_close(mean, model(**inputs).logits)
+
+
+def test_whisper_has_the_decoder_inputs_of_its_own_loss():
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=3,
+        d_model=4,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=4,
+        decoder_ffn_dim=4,
+        max_source_positions=4,
+        max_target_positions=6,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    model = transformers.WhisperForConditionalGeneration(config).double().eval()
+    labels = torch.tensor([[3, 4, 5, 6], [7, 8, 9, -100]])
+    batch = {"input_features": torch.randn(2, 3, 8).double(), "labels": labels}
+    la = Laplace(model, curvature="diag", class_dim=-1).fit_batches([batch])
+    with torch.no_grad():
+        outputs = model(**batch)
+    torch.testing.assert_close(la._fitted.nll, float(outputs.loss) * 7)
+    torch.testing.assert_close(la.functional(batch, diagonal=True)[0], outputs.logits)
 
 
 class NamesItsInputs(torch.nn.Module):

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
@@ -198,9 +199,9 @@ class BatchReader:
         if not self._takes("decoder_input_ids"):
             return
         for module in unwrapped(self.model).modules():
-            if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
-                prepare: Any = module.prepare_decoder_input_ids_from_labels
-                named["decoder_input_ids"] = prepare(labels=labels)
+            decoder_inputs = _decoder_inputs(module, labels)
+            if decoder_inputs is not None:
+                named["decoder_input_ids"] = decoder_inputs
                 return
 
     def _takes(self, name: str) -> bool:
@@ -236,6 +237,29 @@ class BatchReader:
 
 
 _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
+    """Return the inputs that a model of Hugging Face gives its decoder; None for other modules.
+
+    Some models (Whisper, M2M100, Blenderbot) have no method for that, but call a function of the
+    file that defines them.
+    """
+    if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
+        prepare: Any = module.prepare_decoder_input_ids_from_labels
+        return prepare(labels=labels)
+    config = getattr(module, "config", None)
+    start = getattr(config, "decoder_start_token_id", None)
+    padding = getattr(config, "pad_token_id", None)
+    if start is None or padding is None:
+        return None
+    if "labels" not in inspect.signature(module.forward).parameters:
+        return None
+    for kind in type(module).__mro__:
+        shift = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
+        if shift is not None and len(inspect.signature(shift).parameters) == 3:
+            return shift(labels, padding, start)
+    return None
 
 
 def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batch:
