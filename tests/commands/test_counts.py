@@ -177,6 +177,11 @@ def test_counts_go_through_every_command(counts, capsys):
         for end, m, v in zip(ends, mean[:20], variance[:20], strict=True):
             assert _below(end - 1, m, v) < quantile <= _below(end, m, v) + 1e-6
 
+    result(capsys, "predict", *COMMON, task, POSTERIOR, "--method=map", "--output=map.csv")
+    columns = pandas.read_csv("map.csv")
+    np.testing.assert_array_equal(columns["lower"], low)
+    np.testing.assert_array_equal(columns["upper"], high)
+
     options = ["--examples=40", "--eigenpairs=2", "--max_matvecs=60", "--tolerance=1e-6"]
     spectrum = result(capsys, "spectrum", *COMMON, task, *options, "--output=spectrum")
     features = []

@@ -79,6 +79,22 @@ def test_the_predictive_has_the_moments_of_a_log_normal_mixture(la):
     close(uncertainty.total, predictive.variance)
 
 
+def test_the_network_itself_has_intervals(la):
+    """They were missing, so a comparison with the posterior had no coverage."""
+    x, y = examples()
+    rates = network()(x).detach().exp().numpy()
+    counts = la.predict(x, method="map").base_dist
+    close(counts.mean, torch.from_numpy(rates))
+    close(counts.variance, torch.from_numpy(rates))
+    low, high = (torch.from_numpy(scipy.stats.poisson.ppf(p, rates)) for p in (0.025, 0.975))
+    close(counts.icdf(torch.tensor(0.025)), low)
+    close(counts.icdf(torch.tensor(0.975)), high)
+    report = la.evaluate([(x, y)], method="map")
+    is_covered = (low <= y) & (y <= high)
+    assert report["coverage"] == pytest.approx(is_covered.double().mean().item())
+    assert set(report) == set(la.evaluate([(x, y)]))
+
+
 LOG_MEANS = torch.tensor([-3.0, 0.0, 1.5, 5.0, 7.0, 2.0, 0.0], dtype=torch.float64)
 LOG_VARIANCES = torch.tensor([0.5, 1e-3, 2.0, 1.0, 0.01, 3.0, 0.0], dtype=torch.float64)
 

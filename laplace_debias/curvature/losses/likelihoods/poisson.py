@@ -127,7 +127,8 @@ class Poisson(Likelihood):
         Batch shape `[B]`, event shape `[C]`.
         """
         if covariance is None:
-            return Independent(PoissonDistribution(mean.exp()), 1)
+            # torch's Poisson distribution lacks a distribution function and quantiles.
+            covariance = torch.zeros_like(mean)
         is_matrix = covariance.ndim > mean.ndim
         variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
         return Independent(self.marginals(mean, variances), 1)
