@@ -16,6 +16,7 @@ from torch.distributions import Bernoulli
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.state.prior import PriorPrecision
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import imports_of_extra, whole
 from laplace_debias.system.threads import GLOBAL_GENERATOR
 
@@ -443,11 +444,16 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         num_rows = len(inputs)
         num_targets = mean.numel() // num_rows
         size = num_rows * num_targets
-        noise = self.laplace_.sigma.square().expand(num_targets).repeat(num_rows)
-        joint = covariance.double().cpu().reshape(size, size) + noise.double().cpu().diag()
-        draws = check_random_state(random_state).standard_normal((size, n_samples))
+        joint = covariance.double().cpu().reshape(size, size)
+        # Not Cholesky: a covariance of many rows is singular up to the network's rounding, which a
+        # small noise does not exceed.
+        variances, directions = eigh((joint + joint.mT) / 2, "the functional covariance")
+        root = directions * variances.clamp_min(0).sqrt()
+        noise = self.laplace_.sigma.double().cpu().expand(num_targets).repeat(num_rows)
+        random = check_random_state(random_state)
         samples = mean.double().cpu().reshape(size, 1).numpy()
-        samples = samples + torch.linalg.cholesky(joint).numpy() @ draws
+        samples = samples + root.numpy() @ random.standard_normal((size, n_samples))
+        samples = samples + noise[:, None].numpy() * random.standard_normal((size, n_samples))
         if self._y_is_vector:
             return samples
         return samples.reshape(num_rows, num_targets, n_samples)

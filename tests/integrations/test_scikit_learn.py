@@ -67,6 +67,22 @@ def covariance_of_linear_outputs(network, X, X_new, sigma, delta):
     return covariance.reshape(num_rows * num_targets, -1)
 
 
+def test_samples_of_many_rows_with_little_noise_have_the_predicted_deviations():
+    """In float32, the covariance of 200 rows has no Cholesky decomposition."""
+    X = np.linspace(-1, 1, 12)[:, None]
+    y = np.sin(3 * X[:, 0])
+    X_new = np.linspace(-4, 4, 200)[:, None]
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    regressor = LaplaceRegressor(network, curvature="full", prior_precision=0.01, sigma=1e-4)
+    mean, deviation = regressor.fit(X, y).predict(X_new, return_std=True)
+    samples = regressor.sample_y(X_new, 20_000)
+    np.testing.assert_allclose(samples.std(1), deviation, rtol=0.03)
+    assert (abs(samples.mean(1) - mean) < 5 * deviation / math.sqrt(20_000)).all()
+    # Neighbours are close to each other in the same sample: rows are not drawn independently.
+    assert np.corrcoef(samples[-2:])[0, 1] > 0.999
+
+
 @pytest.mark.parametrize("num_targets", [1, 2])
 @pytest.mark.parametrize("sigma", [None, 0.7])
 def test_means_and_deviations_are_those_of_the_linear_model(num_targets, sigma):
