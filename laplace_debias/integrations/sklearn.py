@@ -198,7 +198,9 @@ class _LaplaceEstimator(BaseEstimator):
             NotFittedError: Before `fit`.
         """
         check_is_fitted(self)
-        return _tensor(validate_data(self, X, reset=False, allow_nd=True), self.laplace_.model)
+        X = validate_data(self, X, reset=False, allow_nd=True)
+        _check_numbers(X)
+        return _tensor(X, self.laplace_.model)
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
@@ -256,6 +258,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True)
+        _check_numbers(X)
         check_classification_targets(y)
         classes, indices = np.unique(y, return_inverse=True)
         if len(classes) < 2:
@@ -392,6 +395,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
+        _check_numbers(X)
         targets = y.reshape(len(y), -1)
         network, likelihood = self._trained_network(X, targets, targets.shape[1])
         sigma: Any = self.sigma
@@ -481,6 +485,16 @@ def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
         return net
     dtype = np.int64 if issubclass(_criterion_type(net), nn.CrossEntropyLoss) else np.float32
     return clone(net).fit(X.astype(np.float32), y.astype(dtype))
+
+
+def _check_numbers(X: np.ndarray) -> None:
+    """Require numbers, because scikit-learn lets pandas' categories of text and dates pass."""
+    if X.dtype.kind not in "biuf":
+        raise ValueError(
+            f"X contains values of type {X.dtype}, but the network takes numbers. Encode "
+            "categories and dates as numbers, for example with OneHotEncoder in a "
+            "ColumnTransformer."
+        )
 
 
 def _tensor(values: np.ndarray, network: nn.Module) -> Tensor:

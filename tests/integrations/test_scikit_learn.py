@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from scipy.stats import betabinom
@@ -415,6 +416,12 @@ def test_wrong_data_are_rejected(unchecked):
         classifier.fit(X[:50], y[:50])
     with pytest.raises(ValueError, match="Input X contains NaN"):
         classifier.fit(np.where(X > 7, np.nan, X), y)
+    categories = pandas.DataFrame(X, columns=list("abcd")).assign(
+        city=pandas.Categorical(["Rome", "Oslo"] * 75), month=pandas.date_range("2020", periods=150)
+    )
+    for columns, kind in ((["a", "city"], "object"), (["month"], "datetime64")):
+        with pytest.raises(ValueError, match=rf"X contains values of type {kind}.*OneHotEncoder"):
+            classifier.fit(categories[columns], y)
     with pytest.raises(ValueError, match="X has 3 features"):
         classifier.fit(X, y).predict(X[:, :3])
     network = nn.Linear(4, 1).double()
