@@ -141,13 +141,31 @@ class LaplaceModel(Model):
             )
         return ConditionedModel(self._la, X, Y)
 
-    def fantasize(self, X: Tensor, sampler: MCSampler) -> "ConditionedModel":
+    def fantasize(
+        self,
+        X: Tensor,
+        sampler: MCSampler,
+        observation_noise: Tensor | None = None,
+        *,
+        propagate_grads: bool = True,
+    ) -> "ConditionedModel":
         """Condition on observations at points that are drawn from the posterior there.
 
         Args:
             X: Points, `[..., q, d]`.
             sampler: A sampler of BoTorch; its number of samples is that of fantasies.
+            observation_noise: None, since the noise of a regression is its sigma.
+            propagate_grads: `qMultiStepLookahead` passes it. It changes nothing, because gradients
+                always flow back through the fantasies.
+
+        Raises:
+            NotImplementedError: For an observation noise.
         """
+        if observation_noise is not None:
+            raise NotImplementedError(
+                "`observation_noise=` is not supported, because `sigma` already sets the noise of "
+                "a regression. Remove `observation_noise=`."
+            )
         Y = sampler(self.posterior(X, observation_noise=True))
         return self.condition_on_observations(X, Y)
 

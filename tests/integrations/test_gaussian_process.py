@@ -170,6 +170,43 @@ def test_botorch_computes_the_knowledge_gradient(botorch_model):
     assert (gradient != 0).any()
 
 
+def test_botorch_looks_several_steps_ahead(botorch_model):
+    from botorch.acquisition.multi_step_lookahead import qMultiStepLookahead
+    from botorch.sampling import SobolQMCNormalSampler
+
+    model = botorch_model(fitted(1))
+    sampler = SobolQMCNormalSampler(torch.Size([3]), seed=0)
+    acquisition = qMultiStepLookahead(model, batch_sizes=[1], samplers=[sampler])
+    X = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(5)).double().requires_grad_()
+    values = acquisition(X)
+    (gradient,) = torch.autograd.grad(values.sum(), X)
+    assert (gradient != 0).all()
+    # The first point is observed; each of the others is the next choice after one observation.
+    Y = sampler(model.posterior(X[:, :1], observation_noise=True))
+    for x, y, value in zip(X, Y.unbind(1), values, strict=True):
+        means = [
+            model.condition_on_observations(x[:1], observed).posterior(point[None]).mean
+            for point, observed in zip(x[1:], y, strict=True)
+        ]
+        torch.testing.assert_close(value, torch.stack(means).mean())
+
+
+def test_botorch_conditions_a_list_of_models(botorch_model):
+    from botorch.models import ModelList
+    from botorch.sampling import SobolQMCNormalSampler
+    from botorch.sampling.list_sampler import ListSampler
+
+    models = [botorch_model(fitted(1, sigma)) for sigma in (0.3, 0.5)]
+    X = torch.rand(2, 3, generator=torch.Generator().manual_seed(5)).double()
+    samplers = [SobolQMCNormalSampler(torch.Size([3]), seed=seed) for seed in (0, 1)]
+    fantasies = ModelList(*models).fantasize(X, ListSampler(*samplers))
+    for model, sampler, fantasy in zip(models, samplers, fantasies.models, strict=True):
+        expected = model.fantasize(X, sampler).posterior(X).mean
+        torch.testing.assert_close(fantasy.posterior(X).mean, expected)
+    with pytest.raises(NotImplementedError, match="Remove `observation_noise=`"):
+        models[0].fantasize(X, samplers[0], torch.ones(1, 1))
+
+
 def test_observations_of_another_shape_are_refused(botorch_model):
     model = botorch_model(fitted(1))
     X = torch.randn(2, 3).double()
