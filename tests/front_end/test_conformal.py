@@ -7,7 +7,7 @@ import torch
 from scipy.stats import betabinom
 from torch import nn
 
-from laplace_debias import Conformal, Laplace, Mixture
+from laplace_debias import Conformal, Laplace, Link, Mixture
 from laplace_debias.laplace.prediction.conformal import conformal_quantile, mass_above
 from laplace_debias.metrics import compare
 
@@ -199,6 +199,29 @@ def test_the_state_is_restored(classifier, tmp_path):
     assert restored.level == LEVEL
     with pytest.raises(ValueError, match=r"The state has the entries \['levels'\]. Pass what"):
         Conformal(la).load_state_dict({"levels": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"penalty": 0.2}, r"with penalty=0\.2, but this Conformal has penalty=0\.0"),
+        ({"penalty": 0.2, "free_rank": 2}, r"penalty=0\.2"),
+        ({"groups": lambda x: (x[:, 0] > 0).long()}, "groups='a function', but .* groups=None"),
+        ({"method": "map"}, "method='map', but this Conformal has method='glm'"),
+        ({"samples": 30}, "samples=30, but this Conformal has samples=None"),
+        ({"link": Link("probit", 1.5)}, r"link=\('probit', 1\.5\), but .* link=None"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(classifier, options, message, tmp_path):
+    """Quantiles of other scores were loaded, and the sets did not have the coverage."""
+    model, la = classifier
+    conformal = Conformal(la, **options).calibrate([class_data(model, 100, 3)], LEVEL)
+    torch.save(conformal.state_dict(), tmp_path / "conformal.pt")
+    state = torch.load(tmp_path / "conformal.pt")
+    with pytest.raises(ValueError, match=message):
+        Conformal(la).load_state_dict(state)
+    restored = Conformal(la, **options).load_state_dict(state)
+    assert restored.quantiles.keys() == conformal.quantiles.keys()
 
 
 @pytest.mark.usefixtures("unchecked")  # passes wrong types

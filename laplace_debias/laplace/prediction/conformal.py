@@ -329,23 +329,53 @@ class Conformal:
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the level and the quantiles; the posterior is saved in its own file."""
-        return {"level": self.level, "quantiles": dict(self.quantiles)}
+        """Return the level, the quantiles, and the settings with which they were computed.
+
+        The posterior is saved in its own file.
+        """
+        return {
+            "level": self.level,
+            "quantiles": dict(self.quantiles),
+            "settings": self._settings,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> "Conformal":
         """Restore the state that `state_dict` returned, and return `self`.
 
         Raises:
-            ValueError: If an entry is missing.
+            ValueError: If an entry is missing, or if the quantiles were computed with other
+                settings, so that the sets would not have the coverage.
         """
-        if set(state) != {"level", "quantiles"}:
+        if set(state) != {"level", "quantiles", "settings"}:
             raise ValueError(
                 f"The state has the entries {sorted(state)}. Pass what `Conformal.state_dict()` "
-                "returned, with 'level' and 'quantiles'."
+                "returned, with 'level', 'quantiles' and 'settings'."
             )
+        for name, value in self._settings.items():
+            saved = state["settings"].get(name)
+            if saved != value:
+                raise ValueError(
+                    f"The state was calibrated with {name}={saved!r}, but this Conformal has "
+                    f"{name}={value!r}, which would change the coverage. Pass the same value to "
+                    "the constructor."
+                )
         self.level = state["level"]
         self.quantiles = dict(state["quantiles"])
         return self
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings that the quantiles depend on, as values that `torch.load` accepts."""
+        link = self._options["link"]
+        if isinstance(link, str):
+            link = Link(link)
+        return {
+            **self._options,
+            "link": None if link is None else (link.name, link.temperature),
+            "penalty": self._penalty,
+            "free_rank": self._free_rank,
+            "groups": None if self._groups is None else "a function",
+        }
 
     def __repr__(self) -> str:
         calibrated = "not calibrated" if self.level is None else f"level={self.level}"
