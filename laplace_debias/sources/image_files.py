@@ -92,13 +92,20 @@ def opened(file: Path, is_grey: bool = False) -> Any:
             return picture.convert("L" if is_grey else "RGB")
     # On broken bytes Pillow's decoders raise errors of any type.
     except Exception as error:
-        raise ValueError(f"{file} is not a readable image ({error}). Replace it.") from error
+        raise _unreadable(file, error) from error
 
 
 def header(file: Path) -> tuple[tuple[int, int], str]:
     """Read a picture's width, height and Pillow mode, without decoding it."""
-    with PIL.Image.open(file) as picture:
-        return picture.size, picture.mode
+    try:
+        with PIL.Image.open(file) as picture:
+            return picture.size, picture.mode
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} is not a readable image ({error}). Replace it.")
 
 
 def images_below(folder: Path) -> list[Path]:

@@ -154,6 +154,18 @@ def test_a_folder_is_not_decoded_before_it_is_read(images):
         every(found.test)
 
 
+def test_a_broken_image_is_named_wherever_it_is_read(images, here):
+    """The first image's header shows the size of the others, and whether the images are grey."""
+    first = min((images / "test").glob("*/*.png"))
+    first.write_bytes(b"no image")
+    message = r"0\.png is not a readable image \(.*\)\. Replace it\."
+    found = loaded(model="nets:build", data=images)
+    with pytest.raises(ValueError, match=message):
+        found.test.dataset[1]
+    with pytest.raises(ValueError, match=message):
+        found.read(first.parent, "inputs")
+
+
 def test_folders_without_parts_are_parted_by_the_seed(here):
     root = bring.image_folder(here / "all", parts=(("", 10),))
     found = loaded(model="nets:build", data=root)
