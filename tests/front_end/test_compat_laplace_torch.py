@@ -227,7 +227,7 @@ def test_what_has_no_equivalent_is_refused():
         (
             lambda: la.optimize_prior_precision(prior_structure="diag"),
             NotImplementedError,
-            "requires hessian_structure=.*'kron'",
+            r"requires hessian_structure=.*'kron'.*\. Use `prior_structure=\"scalar\"`\.$",
         ),
         (
             lambda: la.optimize_prior_precision(method="gridsearch"),

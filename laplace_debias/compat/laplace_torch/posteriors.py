@@ -436,8 +436,7 @@ class Laplace:
         if is_per_parameter and (self._structure != "diag" or method != "marglik"):
             raise NotImplementedError(
                 '`prior_structure="diag"` requires hessian_structure="diag" and method="marglik", '
-                f"got {self._structure!r} and {method!r}. "
-                'Use `prior_structure="layerwise"` or `"scalar"`.'
+                f'got {self._structure!r} and {method!r}. Use `prior_structure="scalar"`.'
             )
         if prior_structure == "layerwise":
             check_has_layers(self._structure)
