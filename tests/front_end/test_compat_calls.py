@@ -372,6 +372,25 @@ def test_the_marginal_likelihood_has_its_optimum_in_each_precision():
             assert ours.log_marginal_likelihood(moved) < ours.log_marginal_likelihood(best)
 
 
+@pytest.mark.parametrize("unit", [1e-6, 1e6])
+def test_the_optimum_in_each_precision_does_not_depend_on_the_unit_of_the_targets(unit):
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3).double(), torch.randn(40, 2).double()
+    las = []
+    for factor in (1.0, unit):
+        torch.manual_seed(1)
+        model = nn.Linear(3, 2).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        la = Laplace(model, "regression", "all", "diag", sigma_noise=0.5 * factor)
+        la.fit([(x, factor * y)])
+        la.optimize_prior_precision(prior_structure="diag")
+        las.append(la)
+    reference, la = las
+    torch.testing.assert_close(la.prior_precision * unit**2, reference.prior_precision)
+
+
 @pytest.mark.parametrize(
     ("structure", "precision", "message"),
     [

@@ -261,3 +261,32 @@ def test_the_table_has_each_value_once_as_plain_numbers(likelihood):
     (best,) = (row for row in tuned.table if row["prior_precision"] == tuned.prior_precision)
     assert best["log_marginal_likelihood"] == tuned.value
     assert tuned.value == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-12)
+
+
+@pytest.mark.parametrize("curvature", ["full", "kfac"])
+@pytest.mark.parametrize("unit", [1e-6, 1e6])
+def test_the_optimum_does_not_depend_on_the_unit_of_the_targets(curvature, unit):
+    """In units of the targets u, the last layer is multiplied by u, and its δ by u⁻².
+
+    The search ended at 1e-8, far from the optimum of a network for targets in the millions.
+    """
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 3).double(), torch.randn(50, 2).double()
+    model = nn.Linear(3, 2).double()
+    las = []
+    for factor in (1.0, unit):
+        scaled = nn.Linear(3, 2).double()
+        scaled.load_state_dict({k: factor * value for k, value in model.state_dict().items()})
+        la = Laplace(scaled, "regression", curvature, sigma=0.5 * factor)
+        las.append(la.fit([(x, factor * y)]))
+    reference, la = las
+    per = "block" if curvature == "kfac" else None
+    change = 100 * math.log(unit)
+    for options in ({}, {"per": per}, {"per": per, "sigma": True}):
+        expected, tuned = reference.tune_evidence(**options), la.tune_evidence(**options)
+        deltas = torch.as_tensor(tuned.prior_precision).double() * unit**2
+        torch.testing.assert_close(
+            deltas, torch.as_tensor(expected.prior_precision).double(), rtol=5e-3, atol=0
+        )
+        assert tuned.value == pytest.approx(expected.value - change, abs=1e-4)
+        assert not tuned.notes

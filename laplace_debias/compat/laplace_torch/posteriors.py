@@ -481,10 +481,12 @@ class Laplace:
         none; it keeps the precision that is best for all parameters together.
         """
         h = self._data_precision(self._fit.posterior)
-        product = h * self._fit.posterior.displacement.double().square()
+        squared_distances = self._fit.posterior.displacement.double().square()
+        product = h * squared_distances
+        low, high = evidence.search_range(torch.ones_like(h), squared_distances)
         root = 2 * h / (product + (product * (product + 4)).sqrt())
         shared = self._fit.prior_precision.to(h)
-        return torch.where(h > 0, root.clamp(*evidence.BOUNDS), shared)
+        return torch.where(h > 0, root.clamp(low, high), shared)
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:

@@ -25,7 +25,10 @@ from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)
-"""The range of the prior precision δ that is searched."""
+"""The range of the prior precision δ that is searched, unless the parameters are in large or small
+units."""
+# The range does not go beyond these ends, which single precision represents.
+_LIMITS = (1e-20, 1e20)
 # The range of γ = δ k² that is searched with the noise, in powers of ten.
 _RANGE = 20
 
@@ -122,6 +125,21 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
     return replace(tuning, notes=(*tuning.notes, note))
 
 
+def search_range(
+    num_parameters: Float[Tensor, "*groups"], squared_distances: Float[Tensor, "*groups"]
+) -> tuple[Float[Tensor, "*groups"], Float[Tensor, "*groups"]]:
+    r"""Return the range of δ that is searched for D parameters at a squared distance S.
+
+    The optimum is $\delta = \gamma / S$ with γ ≤ D determined parameters. So it is far below
+    `BOUNDS` if the parameters are large, such as those of targets in the millions, and above
+    if they are small. The range then follows D / S.
+    """
+    low, high = BOUNDS
+    # Parameters at the prior's mean, S = 0, have no unit.
+    largest = (num_parameters / squared_distances).nan_to_num(1.0, posinf=1.0)
+    return (1e-6 * largest).clamp(_LIMITS[0], low), (10 * largest).clamp(high, _LIMITS[1])
+
+
 def tune_one(fitted: FittedPosterior) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision."""
     # Imported here because it takes a third of a second.
@@ -137,11 +155,15 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
             log_evidences[delta] = value.item()
         return -log_evidences[delta]
 
-    low, high = torch.tensor(BOUNDS).log10().tolist()
+    posterior = fitted.posterior
+    squared_distance = posterior.squared_distances().double().sum()
+    num_parameters = torch.tensor(sum(posterior.curvature.sizes)).to(squared_distance)
+    ends = torch.stack(search_range(num_parameters, squared_distance))
+    low, high = ends.log10().tolist()
     result = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3})
     if min(result.x - low, high - result.x) < 1e-2:
         raise ValueError(
-            f"The marginal likelihood has no maximum between {BOUNDS[0]:g} and {BOUNDS[1]:g} "
+            f"The marginal likelihood has no maximum between {ends[0]:g} and {ends[1]:g} "
             f"(the search ended at {10**result.x:.3g}). Tune on validation data instead."
         )
     flat = (
@@ -217,18 +239,22 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         # h along the directions that have curvature; along the others it is zero.
         magnitudes = torch.cat([block.magnitudes.double().flatten() for block in group])
         h = posterior.data_weight * magnitudes
-        delta = _best_delta(h, counts, float(squared_distances[block_indices].sum()))
-        if delta == BOUNDS[0]:
+        squared_distance = squared_distances[block_indices].double().sum().cpu()
+        num_parameters = sum(block.shape[0] for block in group)
+        ends = search_range(torch.tensor(num_parameters).double(), squared_distance)
+        low, high = map(float, ends)
+        delta = _best_delta(h, counts, float(squared_distance), (low, high))
+        if delta == low:
             without_curvature.append(name)
             delta = together
-        elif delta == BOUNDS[1]:
+        elif delta == high:
             without_distance.append(name)
         block_deltas[block_indices] = delta
         rows.append(
             {
                 "name": name,
                 "prior_precision": delta,
-                "num_parameters": sum(block.shape[0] for block in group),
+                "num_parameters": num_parameters,
                 "num_determined": num_determined(h, counts, delta),
             }
         )
@@ -263,13 +289,15 @@ def num_determined(
     return float((counts * (h / (h + delta))).sum())
 
 
-def _best_delta(h: Tensor, counts: Tensor, squared_distance: float) -> float:
+def _best_delta(
+    h: Tensor, counts: Tensor, squared_distance: float, bounds: tuple[float, float]
+) -> float:
     """Find the root δ of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
 
     def slope(delta: float) -> float:
         return num_determined(h, counts, delta) - delta * squared_distance
 
-    return root_between(BOUNDS, slope, tolerance=1e-10)
+    return root_between(bounds, slope, tolerance=1e-10)
 
 
 def root_between(
