@@ -77,79 +77,11 @@ _EXCHANGE = threading.RLock()
 class Laplace(Predictor):
     r"""A Laplace approximation of a trained network's posterior.
 
-    The posterior is $N(\theta^*, P^{-1})$ with $P = \tfrac NT C + \mathrm{diag}(\delta)$: θ* the
-    trained parameters, C the curvature of the mean loss, N the number of training examples, δ the
-    prior precision and T the likelihood's temperature (Eq. 4 and 17 of Tatzel et al., 2025,
-    "Debiasing mini-batch quadratics for applications in deep learning"). The model is not changed.
-
-    Any number of threads may use one object. In a process group, call `fit`, `fit_batches`, `tune`,
-    `evaluate` and `save` on all processes: each reads its share of the data (`ShardedBatches`) and
-    ends with the whole posterior; see `alone` for a call on one process. With a `generator`, a call
-    depends only on it and on the data, and leaves torch's global generator as it was.
-
-    Args:
-        model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`; a single
-            output may be `[B]`.
-        likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
-            `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
-            `"multilabel"` (targets 0 or 1, `[B, C]`), `"poisson"` (counts, outputs are logarithms
-            of rates), or a `Likelihood`.
-        curvature: `"kfac"`, `"ekfac"` (K-FAC's directions with the exact curvature along each),
-            `"diag"`, `"lowrank"` (leading eigenvectors of the whole matrix), `"full"`, or `"gp"`
-            (the same posterior in function space, from kernels between inputs; see `inducing`).
-        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
-            (those of supported layers), `"last_layer"` (the layer that the outputs come from, which
-            the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
-            `(name, parameter) -> bool`. Frozen parameters are never Bayesian. A parameter of a
-            layer that is not supported has an exact block, which is dense up to 1,024 entries and
-            diagonal above.
-        prior_precision: δ, one number or one per block (see `block_names`).
-        backend: `"backpack"`, `"hooks"`, or `"auto"`, which uses BackPACK where it can, except for
-            convolutions on a processor. The factors are the same.
-        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model),
-            `"signs"` (columns of the loss Hessian's root, added up with random signs) or
-            `"empirical"` (the true labels). `"mc"` and `"signs"` are unbiased estimates of
-            `"exact"` that need one backward pass; `"signs"` has less noise if the network is
-            confident, and none for a single output.
-        factor_dtype: The dtype in which curvature is summed and decomposed.
-        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
-            a fit warns, and assumes 1.0 for a single output or estimates the noise of each of
-            several outputs from their residuals; `tune` then scales it.
-        mc_samples: Labels, or sums with random signs, per example for `fisher="mc"` and `"signs"`.
-        joint: Whether a layer's weight and bias make one block. Not for `"lowrank"`, `"full"` and
-            `"gp"`.
-        sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping
-            from layers' paths. Only for `"kfac"` and `"ekfac"`.
-        rank: For `"lowrank"` the number of directions, 20 if None. For `"kfac"` and `"ekfac"` how
-            many directions of each factor are kept, as a number or as a fraction of the trace such
-            as 0.99; the others share the mean of their curvature. With a number, a factor that is
-            eight times as wide is never formed as a matrix. None keeps all directions. Cannot be
-            combined with `mode="auto"`; see `thin`.
-        inducing: For `"gp"` how many examples of the data span the directions, or the inputs
-            themselves, a tensor `[M, ...]`; None for all examples.
-        independent_outputs: For `"gp"`, whether each output has a Gaussian process of its own, with
-            the kernel and the loss Hessian's diagonal entry of this output. Different outputs then
-            have no covariance, and parameters cannot be sampled. The kernels are smaller, but the
-            data are read once per output.
-        memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
-            None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
-        class_dim: The dimension of the outputs that holds the classes: None or -1 for
-            `[B, ..., C]`, 1 for `[B, C, ...]`, which is then moved to the end.
-        batch: A function from what loaders yield to `(inputs, targets)`. None reads pairs, and
-            mappings and dataclasses with the targets under `labels`, `label`, `label_ids`,
-            `targets`, `target` or `y`.
-        temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Less than 1 is more certain.
-        prior_mean: Mean of the prior: one number, or one per parameter `[D]`. It only affects the
-            marginal likelihood.
-        prior: Instead of both, a `GaussianPrior`: one precision per parameter, or an earlier
-            posterior by `posterior_as_prior`. `fit` then adds all of the data to it, and
-            `prior_precision` is the part that all parameters share.
-
-    Raises:
-        ValueError: For an unknown name, `sharing` or `joint` with a curvature that does not use it,
-            a prior precision that is not positive, a model that holds NaN, or one with dropout or
-            batch normalisation in training mode.
-        NotImplementedError: For BackPACK with a model that it does not support.
+    Wrap a trained network, call `fit` with its training data, and then `tune` with held-out data.
+    `predict`, `uncertainty` and `evaluate` use the resulting posterior, and `save` writes it to a
+    file. The network is not changed. Two arguments matter most: `likelihood` says what the outputs
+    of the network mean, and `params` chooses between all parameters and only the last layer, which
+    is faster.
 
     Example:
         >>> import torch
@@ -171,6 +103,87 @@ class Laplace(Predictor):
           prior precision: 1
           fit: N = 64, debiased
         )
+
+    Args:
+        model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`; a single
+            output may be `[B]`.
+        likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
+            `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
+            `"multilabel"` (targets 0 or 1, `[B, C]`), `"poisson"` (counts, outputs are logarithms
+            of rates), or a `Likelihood`.
+        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
+            the fit warns. It then assumes 1.0 for a single output; for several outputs, it
+            estimates the noise of each one from its residuals. `tune` rescales this noise.
+        temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Values below 1 make the posterior
+            narrower.
+        class_dim: The dimension of the outputs that holds the classes: None or -1 for
+            `[B, ..., C]`, 1 for `[B, C, ...]`, which is then moved to the end.
+        batch: A function from what loaders yield to `(inputs, targets)`. Default: reads pairs, and
+            mappings and dataclasses with the targets under `labels`, `label`, `label_ids`,
+            `targets`, `target` or `y`.
+        params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
+            (those of supported layers), `"last_layer"` (the layer that the outputs come from, which
+            the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
+            `(name, parameter) -> bool`. Frozen parameters are never Bayesian. Parameters of
+            unsupported layers have an exact curvature block: a full matrix for up to 1,024 entries,
+            and its diagonal for more.
+        curvature: `"kfac"`, `"ekfac"` (K-FAC's directions with the exact curvature along each),
+            `"diag"`, `"lowrank"` (leading eigenvectors of the full matrix), `"full"`, or `"gp"`
+            (the `"full"` posterior in function space, from kernels between inputs; an approximation
+            if not all examples are inducing, see `inducing`).
+        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model),
+            `"signs"` (columns of the loss Hessian's root, added up with random signs) or
+            `"empirical"` (the true labels). `"mc"` and `"signs"` are unbiased estimates of
+            `"exact"` that need one backward pass; `"signs"` has less noise if the network is
+            confident, and none for a single output.
+        mc_samples: Labels, or sums with random signs, per example for `fisher="mc"` and `"signs"`.
+        joint: Whether to treat the weight and the bias of a layer as one block. Not available for
+            `"lowrank"`, `"full"` and `"gp"`.
+        sharing: How to treat weights that are applied at several positions, as in a convolution:
+            `"expand"` or `"reduce"`, or a mapping from layers' paths to these. Only for `"kfac"`
+            and `"ekfac"`.
+        rank: For `"lowrank"`: the number of directions. Default: 20. For `"kfac"` and `"ekfac"`:
+            the number of eigenvectors to keep per factor, or the fraction of the trace to keep,
+            such as 0.99; all other directions share their mean curvature. If `rank` is a number r,
+            a factor of at least 8 r rows is never formed as a matrix. Default: all directions.
+            Cannot be combined with `mode="auto"`; see `thin`.
+        inducing: For `"gp"`: the number of training examples to use as inducing inputs, or these
+            inputs as a tensor `[M, ...]`. Default: all examples.
+        independent_outputs: For `"gp"`: whether each output has a Gaussian process of its own, with
+            the kernel and the loss Hessian's diagonal entry of this output. Different outputs then
+            have no covariance, and parameters cannot be sampled. The kernels are smaller, but the
+            data are read once per output.
+        prior_precision: δ, one number or one per block (see `block_names`).
+        prior_mean: Mean of the prior: one number, or one per parameter `[D]`. It only affects the
+            marginal likelihood.
+        prior: A `GaussianPrior` to use instead of `prior_precision` and `prior_mean`: one precision
+            per parameter, or an earlier posterior (`posterior_as_prior`). `fit` adds the curvature
+            of the data to its precision. `la.prior_precision` is then the part of the precision
+            that all parameters share.
+        backend: How the Kronecker factors are computed: `"backpack"`, `"hooks"`, or `"auto"`, which
+            uses BackPACK where possible, except for convolutions on a CPU. Both give the same
+            factors.
+        factor_dtype: The dtype in which curvature is summed and decomposed.
+        memory_bound: The limit of the working memory for output gradients, in bytes. It does not
+            affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
+            needs more.
+
+    Raises:
+        ValueError: If a name is unknown, if `sharing` or `joint` is passed with a curvature that
+            does not use it, if a prior precision is not positive, or if the model contains NaN or
+            has dropout or batch normalisation in training mode.
+        NotImplementedError: If BackPACK is chosen but does not support the model.
+
+    The posterior is $N(\theta^*, P^{-1})$ with $P = \tfrac NT C + \mathrm{diag}(\delta)$ (Eq. 4 and
+    17 of Tatzel et al., 2025, "Debiasing mini-batch quadratics for applications in deep learning").
+    Here θ* are the trained parameters, C is the curvature of the mean loss, N is the number of
+    training examples, δ is the prior precision, and T is the temperature of the likelihood.
+
+    A `Laplace` object can be shared between threads. In a process group, call `fit`, `fit_batches`,
+    `tune`, `evaluate` and `save` on all processes: each process reads its shard of the data
+    (`ShardedBatches`) and ends up with the full posterior. For a call on a single process, see
+    `alone`. If you pass a `generator`, the result depends only on this generator and the data, and
+    torch's global generator is left unchanged.
     """
 
     # One state takes the place of another as a whole: other threads see either.
@@ -281,8 +294,9 @@ class Laplace(Predictor):
     ) -> "Laplace":
         """Fit the posterior to training data, and return `self`.
 
-        The model's parameters stay as they are: they are the mean. The fit computes the curvature
-        of the loss at them, which with the prior is the precision. `tune` then chooses the prior.
+        The model is not changed: its parameters are the mean of the posterior. The fit computes the
+        curvature of the loss at these parameters. Curvature and prior together give the posterior
+        precision. Call `tune` afterwards to choose the prior precision.
 
         Args:
             train_loader: Batches `(x, y)`, or a fitting scheme such as
@@ -298,11 +312,12 @@ class Laplace(Predictor):
             num_data: Number of training examples N. By default it is inferred from the loader's
                 sampler or, with `mode="full"`, counted.
             generator: Makes the fit reproducible: seeds sampled labels (`fisher="mc"`), shuffling
-                and torch-based augmentation. None for torch's global generator.
+                and torch-based augmentation. Default: torch's global generator.
             progress: Show a progress bar over the batches.
-            folds: Number of folds for `"crossfit"`; 2 by default.
-            resume: Folder for checkpoints, written once a minute. Repeating the same call on as
-                many processes continues from the last checkpoint, and gives a bit-identical result.
+            folds: Number of folds for `"crossfit"`. Default: 2.
+            resume: Folder for checkpoints, written once a minute. To resume, repeat the same call
+                with the same number of processes. The result is bit-identical to the result of an
+                uninterrupted fit.
 
         Raises:
             ValueError: If data and likelihood do not match, there are too few batches, N cannot be
@@ -360,14 +375,16 @@ class Laplace(Predictor):
         """Fit to a list of batches, and return `self`.
 
         Args:
-            directions: Batches `(x, y)` that give the eigenvectors.
-            magnitudes: Batches that the curvature along them is measured on; None for the same.
-            num_data: N; if None, the number of examples in `directions` and `magnitudes` (for
+            directions: Batches `(x, y)` from which the eigenvectors are computed.
+            magnitudes: Batches on which the curvature along these eigenvectors is measured.
+                Default: the same batches.
+            num_data: N. Default: the number of examples in `directions` and `magnitudes` (for
                 `"diag"`, which has no directions, only in `magnitudes`).
-            folds: Cross-fit `directions` instead, in this many folds, at least two; without
-                `magnitudes`.
-            generator: Seeds the labels of `fisher="mc"` and what loaders draw.
-            resume: A folder for checkpoints, as `fit` takes it.
+            folds: If given, split `directions` into this many folds (at least two), and cross-fit
+                them. Cannot be combined with `magnitudes`.
+            generator: Seeds sampled labels (`fisher="mc"`) and the shuffling of loaders. Default:
+                torch's global generator.
+            resume: A folder for checkpoints; see `fit`.
         """
         self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
@@ -398,35 +415,39 @@ class Laplace(Predictor):
     ) -> "Laplace":
         r"""Add new training data to the posterior, and return `self`.
 
-        The mean stays at θ*, and the precision grows by that of the new data,
-        $P \leftarrow P + \tfrac{N_2}{T} C_2$. The size N, the loss in the marginal likelihood and
-        files follow. The prior, the link and a regression's noise stay; `tune` again afterwards.
+        The mean does not change. The curvature of the new data is added to the precision:
+        $P \leftarrow P + \tfrac{N_2}{T} C_2$. N, the loss in the marginal likelihood and saved
+        files then include the new data. The prior, the link and the noise of a regression do not
+        change, so call `tune` again.
 
-        How close this is to a fit to all data depends on the curvature:
+        How close the result is to a fit to all data depends on the curvature:
 
-        - `"diag"`, `"full"`: the same.
-        - `"kfac"`: the same after `mode="full"`. The sum of two Kronecker products is approximated
-          as a fit approximates the sum over examples: the factors G and A are averaged over all
-          data, each by itself. With other modes the earlier factors are those that the fit
-          estimated.
-        - `"ekfac"`: the directions stay, and the curvature along each is that of all data.
-        - `"lowrank"`: the leading directions of the earlier ones and the new data together.
-        - `"gp"`: the same with these inducing inputs, which stay.
+        - `"diag"`, `"full"`: equal to a fit to all data.
+        - `"kfac"`: equal to a fit to all data after `mode="full"`. The factors G and A are averaged
+          over all data separately, which is the approximation that a K-FAC fit makes for the sum
+          over examples. After other modes, the average uses the earlier factors as the fit
+          estimated them.
+        - `"ekfac"`: the directions do not change, and the curvature along each one is measured on
+          all data.
+        - `"lowrank"`: the leading directions of the earlier directions and the new data together.
+        - `"gp"`: equal to a fit to all data with the same inducing inputs.
 
         Args:
             loader: Batches `(x, y)` of new examples, all of which are read.
-            num_data: The number of examples that they stand for; counted if None.
-            generator: Seeds sampled labels (`fisher="mc"`) and what the loader draws; see `fit`.
+            num_data: The number of examples that the batches represent. By default, they are
+                counted.
+            generator: Seeds sampled labels (`fisher="mc"`) and the shuffling of the loader; see
+                `fit`.
             progress: Show a progress bar over the batches.
             resume: Folder for checkpoints, written once a minute. Repeating the same call on the
                 same earlier posterior continues from the last checkpoint; see `fit`.
 
         Raises:
-            RuntimeError: Before a fit, or if the model has changed since.
-            ValueError: After `thin`; for a `"kfac"` posterior from a file of an earlier version,
-                which has no factors; if the new data do not use the same parameters. Otherwise this
-                raises what `fit` raises. The posterior is then unchanged.
-            NotImplementedError: For a curvature of your own class that defines no `update`.
+            RuntimeError: If nothing has been fitted, or the model has changed since the fit.
+            ValueError: If the posterior was thinned, if it is a `"kfac"` posterior from a file of
+                an earlier version, which has no factors, or if the new data do not use the same
+                parameters. Also raises the errors of `fit`. The posterior is then unchanged.
+            NotImplementedError: If the curvature is of your own class and defines no `update`.
 
         Example:
             >>> import torch
@@ -459,8 +480,8 @@ class Laplace(Predictor):
     ) -> Plan:
         """Estimate the memory and time of `fit`, within a factor of 1.5.
 
-        The bytes of sums and of the posterior are counted from shapes; the memory of a batch and
-        its time are measured on the first one. Nothing is fitted. In a process group, each process
+        The sizes of the sums and the posterior are computed from shapes. The memory and the time of
+        a batch are measured on the first batch. Nothing is fitted. In a process group, each process
         plans for itself.
 
         Args:
@@ -473,9 +494,9 @@ class Laplace(Predictor):
             insufficient.
 
         Raises:
-            ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, no batch,
-                or a first batch that `fit` would reject.
-            TypeError: For an iterator, which would lose its first batch.
+            ValueError: If the mode is unknown, `folds` is passed with a mode other than
+                `"crossfit"`, there is no batch, or `fit` would reject the first batch.
+            TypeError: If `train_loader` is an iterator, which would lose its first batch.
 
         Example:
             >>> import torch
@@ -517,38 +538,42 @@ class Laplace(Predictor):
         - The default link at temperature 1 is kept if it scores within a quarter of a paired
           standard error of the best, and always if there are fewer than 100 examples.
         - If a temperature other than 1 is chosen, the smallest prior precision that scores equally
-          well is used, so that the posterior still has an effect.
+          well is used. A larger one could leave only plain temperature scaling, without an effect
+          of the posterior.
 
         In blocks of 32,768 parameters or more, parameters with nearly equal curvature (within 5 %)
         are treated together. This changes variances by about 1e-4.
 
         Args:
             loader: Held-out batches `(x, y)`, not used for training.
-            metric: Score to minimise: `"nll"` or `"brier"` of the `"glm"` predictive. With several
-                labels the NLL is summed over those of an example; the Brier score averages all.
+            metric: Score to minimise: `"nll"` or `"brier"` of the `"glm"` predictive. If an example
+                has several labels, the NLL is summed over them, and the Brier score is averaged.
             grid: Prior precisions to try instead of the default grid.
             method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.
-            generator: Seeds the loader's order and augmentation; None for torch's global one.
-            sigma: Whether to tune a regression's noise as well. By default it is tuned if you never
-                set it, unless a `grid` is passed. For each prior precision the best noise has a
-                closed form (`metric="nll"`, no `grid`); noises per output are multiplied by a
-                common factor. `"per_output"` then also chooses the noise of each output, which
-                minimises the NLL with the posterior as it is; a later `fit` measures the curvature
-                at these noises. Not available for `fisher="empirical"`.
-            link: Restrict the search to one link, by name (all temperatures) or as a `Link`.
+            generator: Seeds the loader's order and augmentation. Default: torch's global generator.
+            sigma: Whether to tune a regression's noise as well. By default, it is tuned if you
+                never set it and pass no `grid`. The best noise has a closed form for each prior
+                precision (with `metric="nll"` and no `grid`). If there are several outputs, their
+                noise levels are multiplied by a common factor. With `"per_output"`, `tune` then
+                also chooses the noise level of each output that minimises the NLL for the fitted
+                posterior; a later `fit` uses these levels for the curvature. Not available for
+                `fisher="empirical"`.
+            link: Search only one link: pass its name to try all temperatures, or a `Link` to fix
+                its temperature too.
             per: For `method="marglik"`.
 
         Returns:
             The chosen values and how they compare with the alternatives. `print(tuned)` explains
             the result in words; `tuned.compared` lists the network, temperature scaling and the
-            other links, `tuned.table` every prior precision that was tried.
+            other links; `tuned.table` lists every prior precision that was tried.
 
         Raises:
-            ValueError: For an unknown method, metric or link, a grid that is empty or not positive,
-                an empty loader or one whose targets are all ignored; for `sigma` with another
-                likelihood, or residuals of zero; for an argument that the method does not use.
-            RuntimeError: Before a fit.
+            ValueError: If the method, metric or link is unknown; if the grid is empty or not
+                positive; if the loader is empty, or all of its targets are ignored; if `sigma` is
+                passed for a likelihood other than `"regression"`, or residuals are zero; if the
+                method does not use an argument.
+            RuntimeError: If nothing has been fitted.
         """
         self._agree(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
         if method == "marglik":
@@ -594,24 +619,27 @@ class Laplace(Predictor):
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
         """Choose the prior precision with the largest marginal likelihood, and set it.
 
-        No data is read, and the link is kept. Prefer `tune` if data can be held out: in the study
-        of docs/does-it-help.md the NLL of posteriors over all parameters was worse with
+        It reads no data, and does not change the link. Prefer `tune` if data can be held out: in
+        the study of docs/does-it-help.md, posteriors over all parameters had a worse NLL with
         `tune_evidence` on every problem.
 
         Args:
-            sigma: Whether to tune a regression's noise as well. By default it is tuned if you never
-                set it. With `per` it is the best noise for a single prior precision.
+            sigma: Whether to tune a regression's noise as well. By default, it is tuned if you
+                never set it. With `per`, the noise is the one that is best for a single, common
+                prior precision.
             per: Use one prior precision for each `"kind"` of layer (linear, convolution, embedding,
-                normalisation, bias, other) or for each `"block"`; None for a single one. A group
-                without curvature takes the value that is best for all together.
+                normalisation, bias, other) or for each `"block"`. Default: a single prior
+                precision. A group without curvature takes the value that is best for all groups
+                together.
 
         Returns:
-            The chosen value, the evidence there, and `.table` with every value that was tried.
+            The chosen value and its evidence; `.table` lists every value that was tried.
 
         Raises:
-            ValueError: If there is no optimum; after `thin`; for `sigma` with another likelihood,
-                or residuals of zero; for `per` with a curvature that is one block.
-            RuntimeError: Before a fit.
+            ValueError: If there is no optimum; if the posterior was thinned; if `sigma` is passed
+                for a likelihood other than `"regression"`, or residuals are zero; if `per` is
+                passed for a curvature that is one block.
+            RuntimeError: If nothing has been fitted.
         """
         self._agree(sigma=sigma, per=per)
         check_is(sigma, "sigma", bool, type(None))
@@ -632,7 +660,7 @@ class Laplace(Predictor):
         """Names of the Bayesian parameters, in the model's order.
 
         Raises:
-            RuntimeError: Before the fit that finds the last layer.
+            RuntimeError: If `params="last_layer"` and nothing has been fitted yet.
         """
         return self._parameters.names
 
@@ -641,7 +669,7 @@ class Laplace(Predictor):
         """Names of the curvature blocks, in the order of the per-block prior precisions.
 
         Raises:
-            RuntimeError: Before the fit that finds the last layer.
+            RuntimeError: If `params="last_layer"` and nothing has been fitted yet.
         """
         return self._parameters.block_names
 
@@ -650,7 +678,7 @@ class Laplace(Predictor):
         """The Gaussian over the Bayesian parameters.
 
         Raises:
-            RuntimeError: Before a fit.
+            RuntimeError: If nothing has been fitted.
         """
         return self._fitted.posterior
 
@@ -669,7 +697,8 @@ class Laplace(Predictor):
         """The estimated error of a fit with `mode="auto"`.
 
         Raises:
-            RuntimeError: If the posterior is from another mode, or was loaded.
+            RuntimeError: If nothing has been fitted, or the posterior was fitted with a different
+                mode or loaded from a file.
         """
         report = self._fitted.report
         if report is None:
@@ -684,7 +713,8 @@ class Laplace(Predictor):
         """A copy of the prior precision δ. It can be set without a new fit.
 
         Warns:
-            UserWarning: If it is set below that at which the posterior was thinned.
+            UserWarning: If the new value is smaller than the prior precision at which the posterior
+                was thinned.
         """
         # So that `la.prior_precision *= 2` changes the prior by the setter only.
         return self._state.prior.precision.clone()
@@ -702,7 +732,7 @@ class Laplace(Predictor):
         """A copy of the prior mean, one number or `[D]`. It can be set without a new fit.
 
         Raises:
-            RuntimeError: Before the fit that finds the last layer.
+            RuntimeError: If `params="last_layer"` and nothing has been fitted yet.
         """
         first = self._state.spec.first_parameter(self._parameters.names)
         mean = self._state.prior.mean
@@ -725,7 +755,7 @@ class Laplace(Predictor):
 
     @property
     def link(self) -> Link | None:
-        """The link, which turns logits into probabilities; None selects the default link.
+        """The link, which turns logits into probabilities. None selects the default link.
 
         `tune` sets it. It can also be set to a name or a `Link`, without a new fit.
         """
@@ -739,13 +769,13 @@ class Laplace(Predictor):
     def sigma(self) -> Float[Tensor, "*outputs"]:
         """The standard deviation of a regression's noise: one number, or one per output.
 
-        It can be set without a new fit if all outputs are multiplied by the same factor. After
-        `tune(sigma="per_output")` it is that of the predictive; the curvature was measured at
-        `likelihood.curvature_sigma`.
+        The noise can be set without a new fit if it is multiplied by the same factor for all
+        outputs. After `tune(sigma="per_output")`, it is the noise of the predictive distribution;
+        the curvature was computed with `likelihood.curvature_sigma`.
 
         Raises:
             AttributeError: If the likelihood is not `"regression"`.
-            ValueError: If a value is set at which the curvature is not known.
+            ValueError: If the curvature for the new value cannot be computed without a new fit.
         """
         sigma: Tensor | None = getattr(self.likelihood, "sigma", None)
         if sigma is None:
@@ -770,7 +800,7 @@ class Laplace(Predictor):
     def sample(
         self, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
-        """Draw Bayesian parameters, `[n, D]`, in the model's order."""
+        """Draw samples of the Bayesian parameters, `[n, D]`, in the order of the model."""
         return self.posterior.sample(n, generator)
 
     @explains_laplace_torch_arguments
@@ -780,15 +810,16 @@ class Laplace(Predictor):
         r"""Compute the Laplace approximation of log p(D), in nats over all N examples.
 
         $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
-        - \tfrac12\log\det P$, with every constant; T is the temperature and μ the prior's mean. If
-        the fit read fewer than N examples, the first term is scaled up.
+        - \tfrac12\log\det P$, with every constant. T is the temperature, and μ is the mean of the
+        prior. If the fit read fewer than N examples, the first term is scaled up.
 
         Args:
-            prior_precision: δ to evaluate at, differentiable; None for the current one.
+            prior_precision: The δ at which to evaluate; the result is differentiable with respect
+                to it. Default: the current prior precision.
 
         Warns:
-            UserWarning: After `thin`, since the value is then a lower bound of that of the full
-                posterior.
+            UserWarning: If the posterior was thinned. The value is then a lower bound of the value
+                for the full posterior.
         """
         if self._fitted.thinned_at is not None:
             warn(
@@ -810,27 +841,31 @@ class Laplace(Predictor):
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Compute the mean and the covariance of the linearised network's outputs.
 
-        They are exact for the posterior. A network with further positions, `[B, T, C]`, has a mean
-        of that shape and a covariance of all `T·C` outputs of an example, `[B, T·C, T·C]`.
+        Given the posterior, both are exact. For outputs with positions, `[B, T, C]`, the mean has
+        this shape, and the covariance is over all `T·C` outputs of an example, `[B, T·C, T·C]`.
 
         Args:
             x: Inputs, `[B, ...]`.
-            diagonal: Only compute variances, of the mean's shape, for much less work.
+            diagonal: Only compute variances, in the shape of the mean. This is much less work.
             outputs: Only some outputs: indices `[B, k]` into the flattened outputs of each example,
-                or a number k for the k largest; mean `[B, k]`, covariance `[B, k, k]`.
+                or a number k for the k largest outputs. The mean is then `[B, k]`, and the
+                covariance is `[B, k, k]`.
             joint: Also compute the covariance between inputs, `[B, C, B, C]`: entry `[n, i, m, j]`
                 is the covariance of output i at input n and output j at input m.
-            positions: Only some positions of outputs `[B, T, C]`, as in `predict`: the mean is
-                `[B, p, C]` (`[B, C]` for one). `outputs` are then those at each position.
+            positions: Only some positions of outputs `[B, T, C]`; see `predict`. The mean is then
+                `[B, p, C]`, or `[B, C]` for a single position, and `outputs` selects outputs of
+                each position.
             differentiable: Whether gradients flow back to the inputs. It can only be combined
                 with `joint`; the Jacobians of all inputs are kept, `[B, C, D]`.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
                 or `positions` do not exist; if the memory bound is too small, or there are too many
-                outputs; for `joint` with `diagonal`, or `differentiable` with another option.
+                outputs; if `joint` is combined with `diagonal`, or `differentiable` with an option
+                other than `joint`.
             TypeError: If inputs have the wrong type or dtype.
-            RuntimeError: Before a fit, if the model has changed since, or under autocast.
+            RuntimeError: If nothing has been fitted, the model has changed since the fit, or
+                autocast is enabled.
         """
         if joint and diagonal:
             raise ValueError(
@@ -865,24 +900,27 @@ class Laplace(Predictor):
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of the outputs, `[n, B, ..., C]`: logits, or means of regression targets.
 
-        They have the mean and covariance of `functional`: neither the link's temperature nor the
-        noise of a regression is in them. Samples of targets come from `predict(x).sample((n,))`.
+        The samples have the mean and the covariance that `functional` returns. They do not include
+        the temperature of the link or the noise of a regression. For samples of targets, call
+        `predict(x).sample((n,))`.
 
         Args:
-            x: Inputs, `[B, ...]`, as `predict` takes them.
+            x: Inputs, `[B, ...]`, in any form that `predict` accepts.
             n: Number of samples.
             method: `"glm"`: from the Gaussian of the linearised network's outputs. `"glm-mc"`: the
                 linearised network at `n` samples of the parameters. `"nn"`: the network itself at
                 `n` samples of the parameters. The last two are joint samples over all inputs.
-            generator: Seeds the draws; None for torch's global generator.
-            joint: For `"glm"`, whether a sample is one function at all inputs, as for Thompson
-                sampling; otherwise the samples at different inputs are independent. The covariance
-                of all outputs at all inputs is then decomposed, `[B·C, B·C]`.
+            generator: Seeds the draws. Default: torch's global generator.
+            joint: For `"glm"`: whether a sample is one function at all inputs, as for Thompson
+                sampling. This decomposes the covariance of all outputs at all inputs,
+                `[B·C, B·C]`. By default, the samples at different inputs are independent.
             positions: Which positions; see `predict`.
 
         Raises:
-            ValueError: For `"map"`, which has no samples; also what `functional` raises.
-            RuntimeError: Before a fit, if the model has changed since, or under autocast.
+            ValueError: If the method is `"map"`, which has no samples. Also raises the errors of
+                `functional`.
+            RuntimeError: If nothing has been fitted, the model has changed since the fit, or
+                autocast is enabled.
         """
         whole(n, "n")
         if method == "map":
@@ -911,21 +949,21 @@ class Laplace(Predictor):
     ) -> Distribution:
         """Return the predictive distribution of each regression target, with quantiles.
 
-        Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` in addition to `.mean`,
-        `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
-        a tensor of Q probabilities `[Q, 1, 1]` gives `[Q, B, C]`. In closed form it is a `Normal`;
-        with samples it is the equal mixture of the S normals p(y | f_s), noise included.
+        The distribution has batch shape `[B, C]` for C targets. In addition to `.mean`, `.variance`
+        and `.log_prob(y)`, it has `.icdf(q)` and `.cdf(y)`:
+        `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and a tensor of Q probabilities
+        `[Q, 1, 1]` gives `[Q, B, C]`. In closed form, it is a `Normal`; with samples, it is a
+        mixture of the S normal distributions p(y | f_s) with equal weights. Both include the noise.
 
         Args:
-            x: Inputs, `[B, ...]`, as `predict` takes them.
+            x: Inputs, `[B, ...]`, in any form that `predict` accepts.
             method: `"glm"`, `"glm-mc"`, `"nn"` or `"map"`; see `predict`.
-            samples: Number of samples; None for the closed form.
-            generator: Seeds the samples.
+            samples: Number of samples. Default: the closed form.
+            generator: Seeds the samples. Default: torch's global generator.
             positions: Which positions; see `predict`.
 
         Raises:
-            TypeError: If the likelihood is not that of a regression. Otherwise this raises what
-                `predict` raises.
+            TypeError: If the likelihood is not for regression. Also raises the errors of `predict`.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
         return LinkedFit(self._fitted, None).marginals(x, prediction)
@@ -937,30 +975,30 @@ class Laplace(Predictor):
         r"""Compress the posterior: keep only the directions that affect predictions.
 
         Directions in which the data add little to the prior ($\tfrac NT\Lambda \ll \delta$) all
-        have variance close to 1/δ. They need no stored eigenvectors; they are replaced by one
-        shared curvature, their mean, so that the trace is unchanged. The memory and the saved file
-        shrink accordingly.
+        have a variance close to 1/δ. Their eigenvectors are not stored. Their curvature is replaced
+        by its mean, so the trace does not change. The memory and the saved file shrink accordingly.
 
         Half of `x` is used to find the smallest set of directions for which no output standard
         deviation changes by more than `error`; the other half is used to measure the actual change.
 
-        Call it after tuning: for a smaller prior precision the error grows. The full posterior is
-        discarded, so save it first if you may need it again. In a process group, pass the same `x`
-        on every process.
+        Call `thin` after tuning, because the error grows for a smaller prior precision. The full
+        posterior is discarded, so save it first if you may need it again. In a process group, pass
+        the same `x` on every process.
 
         Args:
-            x: A few dozen inputs, typical of those you will predict for, as `predict` takes them.
+            x: A few dozen inputs that are typical of those you will predict for, in any form that
+                `predict` accepts.
             error: Largest allowed relative change of an output's standard deviation.
             positions: Which positions of outputs `[B, T, C]`; see `predict`.
 
         Returns:
-            The fraction that is kept, and the error with its interval; `.message` states it in
-            words. From then on `tune` notes a smaller prior precision, `tune_evidence` raises an
-            error, and `log_marginal_likelihood` warns.
+            The fraction of the posterior's bytes that is kept, and the error with its interval;
+            `.message` states both in words. Afterwards, `tune` adds a note if it chooses a smaller
+            prior precision, `tune_evidence` raises an error, and `log_marginal_likelihood` warns.
 
         Raises:
-            ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
-                an error that is not positive. Otherwise this raises what `functional` raises.
+            ValueError: If the curvature is not `"kfac"` or `"ekfac"`, if there are fewer than two
+                inputs, or if `error` is not positive. Also raises the errors of `functional`.
         """
         fitted, thinning = thin_posterior(self._unchanged_fit, x, error, positions)
         self._replace(fitted)
@@ -972,24 +1010,24 @@ class Laplace(Predictor):
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
-        The model itself is not in the file. It has a checksum, and the same posterior gives the
-        same bytes. An existing file is replaced once the new one is complete; a symbolic link
-        stays, and the file that it points to is replaced. With several processes, the first one
-        writes and the others wait for it.
+        The file does not contain the model. It has a checksum, and is byte-identical for identical
+        posteriors. An existing file is replaced only when the new one is complete. If the path is a
+        symbolic link, its target is replaced. With several processes, the first one writes and the
+        others wait for it.
 
         Args:
             path: The file, in a folder that exists.
             own_likelihood: Whether a likelihood of your own class may be saved by its import path
-                and its `options`. The file holds no code, and `load` imports none: pass an instance
-                to it.
+                and its `options`. The file contains no code and `load` imports none, so you must
+                pass an instance of the class to `load`.
 
         Raises:
-            RuntimeError: Before a fit.
-            ValueError: If the likelihood is an instance of your own class, unless `own_likelihood`;
-                if its `options` are not plain data.
+            RuntimeError: If nothing has been fitted.
+            ValueError: If the likelihood is an instance of your own class and `own_likelihood` is
+                false, or its `options` are not plain data.
             FileNotFoundError: If the folder does not exist.
-            OSError: If the path is a folder or a device or may not be written; if the disk is full.
-                An existing file is then unchanged.
+            OSError: If the path is a folder or a device, if it cannot be written to, or if the disk
+                is full. An existing file is then unchanged.
         """
         file.save(Path(path), self._unchanged_fit, own_likelihood)
 
@@ -1004,19 +1042,20 @@ class Laplace(Predictor):
     ) -> None:
         """Write the posterior and a model card into a folder, which is created if needed.
 
-        The posterior is the file `posterior.safetensors`, as `save` writes it. The card is
-        `README.md`: what the posterior is, a table of its calibration, and how to load it. In a
-        card that exists, of the network for instance, only the section on the posterior changes.
+        The posterior is the file `posterior.safetensors`; see `save`. The card is `README.md`. It
+        says what the posterior is and how to load it, and has a table of its calibration. If the
+        folder already has a card, for example the card of the network, only the section on the
+        posterior is replaced.
 
         Args:
-            folder: The folder, such as that of the model's own `save_pretrained`.
+            folder: The folder, for example the one that the model's own `save_pretrained` wrote.
             card: Whether to write the card.
             evaluation: Metrics for the card's table: what `la.evaluate(test_loader)` returns.
             own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
 
         Raises:
-            TypeError: If `evaluation` is something else.
-            ValueError: For an `evaluation` without a card; also what `save` raises.
+            TypeError: If `evaluation` is not a report.
+            ValueError: If `evaluation` is passed without a card. Also raises the errors of `save`.
             NotADirectoryError: If the folder is a file.
         """
         self._check_card(card, evaluation)
@@ -1042,15 +1081,15 @@ class Laplace(Predictor):
     ) -> str:
         """Upload the posterior and a model card to the Hugging Face Hub (extra `hub`).
 
-        The files are those of `save_pretrained`. The repository is made if there is none. In a card
-        that it has, only the section on the posterior changes.
+        The files are those of `save_pretrained`. The repository is created if it does not exist. In
+        an existing card, only the section on the posterior is replaced.
 
         Args:
-            repository: Its name, `"user/name"`.
+            repository: The name of the repository, `"user/name"`.
             card: Whether to upload a card.
             evaluation: Metrics for the card's table: what `la.evaluate(test_loader)` returns.
-            private: Whether a new repository is private; None for the default of the account.
-            token: A token with the right to write; None for the one of `hf auth login`.
+            private: Whether a new repository is private. Default: the setting of the account.
+            token: A token with the right to write. Default: the token that `hf auth login` stored.
             message: The message of the commit.
             own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
 
@@ -1060,7 +1099,7 @@ class Laplace(Predictor):
         Raises:
             ImportError: If huggingface_hub is not installed.
             NotImplementedError: In a process group. Call it within `alone()` on one process.
-            OSError: If the upload fails; also what `save_pretrained` raises.
+            OSError: If the upload fails. Also raises the errors of `save_pretrained`.
         """
         check_extra("hub", "huggingface_hub")
         refuse_ranks("push_to_hub", "each process would upload the files")
@@ -1091,34 +1130,35 @@ class Laplace(Predictor):
     ) -> None:
         """Export the predictive distribution as a program that runs without this package.
 
-        It is the closed form for a posterior over the last layer, an `nn.Linear`, with curvature
-        `"kfac"`, `"ekfac"` or `"diag"`. The program includes the network. Call it as the model,
-        with any number of examples. It returns tensors by name, with positions `[B, T, ...]` if the
-        model has them:
+        The posterior must be over the last layer, an `nn.Linear`, with curvature `"kfac"`,
+        `"ekfac"` or `"diag"`. The program contains the network and the closed form of the
+        predictive distribution. Call it like the model, with any number of examples. It returns a
+        dict of tensors (of shape `[B, T, ...]` if the model has positions):
 
-        - `"probs"`: `[B, C]` for `"classification"` and `"multilabel"`, `[B]` for `"binary"`; with
-          them `"logits"` and their `"variance"`, `[B, C]`;
-        - for `"regression"` and `"heteroscedastic"` `"mean"` and `"variance"` `[B, C]` and
-          `"covariance"` `[B, C, C]` of y, which include the noise;
-        - for `"poisson"` `"mean"` and `"variance"` `[B, C]` of the counts;
-        - for a likelihood of your own what its `exported` returns.
+        - `"classification"`, `"multilabel"` and `"binary"`: `"probs"`, `[B, C]` (`[B]` for
+          `"binary"`), `"logits"` and their `"variance"`, `[B, C]`;
+        - `"regression"` and `"heteroscedastic"`: `"mean"` and `"variance"`, `[B, C]`, and
+          `"covariance"`, `[B, C, C]`, of y, which include the noise;
+        - `"poisson"`: `"mean"` and `"variance"`, `[B, C]`, of the counts;
+        - a likelihood of your own: the tensors that its `exported` returns.
 
-        `torch.export.load(path).module()(x)["probs"]` reads and calls it.
+        To load and call the program, use `torch.export.load(path).module()(x)["probs"]`.
 
         Args:
             path: The file, in a folder that exists. Its suffix is `.pt2` for a program that torch
                 runs, or `.onnx` for one that onnxruntime and others run (extra `onnx`).
-            example: Inputs as `predict` takes them, one example or more. The program takes inputs
-                of the same sizes, except for the number of examples.
+            example: Inputs for one or more examples, in any form that `predict` accepts. The
+                program takes inputs of the same sizes, except for the number of examples.
             link: The link; see `predict`.
 
         Raises:
-            NotImplementedError: If torch cannot trace the model for any number of examples, for
-                another posterior, for inputs that are not tensors, for a likelihood of your own
-                class, or if ONNX has no operator for a part of the program.
-            ValueError: For another suffix, or an unknown link.
-            RuntimeError: If the program returns something else than `predict` for the example.
-            OSError: If the file cannot be written. Otherwise this raises what `predict` raises.
+            NotImplementedError: If torch cannot trace the model for any number of examples, if the
+                posterior is of a different kind, if inputs are not tensors, if the likelihood is of
+                your own class and cannot be exported, or if ONNX has no operator for a part of the
+                program.
+            ValueError: If the suffix is not one of these two, or the link is unknown.
+            RuntimeError: If the program and `predict` disagree on the example.
+            OSError: If the file cannot be written. Also raises the errors of `predict`.
         """
         export(self._unchanged_fit, Path(path), example, link)
 
@@ -1139,24 +1179,25 @@ class Laplace(Predictor):
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
-        A file that was changed in any byte is rejected by its checksum. With several processes,
-        each reads all of it.
+        A damaged or modified file is rejected, because its checksum does not match. With several
+        processes, each one reads the full file.
 
         Args:
             path: The file.
             model: The model, with the parameters that it had at the fit.
-            likelihood: An instance of your own class that the file names, with the `options` that
-                the file holds; None if the likelihood is one of this package.
-            backend: The backend of a later fit, as for `Laplace`.
-            fisher: The Fisher matrix of a later fit.
+            likelihood: An instance of your own class, with the `options` that the file contains. It
+                is required if the file names this class. Default: a likelihood of this package.
+            backend: The backend of a later fit; see `Laplace`.
+            fisher: The Fisher matrix of a later fit; see `Laplace`.
             factor_dtype: The dtype of factors in a later fit.
             mc_samples: Labels per example in a later fit.
-            memory_bound: Bytes of working memory, as for `Laplace`.
-            batch: A function from batches to `(inputs, targets)`, as for `Laplace`.
+            memory_bound: The limit of the working memory, in bytes; see `Laplace`.
+            batch: A function from batches to `(inputs, targets)`; see `Laplace`.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not match the model; if
-                `likelihood` is missing, superfluous or not that of the fit.
+            ValueError: If the file is damaged, has a different format or does not match the model,
+                or if `likelihood` is missing, superfluous or different from the likelihood of the
+                fit.
             FileNotFoundError: If there is no such file.
             IsADirectoryError: If the path is a folder.
             OSError: If the file cannot be read.
@@ -1197,13 +1238,14 @@ class Laplace(Predictor):
                 of a repository that `push_to_hub` wrote.
             model: The model, with the parameters that it had at the fit.
             revision: A branch, tag or commit of a repository.
-            token: A token for a private repository; None for the one of `hf auth login`.
+            token: A token for a private repository. Default: the token that `hf auth login` stored.
             **options: The other arguments of `load`.
 
         Raises:
             FileNotFoundError: If there is no such folder or repository, or no posterior in it.
-            ImportError: For a repository, if huggingface_hub is not installed.
-            ValueError: For a `revision` of a folder; also what `load` raises.
+            ImportError: If `folder_or_repository` is a repository and huggingface_hub is not
+                installed.
+            ValueError: If `revision` is passed for a folder. Also raises the errors of `load`.
         """
         path = pretrained.posterior_file(str(folder_or_repository), revision, token)
         return cls.load(path, model, **options)
@@ -1225,7 +1267,7 @@ class Laplace(Predictor):
         """The fitted state.
 
         Raises:
-            RuntimeError: Before a fit.
+            RuntimeError: If nothing has been fitted.
         """
         if not isinstance(self._state, FittedPosterior):
             raise RuntimeError("The posterior is not fitted yet. Call `fit(train_loader)` first.")
@@ -1239,9 +1281,9 @@ class Laplace(Predictor):
         return fitted
 
     def _replace(self, fitted: FittedPosterior) -> None:
-        """Put another fit in the place of the present state, whose prior and link stay.
+        """Put another fit in the place of the current state, and keep its prior and link.
 
-        They may have been set while the fit was running.
+        Prior and link may have been set while the fit was running.
         """
         with _EXCHANGE:
             state = self._state
@@ -1259,7 +1301,7 @@ class Laplace(Predictor):
         prior_mean: PriorMean | None = None,
         **fields: Any,
     ) -> None:
-        """Set the prior, the temperature or the link, of the present state or of another fit."""
+        """Set the prior, the temperature or the link, of the current state or of another fit."""
         with _EXCHANGE:
             state = self._state if fitted is None else fitted
             prior = state.prior
@@ -1277,7 +1319,7 @@ class Laplace(Predictor):
         """The Bayesian parameters.
 
         Raises:
-            RuntimeError: Before the fit that finds the last layer.
+            RuntimeError: If `params="last_layer"` and nothing has been fitted yet.
         """
         if self._state.parameters is None:
             raise RuntimeError(

@@ -67,28 +67,29 @@ class Predictor(ABC):
 
         Args:
             x: Inputs, `[B, ...]`: a tensor, a tuple of tensors, or a mapping or dataclass by name.
-                An entry with targets (`labels`, for example) is left out, unless the forward pass
-                takes it.
+                Entries with targets, such as `labels`, are dropped unless the forward pass accepts
+                them.
             method: `"glm"`: the linearised network, whose outputs are Gaussian with exact
                 covariance, averaged in closed form (see `link`) or over `samples` draws of the
                 outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
                 `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
                 network, without uncertainty of the parameters. In all of them the temperature of
                 `la.link` divides the logits.
-            samples: Number of draws; None for the closed form of `"glm"`, and for 100 draws of
+            samples: Number of draws. Default: the closed form for `"glm"`, and 100 draws for
                 `"glm-mc"` and `"nn"`.
-            generator: Seeds the draws; None for torch's global generator. The closed form and
+            generator: Seeds the draws. Default: torch's global generator. The closed form and
                 `"map"` draw nothing.
             link: The function from Gaussian logits to probabilities in the closed form of `"glm"`.
                 `"pairwise"`: the mean-field softmax with the full covariance (Lu et al., 2020).
                 `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
                 `"exact"`: the expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`:
                 the Laplace bridge to a Dirichlet distribution, without and with a scaling of the
-                variances, for comparisons. A `Link` also has a temperature. None for the link that
-                `tune` chose (`la.link`); before `tune` it is `"pairwise"` for up to 100 classes,
-                and `"probit"` for more classes, for further positions and for single labels.
-            positions: Positions of outputs `[B, T, C]`; None for all. One position has the batch
-                shape `[B]`; several, `[p]` or `[B, p]`, have the batch shape `[B, p]`. Negative
+                variances, for comparisons. A `Link` also has a temperature. Default: the link that
+                `tune` chose (`la.link`); before `tune`, it is `"pairwise"` for up to 100 classes,
+                and `"probit"` for more classes, for outputs with positions, and for binary and
+                multi-label outputs.
+            positions: Positions of outputs `[B, T, C]`. Default: all positions. With one position,
+                the batch shape is `[B]`; with several, `[p]` or `[B, p]`, it is `[B, p]`. Negative
                 numbers count from the last position that an `attention_mask` does not mark as
                 padding.
             differentiable: Whether gradients flow back to the inputs. Only for the closed form of
@@ -97,15 +98,15 @@ class Predictor(ABC):
         Returns:
             The distribution of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
             label, `Independent(Bernoulli)` for several labels (`.mean` are their probabilities),
-            `MultivariateNormal` for a regression, noise σ² included.
+            `MultivariateNormal` for a regression, which includes the noise σ².
 
         Raises:
-            ValueError: For an unknown method or link, samples below 1, samples of a method that
-                has none, or a link without the closed form; for outputs that are not finite, or too
-                many to differentiate; for positions that the outputs do not have, or of padding.
+            ValueError: If the method or link is unknown; if `samples` is below 1, or the method
+                draws no samples; if `link` is passed without the closed form; if outputs are not
+                finite, or too many to differentiate; if positions do not exist or are padding.
             TypeError: If positions are not integers.
-            RuntimeError: Before a fit; if a parameter or buffer has changed since the fit; under
-                autocast.
+            RuntimeError: If nothing has been fitted, a parameter or buffer has changed since the
+                fit, or autocast is enabled.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
         checked_link = self._checked_link(link, prediction)
@@ -135,7 +136,7 @@ class Predictor(ABC):
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
-        """Check a user's link, which only the closed form takes; None stays None."""
+        """Check a user's link, which only the closed form takes; None is returned as None."""
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
@@ -156,33 +157,36 @@ class Predictor(ABC):
     ) -> Uncertainty:
         """Decompose the uncertainty of each input into aleatoric and epistemic parts.
 
-        For class probabilities the total is the entropy of the predictive, the aleatoric part the
-        mean entropy over samples of the parameters, and the epistemic part their mutual information
-        (BALD), in nats, summed over several labels. All three come from the same draws, those of
-        `predict` with as many samples. For a regression they are variances of each target in its
-        squared units: with `method="glm"` and no `samples` in closed form, else from draws. For a
-        mixture the draws are those of all members, so the epistemic part includes how much they
-        disagree. Logits are divided by the temperature of `la.link`, as in `predict`.
+        For class probabilities, the total is the entropy of the predictive, the aleatoric part is
+        the mean entropy over samples of the parameters, and the epistemic part is the mutual
+        information of target and parameters (BALD). They are in nats, and summed over several
+        labels. All three are computed from the same draws, which are also the draws of `predict`
+        with the same number of samples. For a regression, they are variances of each target, in
+        squared units. They are in closed form for `method="glm"` without `samples`, and computed
+        from draws otherwise. For a mixture, the draws of all members are used, so the epistemic
+        part includes how much the members disagree. Logits are divided by the temperature of
+        `la.link`, as in `predict`.
 
         Args:
             x: Inputs, `[B, ...]`; see `predict`.
             method: `"glm"`, `"glm-mc"` or `"nn"`; see `predict`.
-            samples: Number of draws of each member; 100 if None.
-            generator: Seeds the draws.
+            samples: Number of draws of each member. Default: 100.
+            generator: Seeds the draws. Default: torch's global generator.
             positions: Positions of outputs; see `predict`.
 
         Returns:
-            Total, aleatoric and epistemic uncertainty, each `[B]`; for a regression `[B, C]`. For
-            class probabilities `.scores` has further scores by name: `entropy`, `max_probability`
-            (not for several labels) and `mutual_information`; with `method="glm"` also `variance`
-            (of the logits, without their common part) and `instability` (the log-probability of a
-            different decision), for classes `energy` and `max_logit`, for a mixture the means over
-            its members. In closed form `entropy` and `max_probability` are those of `predict(x)`,
-            which a link gives without draws, so that `entropy` differs a little from the total.
+            Total, aleatoric and epistemic uncertainty, each `[B]`, or `[B, C]` for a regression.
+            For class probabilities, `.scores` has more scores by name: `entropy`, `max_probability`
+            (not for several labels) and `mutual_information`. With `method="glm"`, it also has
+            `variance` (of the logits, without their common part), `instability` (the
+            log-probability of a different decision) and, for classes, `energy` and `max_logit` (for
+            a mixture, their means over its members). In closed form, `entropy` and
+            `max_probability` are computed from `predict(x)`, without draws. `entropy` therefore
+            differs slightly from the total.
 
         Raises:
-            ValueError: For `method="map"`, which has no uncertainty about the parameters; else this
-                raises what `predict` raises.
+            ValueError: If the method is `"map"`, which has no uncertainty about the parameters.
+                Also raises the errors of `predict`.
 
         Reference:
             Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
@@ -222,34 +226,35 @@ class Predictor(ABC):
         Each metric has a confidence interval over the targets that count, taken as independent.
 
         Args:
-            loader: Labelled batches `(x, y)`, or `(x, y, w)` with whole weights of the examples: an
-                example of weight w counts as w examples.
-            ood: Out-of-distribution batches by name. They may have no targets; these are ignored. A
-                pair is always inputs and targets, so several inputs without targets are passed as
-                `((a, b), None)`. Each gives `auroc_<name>` and the like (in-distribution = 0, OOD =
-                1).
-            method: How to predict; this, `samples` and `link` are those of `predict`.
-            samples: Draws.
-            generator: Seeds the draws, and the order and augmentation of the loaders.
+            loader: Labelled batches `(x, y)`, or `(x, y, w)` with integer weights of the examples:
+                an example of weight w counts as w examples.
+            ood: Out-of-distribution batches by name. Targets are optional and ignored. A pair
+                always means inputs and targets, so pass several inputs without targets as
+                `((a, b), None)`. The report has `auroc_<name>` and the like for each name
+                (in-distribution = 0, OOD = 1).
+            method: How to predict; see `predict`.
+            samples: Number of draws; see `predict`.
+            generator: Seeds the draws, and the order and augmentation of the loaders. Default:
+                torch's global generator.
             progress: Show progress bars over the loaders.
-            link: From logits to probabilities.
-            intervals: Whether to make confidence intervals.
-            level: Coverage that they aim at; for regression also the probability of the
-                predictive's own intervals, whose coverage and width are measured.
-            score: Name of the score of `uncertainty(x).scores` by which OOD data are separated; by
-                default the entropy of the predictive, of a regression its variance.
+            link: The function from logits to probabilities; see `predict`.
+            intervals: Whether to compute confidence intervals.
+            level: Nominal coverage of the confidence intervals. For a regression, this is also the
+                level of the predicted intervals whose coverage and width are reported.
+            score: Name of the score in `uncertainty(x).scores` that separates OOD data. Default:
+                the entropy of the predictive, or its variance for a regression.
 
         Returns:
-            The metrics by name, each a float with `.low` and `.high`, as `metrics.evaluate` has
-            them; for several labels as `metrics.evaluate_multilabel`; for regression as
-            `metrics.evaluate_regression`, with OOD detection by the variance. `metrics.compare`
-            takes two of them.
+            A report: the metrics by name, each a float with `.low` and `.high`. The names are those
+            of `metrics.evaluate`, or of `metrics.evaluate_multilabel` for several labels, or of
+            `metrics.evaluate_regression` for a regression. Pass two reports to `metrics.compare` to
+            compare them.
 
         Raises:
-            ValueError: For an empty loader or one whose targets are all ignored; for `ood` with a
-                regression whose predictive is not normal; for a level that is not between 0 and 1;
-                for a score that likelihood or method do not have, or without `ood`. Else this
-                raises what `predict` raises.
+            ValueError: If the loader is empty, or all of its targets are ignored; if `ood` is
+                passed for a regression whose predictive is not normal; if the level is not between
+                0 and 1; if `score` is not available for the likelihood or the method, or is passed
+                without `ood`. Also raises the errors of `predict`.
         """
         check_is(ood, "ood", Mapping, type(None))
         options = {"samples": samples, "link": link, "level": level, "score": score}
