@@ -43,7 +43,7 @@ from laplace_debias.metrics.statistics import Area, Mean, Proportion, Statistic
 
 
 def proportion_statistic(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
-    """The statistic of a function whose value is the share of examples with a property."""
+    """Build the statistic of a function whose value is the fraction of examples with a property."""
     return lambda probs, labels: Proportion(
         function(probs, labels).item(), function(probs, labels, reduction="none")
     )
@@ -52,19 +52,19 @@ def proportion_statistic(function: Callable[..., Tensor]) -> Callable[[Tensor, T
 def mean_statistic(
     function: Callable[..., Tensor], **options: Any
 ) -> Callable[[Tensor, Tensor], Statistic]:
-    """The statistic of a function whose value is the mean of examples' values."""
+    """Build the statistic of a function whose value is the mean over examples."""
     return lambda probs, labels: Mean(
         function(probs, labels).item(), function(probs, labels, reduction="none"), **options
     )
 
 
 def without_interval(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
-    """The statistic of a function whose value has no known interval of nominal coverage."""
+    """Build the statistic of a function for which no interval of nominal coverage is known."""
     return lambda probs, labels: Statistic(function(probs, labels).item(), labels)
 
 
 def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
-    """`aurc`, a mean to first order.
+    """Compute `aurc`, a mean to first order.
 
     With the risk R and the coverage S at each example's confidence, an example with error e adds R
     and the mean of `(e - R)/S` over the examples that are at most as confident: the influence
@@ -97,7 +97,7 @@ CLASSIFICATION_METRICS = (
         proportion_statistic(accuracy),
         "higher",
         interval=SHARE_INTERVAL,
-        meaning="Share of examples whose most probable class is the label.",
+        meaning="Fraction of examples whose most probable class is the label.",
         is_main=True,
         over_labels="mean",
     ),
@@ -114,7 +114,7 @@ CLASSIFICATION_METRICS = (
         "brier",
         "Brier score",
         mean_statistic(brier, lowest=0),
-        meaning="Mean squared distance of the probabilities from the label, between 0 and 2.",
+        meaning="Mean squared distance between probabilities and one-hot label, between 0 and 2.",
         is_main=True,
         over_labels="mean",
     ),
@@ -142,7 +142,7 @@ CLASSIFICATION_METRICS = (
         lambda probs, labels: _mean(entropy(probs), lowest=0),
         better=None,
         unit="nats",
-        meaning="Mean uncertainty of the predictive distribution.",
+        meaning="Mean entropy of the predictive distribution.",
         over_labels="sum",
     ),
     Metric(
@@ -178,8 +178,8 @@ CLASSIFICATION_METRICS = (
         "AURC",
         _aurc_statistic,
         meaning=(
-            "Mean error rate on the most confident examples, over all shares of examples that "
-            "could be kept."
+            "Error rate on the most confident examples, averaged over the fraction of examples "
+            "that is kept."
         ),
         is_main=True,
     ),
@@ -189,9 +189,9 @@ CLASSIFICATION_METRICS = (
 
 
 def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> Statistic:
-    """A metric of `n · labels` binary problems, whose examples are drawn, not their labels.
+    """Build a statistic of `n · labels` binary problems, where only the examples are random draws.
 
-    `num_terms` is the number of labels where the metric is their sum, 1 where it is their mean.
+    `num_terms` is the number of labels if the metric is their sum, and 1 if it is their mean.
     """
     influence = statistic.influence.view(shape)
     if not isinstance(statistic, (Proportion, Mean)):
@@ -221,7 +221,7 @@ EXACT_MATCH = Metric(
     _exact_match_statistic,
     "higher",
     interval=SHARE_INTERVAL,
-    meaning="Share of examples with every label right.",
+    meaning="Fraction of examples with every label right.",
 )
 
 # ------------------------------------------------------------- scores of ID and OOD examples
@@ -252,12 +252,12 @@ def _aupr_in_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
 def _average_precision_influences(
     positive: Tensor, negative: Tensor
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"]]:
-    """The influence of positive and of negative examples on the mean precision.
+    """Compute the influence of positive and of negative examples on the mean precision.
 
-    With A and B the shares of positive and negative examples at or above a threshold and λ the
-    number of negative examples per positive one, the precision is `A / (A + λB)`. A positive
-    example adds the precision at its own score. Every example also changes A or B, and so the
-    precision at the scores below its own.
+    Let A and B be the fractions of positive and negative examples at or above a threshold, and λ
+    the number of negative examples per positive example. The precision is `A / (A + λB)`. A
+    positive example adds the precision at its own score. Every example also changes A or B, and so
+    the precision at the scores below its own.
     """
     ratio = len(negative) / len(positive)
     at_least = 1 - _share_below(positive, positive)
@@ -272,9 +272,10 @@ def _average_precision_influences(
 def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """`fpr95` with its influence function.
 
-    An OOD example below the threshold moves it down by 1/n of the OOD examples, and the false
-    alarms along the ROC curve. The slope there is estimated between the thresholds that detect two
-    standard errors more and fewer of the OOD examples.
+    An OOD example below the threshold shifts the threshold down by a quantile of 1/n, where n is
+    the number of OOD examples. This changes the false alarms along the ROC curve. The slope of the
+    curve is estimated between the thresholds that detect two standard errors more and fewer of the
+    OOD examples.
     """
     ordered = scores_ood.sort().values
     m = len(scores_ood)
@@ -294,7 +295,7 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
 def _share_below(
     reference: Float[Tensor, " m"], values: Float[Tensor, " n"], with_equal: bool = False
 ) -> Float[Tensor, " n"]:
-    """The share of a set that is less than each value, or equal to it."""
+    """Compute the fraction of a set that is less than each value, or equal to it."""
     counts = torch.searchsorted(reference.sort().values, values.contiguous(), right=with_equal)
     return counts.double() / len(reference)
 
@@ -302,13 +303,13 @@ def _share_below(
 def _share_below_or_tied(
     reference: Float[Tensor, " m"], values: Float[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """The share of a set that is less than each value; equal ones count half."""
+    """Compute the fraction of a set that is less than each value; equal values count half."""
     below = _share_below(reference, values)
     return (below + _share_below(reference, values, with_equal=True)) / 2
 
 
 def _sum_up_to(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, " n"]:
-    """For each value the sum of the weights whose keys are at most it."""
+    """For each value, sum the weights whose keys are at most this value."""
     ordered, order = keys.sort()
     sums = torch.nn.functional.pad(weights[order].cumsum(0), (1, 0))
     return sums[torch.searchsorted(ordered, values.contiguous(), right=True)]
@@ -330,8 +331,8 @@ OOD_METRICS = (
         "higher",
         interval=AREA_INTERVAL,
         meaning=(
-            "Mean precision with which OOD examples are detected. For a random score, it is the "
-            "share of OOD examples."
+            "Mean precision with which OOD examples are detected. For a random score, it equals "
+            "the fraction of OOD examples."
         ),
     ),
     Metric(
@@ -341,8 +342,8 @@ OOD_METRICS = (
         "higher",
         interval=AREA_INTERVAL,
         meaning=(
-            "Mean precision with which test examples are detected. For a random score, it is the "
-            "share of test examples."
+            "Mean precision with which test examples are detected. For a random score, it equals "
+            "the fraction of test examples."
         ),
     ),
     Metric(
@@ -353,7 +354,7 @@ OOD_METRICS = (
             f"{AREA_INTERVAL} With fewer than about 200 OOD examples, the interval of a value near "
             "1 is too narrow."
         ),
-        meaning="Share of test examples mistaken for OOD if 95 % of OOD examples are detected.",
+        meaning="Fraction of test examples mistaken for OOD if 95 % of OOD examples are detected.",
     ),
 )
 
@@ -404,7 +405,7 @@ def width_statistic(values: Float[Tensor, "n *outputs"]) -> Statistic:
 
 
 def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
-    """1 where a target is in its central interval, else 0."""
+    """1 where a target is in its central interval, otherwise 0."""
     low, high = gaussian_interval(mean, sd, level)
     return interval_coverage(low, high, targets, reduction="none")
 
@@ -414,7 +415,7 @@ def _coverage_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float)
 
 
 def share_statistic(inside: Float[Tensor, "n *outputs"]) -> Statistic:
-    """The share of targets that are in their interval, which have a 1."""
+    """Compute the fraction of targets inside their interval; `inside` is 1 for these targets."""
     if inside.numel() == len(inside):
         return Proportion(inside.mean().item(), per_example(inside))
     return _mean(inside, lowest=0, highest=1)
@@ -467,7 +468,10 @@ REGRESSION_METRICS = (
         "CRPS",
         lambda m, sd, y, level: _mean(crps(m, sd, y, reduction="none"), lowest=0),
         unit=_UNIT,
-        meaning="Distance between the predicted distribution and the target, in the target's unit.",
+        meaning=(
+            "Continuous ranked probability score: the distance between the predicted distribution "
+            "and the target."
+        ),
         is_main=True,
     ),
     Metric(
@@ -476,7 +480,10 @@ REGRESSION_METRICS = (
         _coverage_statistic,
         "level",
         interval=SHARE_INTERVAL,
-        meaning="Share of targets in the central interval. It should equal the interval's level.",
+        meaning=(
+            "Fraction of targets inside their central interval. It should equal the level of the "
+            "interval."
+        ),
         is_main=True,
     ),
     Metric(
@@ -492,8 +499,8 @@ REGRESSION_METRICS = (
         _quantile_statistic,
         interval=NO_INTERVAL,
         meaning=(
-            "Mean difference between the level of a quantile and the share of targets below this "
-            "quantile."
+            "Mean difference between the level of a quantile and the fraction of targets below "
+            "this quantile."
         ),
     ),
 )

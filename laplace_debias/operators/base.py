@@ -32,13 +32,13 @@ NUMPY_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.float
 class LinearOperator(ABC):
     """A matrix that is defined by its products with vectors.
 
-    A subclass gives five things: `shape`, `dtype`, `device`, `_matmat` (the product with a matrix)
-    and `T` (its adjoint). It may declare three more: that it is symmetric, that it is positive
-    semi-definite, and how named parameters lie in its columns. Everything else follows from these,
-    or is a free function of the structure (`operators.exact`).
+    A subclass defines `shape`, `dtype`, `device`, `_matmat` (the product with a matrix) and `T`
+    (the adjoint). It may also declare that it is symmetric or positive semi-definite, and how its
+    columns correspond to named parameters (`layout`). Everything else follows from these, or is a
+    function in `operators.exact`.
 
-    Sums, products, multiples and sub-matrices of operators are operators. They are lazy,
-    except where the structure of the parts has a closed form.
+    Sums, products, multiples and sub-matrices of operators are operators. They are lazy, unless the
+    structure of the operands allows a closed form.
 
     Example:
         >>> import torch
@@ -103,17 +103,18 @@ class LinearOperator(ABC):
 
         Args:
             other: `[columns]`; `[columns, k]`; an operator `[columns, k]`; or, if the operator has
-                a `layout`, a tensor per parameter, by name or in order, each `[*shape]` or each
-                `[*shape, k]`.
+                a `layout`, one tensor per parameter, as a mapping or a sequence, all of shape
+                `[*shape]` or all of shape `[*shape, k]`.
 
         Returns:
-            `[rows]`; `[rows, k]`; the product as an operator; or parameters again (by name or in
-            order, as they came), but a tensor if the rows belong to no parameters.
+            `[rows]`; `[rows, k]`; the product as an operator; or named parameters in the form in
+            which they were passed (a tensor if the rows do not correspond to parameters).
 
         Raises:
-            ValueError: If the shape, dtype or device does not fit, or parameters are missing or
-                superfluous.
-            TypeError: If `other` is none of these, or parameters of an operator without `layout`.
+            ValueError: If the shape, dtype or device does not match, or if parameters are missing
+                or unexpected.
+            TypeError: If `other` has a different type, or if parameters are passed and the operator
+                has no `layout`.
         """
         if isinstance(other, LinearOperator):
             if self.shape[1] != other.shape[0]:
@@ -198,11 +199,12 @@ class LinearOperator(ABC):
         """A sub-matrix `A[rows, columns]`, a row or column as a vector, or an entry.
 
         Args:
-            index: For each side an integer, a slice, integers (a list, tensor or array), booleans,
-                or a parameter's name; the columns may be left out.
+            index: For each of rows and columns: an integer, a slice, integers (a list, tensor or
+                array), booleans, or a parameter's name. The index of the columns may be left out.
 
         Returns:
-            An operator; a vector if one side is an integer; a number (0-d) if both are.
+            An operator; a vector if one index is an integer; a number (0-d) if both indices are
+            integers.
 
         Raises:
             IndexError: If an index is out of range.
@@ -257,11 +259,11 @@ class LinearOperator(ABC):
     def to_scipy(self) -> Any:
         """Convert to a SciPy `LinearOperator`.
 
-        It takes and returns NumPy arrays, and computes products on the operator's own device.
-        Arrays of another real dtype are converted. Gradients do not flow through.
+        The SciPy operator takes and returns NumPy arrays, and computes products on the device of
+        this operator. It converts arrays of other real dtypes, and does not support gradients.
 
         Raises:
-            TypeError: If NumPy has no such dtype.
+            TypeError: If NumPy does not have the dtype.
         """
         # Slow to import, and few need it.
         from scipy.sparse.linalg import LinearOperator as SciPyOperator
@@ -296,8 +298,8 @@ class LinearOperator(ABC):
         """Convert dtype or device as `Tensor.to` does.
 
         Raises:
-            TypeError: If the operator is not made of tensors; an operator of a network follows its
-                model.
+            TypeError: If the operator contains no tensors. (Operators of a network have the dtype
+                and device of its model.)
         """
         if not is_dataclass(self):
             raise TypeError(
@@ -330,7 +332,7 @@ def _converted(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
-    """Give identities without a dtype or device those of the other operators.
+    """Give identities without a dtype or device the dtype and device of the other operators.
 
     Raises:
         ValueError: If the operators' dtypes or devices differ.
@@ -373,7 +375,7 @@ def check_square(operator: "LinearOperator", result: str = "this") -> None:
 
 
 def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
-    """Return a real number as a float; a real 0-d tensor stays, so that gradients flow."""
+    """Return a real number as a float, and a real 0-d tensor unchanged, so that gradients flow."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return value
     if isinstance(value, Real):
@@ -388,7 +390,7 @@ def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
 
 
 def as_integer(index: Any, size: int) -> int | None:
-    """Return an index as a number from 0 on, or None if it is not a single integer."""
+    """Return an index as a number of at least 0, or None if it is not a single integer."""
     if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
         index = index.item()
     if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
@@ -401,7 +403,7 @@ def as_integer(index: Any, size: int) -> int | None:
 
 
 def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
-    """Return a slice, range, list, tensor or array as numbers from 0 on, `[k]`."""
+    """Return a slice, range, list, tensor or array as numbers of at least 0, `[k]`."""
     if isinstance(index, slice):
         index = range(size)[index]
     if isinstance(index, range):
