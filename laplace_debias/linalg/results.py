@@ -89,11 +89,11 @@ class LinearSolution(Result):
 
     Attributes:
         x: The solution, `[n]` or `[n, k]`.
-        statuses: Why each right-hand side stopped; one entry for a vector.
-        residual_norms: ‖b − A x‖ of each right-hand side, a number or `[k]`; in a `Solution` with
-            its history.
-        num_matvecs: Products of the operator with one vector, all right-hand sides
-            together.
+        statuses: Why the solver stopped, for each right-hand side (a single entry if b is a
+            vector).
+        residual_norms: ‖b − A x‖ of each right-hand side, a scalar or `[k]`. A `Solution` contains
+            the full history.
+        num_matvecs: Number of matrix-vector products, summed over all right-hand sides.
         advice: The solver's advice on a status, in place of its general remedy.
     """
 
@@ -105,7 +105,7 @@ class LinearSolution(Result):
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if all right-hand sides converged, else another stopping reason."""
+        """`CONVERGED` if all right-hand sides converged, otherwise a different stopping reason."""
         if Status.DIVERGED in self.statuses:
             return Status.DIVERGED
         return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
@@ -130,8 +130,8 @@ class LinearSolution(Result):
 class Solution(LinearSolution):
     """A solution of A x = b for one or several right-hand sides, with its history.
 
-    If a right-hand side is done before the others, its further steps are zero. Its slopes and
-    curvatures are NaN, because they are no longer measured.
+    If a right-hand side is done before the others, its remaining steps are zero. Its slopes and
+    curvatures are then NaN, because they are no longer measured.
 
     Attributes:
         residual_norms: ‖b − A x_t‖ by recursion, `[T + 1]` or `[T + 1, k]`.
@@ -142,8 +142,10 @@ class Solution(LinearSolution):
         step_sizes: τ_t = −s(x_t; d_t) / c(d_t) (Eq. 3), `[T]` or `[T, k]`.
         num_iterations: Steps that each right-hand side took, a number or `[k]`.
         negative_direction: The normalised direction along which the curvature was not positive,
-            `[n]` or `[n, k]`, zero for right-hand sides that met none; None if none did.
-        negative_curvature: The curvature along it, a number or `[k]`; NaN where there is none.
+            `[n]` or `[n, k]`. It is zero for right-hand sides without such a direction, and None if
+            there is none at all.
+        negative_curvature: The curvature along this direction, a scalar or `[k]`; NaN where there
+            is none.
         directions: d_t as columns, `[n, T]` or `[n, T, k]`, if they were kept.
     """
 
@@ -163,8 +165,8 @@ class DebiasedSolution(Result):
     """The two trajectories of debiased conjugate gradients.
 
     Attributes:
-        debiased: Directions from the first quadratic, step sizes from the second (Eq. 8); its
-            slopes, curvatures, values and residuals are those of the second quadratic.
+        debiased: Directions from the first quadratic, step sizes from the second (Eq. 8). Its
+            slopes, curvatures, values and residuals belong to the second quadratic.
         single: Conjugate gradients on the first quadratic.
     """
 
@@ -191,13 +193,14 @@ class DebiasedSolution(Result):
 class Iterate(Result):
     """The state of a solver, for stopping rules and callbacks.
 
-    The histories grow from call to call: read their last entries, and copy what you keep.
+    The histories are extended in place between calls: use their last entries, and copy anything
+    that you want to keep.
 
     Attributes:
         iteration: Steps taken so far, t; 0 at the start.
         x: The iterate, in the right-hand sides' shape.
         direction: The normalised direction of the last step (zero for a right-hand side that is
-            done), None at the start.
+            done); None at the start.
         residual_norms: ‖b − A x_t‖, t + 1 entries.
         values: ½ x_tᵀ A x_t − bᵀ x_t, t + 1 entries.
         slopes: s(x_t; d_t) along the normalised directions, t entries.
@@ -219,18 +222,18 @@ class Iterate(Result):
 class Estimate(Result):
     """A value with a standard error.
 
-    `float(estimate)` is the value of a scalar estimate, `estimate.interval(0.95)` an interval for
-    the quantity.
+    `float(estimate)` is the value of a scalar estimate, and `estimate.interval(0.95)` is a
+    confidence interval for the quantity.
 
     Args:
         value: The estimate.
-        standard_error: Its standard error, of the same shape: 0 if the value is exact, infinite
-            for a single sample, which does not show its own spread.
+        standard_error: Its standard error, of the same shape. It is 0 if the value is exact, and
+            infinite for a single sample, whose spread is unknown.
         num_matvecs: Number of products with the operator (or its adjoint).
         converged: False if a requested tolerance was missed.
-        degrees_of_freedom: The precision of the standard error itself, in the value's shape or as
-            one number for all: its square has the relative variance of a χ² variable with ν degrees
-            of freedom, 2/ν. Infinite for an exact value, 0 for a single sample.
+        degrees_of_freedom: The degrees of freedom ν of the standard error, in the shape of the
+            value or as a scalar: its square has the relative variance 2/ν, as a χ² variable with ν
+            degrees of freedom. Infinite for an exact value, and 0 for a single sample.
     """
 
     value: Float[Tensor, "*shape"]
@@ -244,11 +247,11 @@ class Estimate(Result):
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         r"""Compute a confidence interval from the quantiles of Student's t distribution.
 
-        Entry by entry, not jointly. An exact value gives the point; a single sample gives
-        (−∞, ∞), because its spread is unknown.
+        The intervals hold for each entry separately, not jointly. For an exact value, the interval
+        is a point, and for a single sample, it is (−∞, ∞).
 
         Raises:
-            ValueError: `level` is not between 0 and 1.
+            ValueError: If `level` is not between 0 and 1.
 
         Reference:
             Student. The probable error of a mean. 1908. Satterthwaite. An approximate distribution
@@ -278,7 +281,7 @@ def half_width(
     degrees_of_freedom: Float[Tensor, "*shape"] | float,
     level: float,
 ) -> Float[Tensor, "*shape"]:
-    """Half of the length of Student's interval; infinite or 0 where the standard error is."""
+    """Half of the length of Student's interval; infinite or 0 if the standard error is."""
     if not 0 < level < 1:
         raise ValueError(f"`level` is {level}. Pass a probability between 0 and 1, such as 0.95.")
     # Slow to import, and estimates do without.
@@ -299,17 +302,19 @@ class SpectralDensity(Result):
             scale evenly spaced in log₁₀ |λ|.
         density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
             `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
-        standard_error: Standard error, `[points]`; its square is the sum of those of the mean over
-            probes and of `quadrature_error`. Infinite for a single probe.
-        quadrature_error: Estimated distance of the density of Lanczos' few nodes from that of all
-            eigenvalues, both smoothed by `width`, `[points]`; 0 if all are known.
+        standard_error: Standard error, `[points]`; its square is the sum of the squares of the
+            standard error of the mean over probes and of `quadrature_error`. Infinite for a single
+            probe.
+        quadrature_error: Estimated distance between the density of Lanczos' few nodes and the
+            density of all eigenvalues, both smoothed by `width`, `[points]`; 0 if all eigenvalues
+            are known.
         degrees_of_freedom: The precision of the standard error, as in `Estimate`, `[points]`.
         nodes: Ritz values, `[probes, steps]`.
         weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
         scale: `"linear"` or `"log"`.
-        width: Standard deviation of the Gaussian that smoothes, in λ or in decades.
+        width: Standard deviation of the smoothing Gaussian, in units of λ or in decades.
         null_fraction: On a logarithmic scale, the fraction of eigenvalues with |λ| ≤ `floor`, which
-            the density leaves out; 0 on a linear one.
+            the density leaves out; 0 on a linear scale.
         negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
             by their absolute values.
         floor: Largest modulus that counts as zero.
@@ -343,10 +348,10 @@ class EigenPairs(Result):
     """Eigenvalues and eigenvectors of a symmetric operator.
 
     Args:
-        values: Eigenvalues, descending, `[k]`; from ARPACK fewer where it did not converge.
+        values: Eigenvalues, descending, `[k]`; fewer than k if ARPACK did not converge.
         vectors: Orthonormal eigenvectors as columns, `[D, k]`.
-        residuals: A bound of ‖A v − λ v‖ for each pair, `[k]`: the distance of some eigenvalue
-            from λ is at most that.
+        residuals: An upper bound of ‖A v − λ v‖ for each pair, `[k]`. Some eigenvalue lies within
+            this distance of λ.
         num_matvecs: Number of products.
         status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but the search for missed pairs did
             not end) or `MAX_ITER` (not all converged).

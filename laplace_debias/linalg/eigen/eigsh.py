@@ -302,20 +302,21 @@ def eigsh(
     r"""Compute the k extreme eigenpairs of a symmetric operator by products with vectors.
 
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
-      device. Once all pairs have converged, a random direction orthogonal to them starts again, so
-      that eigenvalues come with their multiplicity and none beyond the last is overlooked: one that
-      is further out by more than the tolerance is missed with a probability of about 1e-4. If
-      `max_matvecs` ends that search, `status` is `UNVERIFIED`. Needs memory for up to
-      `max(4 k, 256)` vectors, fewer beyond 2 GiB.
-    - `"arpack"`: SciPy's, whose vectors live on the CPU. It may miss copies of a multiple
-      eigenvalue, so `status` is `UNVERIFIED`.
+      device. Once all pairs have converged, Lanczos starts again from a random direction orthogonal
+      to them, in order to find repeated and overlooked eigenvalues. The probability of missing an
+      eigenvalue that lies further out by more than the tolerance is about 1e-4. If `max_matvecs`
+      ends this search, `status` is `UNVERIFIED`. It needs memory for up to `max(4 k, 256)` vectors,
+      or for fewer vectors if these need more than 2 GiB.
+    - `"arpack"`: SciPy's ARPACK, which keeps its vectors on the CPU. It may miss copies of a
+      multiple eigenvalue, so `status` is `UNVERIFIED`.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
-      step. Simple and slow: its rate is the ratio of the eigenvalues after and before the block's
-      end. Counts products by the block.
+      step. It is simple but slow: the convergence rate is the ratio of the first eigenvalue outside
+      the block to the last one inside. Each column of a block counts as a product.
 
-    The operator must be symmetric. The projections show at no cost whether it is; a claim is not
-    needed. A structured operator's eigenpairs are exact (no products). Operators of at most 32, or
-    2k, columns are multiplied out (as many products as columns).
+    The operator must be symmetric. This is checked from the projections at no extra cost, so it
+    need not be declared. Eigenpairs are exact for structured operators (without any products).
+    Operators with at most 32 columns, or at most 2k, are converted to a dense matrix (with one
+    product per column).
 
     Args:
         A: Symmetric operator of shape `[D, D]`.
@@ -323,23 +324,25 @@ def eigsh(
         method: `"lanczos"`, `"arpack"` or `"power"`.
         which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`. SciPy's
             names `"LA"`, `"SA"` and `"LM"` mean the same.
-        tol: Greatest residual norm, relative to the largest |eigenvalue| found; at least ten times
-            the dtype's rounding. An eigenvalue whose gap to the others is wide compared to that is
-            far more precise: its error is about the residual's square over the gap. Eigenvalues
-            closer than the tolerance to each other, or to those beyond the k-th, are not
-            distinguished; nor are those below it from zero. Choose it well below the ratio of the
-            k-th eigenvalue to the first.
-        max_matvecs: Greatest number of products, up to the last block's; default
-            `max(1000, 50 k)`, for `"power"` `max(10_000, 1000 k)`.
+        tol: Largest allowed residual norm, relative to the largest absolute eigenvalue that was
+            found; at least ten times the rounding error of the dtype. Well-separated eigenvalues
+            are far more precise: their error is about the squared residual divided by the gap to
+            the nearest eigenvalue. Eigenvalues that differ by less than the tolerance are not
+            distinguished, including eigenvalues beyond the k-th, and eigenvalues below the
+            tolerance are not distinguished from zero. Choose `tol` well below the ratio of the k-th
+            eigenvalue to the first.
+        max_matvecs: Largest number of products. Default: `max(1000, 50 k)`, and
+            `max(10_000, 1000 k)` for `"power"`.
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The operator is not square or not symmetric, a product not finite, k out of
-            range, a name unknown, a number too small, or the generator on another device.
+        ValueError: If the operator is not square or not symmetric, a product is not finite, k is
+            out of range, a name is unknown, a number is too small, or the generator is on a
+            different device.
 
     Warns:
-        RuntimeWarning: Not all pairs have converged; the result's `message` names the remedy.
+        RuntimeWarning: If not all pairs have converged; `message` of the result names the remedy.
 
     Reference:
         Wu, Simon. Thick-restart Lanczos method for large symmetric eigenvalue problems. SIMAX,

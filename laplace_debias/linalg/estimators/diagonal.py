@@ -25,14 +25,15 @@ def diagonal(
 ) -> Estimate:
     r"""Estimate a square operator's diagonal without bias, by products with vectors.
 
-    - `"hutchinson"`: the mean of $\omega \odot A\omega$ over probes ω of ±1. Intervals of 95 %
-      (`Estimate.interval`) cover an entry in 93 to 97 % of runs from 12 products on.
-    - `"xdiag"`: half of the products make a sketch of the range, the other half are products of the
-      adjoint with its basis. Each probe is also tested outside the range of the others. Best on
-      decaying spectra. Its standard error is the jackknife's over probes.
+    - `"hutchinson"`: the mean of $\omega \odot A\omega$ over probes ω of ±1. With at least 12
+      products, 95 % intervals (`Estimate.interval`) cover an entry in 93 to 97 % of runs.
+    - `"xdiag"`: half of the products compute a sketch of the range, and the other half multiplies
+      the adjoint by a basis of this range. Each probe is also evaluated on the complement of the
+      range of the other probes. It is best for decaying spectra. Its standard error is a jackknife
+      estimate over probes.
 
-    A structured operator's diagonal is exact (no products), and so is that of one of at most
-    `num_matvecs` columns (as many products as columns).
+    The diagonal is exact for structured operators (without any products), and for operators with at
+    most `num_matvecs` columns (with one product per column).
 
     Args:
         A: Operator of shape `[n, n]`.
@@ -42,9 +43,9 @@ def diagonal(
         progress: Whether to show a progress bar.
 
     Raises:
-        TypeError: `num_matvecs` is not a whole number.
-        ValueError: The operator is not square or a product not finite, the number too small, or the
-            generator on another device; or `method` is unknown.
+        TypeError: If `num_matvecs` is not an integer.
+        ValueError: If the operator is not square, a product is not finite, `num_matvecs` is too
+            small, `method` is unknown, or the generator is on a different device.
 
     Reference:
         Bekas, Kokiopoulou, Saad. An estimator for the diagonal of a matrix. Applied Numerical

@@ -23,26 +23,29 @@ def matrix_function_trace(
 ) -> Estimate:
     r"""Estimate $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$ for a symmetric operator A.
 
-    By stochastic Lanczos quadrature. The squared standard error is the sum of that of the mean over
-    probes and the square of an estimate of the quadrature's bias, from the change between 71 % of
-    the steps and all of them. If the bias is small compared with the other part, 95 % intervals
-    cover in 93 to 97 % of runs from 3 probes on; if not, in more. Fewer than 8 steps may only
-    resolve a few outliers, and then do not show the other eigenvalues.
+    The method is stochastic Lanczos quadrature. The standard error combines two parts by their
+    squares: the standard error of the mean over probes, and an estimate of the quadrature's bias
+    (from the change between 71 % and 100 % of the steps). If the bias is small, 95 % intervals
+    cover the true value in 93 to 97 % of runs with 3 or more probes; otherwise they cover it more
+    often. Fewer than 8 steps may resolve only a few outliers, and miss the other eigenvalues.
 
     Args:
-        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
+        A: Symmetric operator `[n, n]`. An error is raised if it is not symmetric.
         function: f, on a tensor of eigenvalues, entry by entry.
         num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps per probe; the bias falls fast with them where f is smooth.
+        num_steps: Lanczos steps per probe. If f is smooth, the bias decreases quickly with the
+            number of steps.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
     Returns:
-        The trace, a scalar tensor. Exact where the eigenvalues have a closed form (no products) or
-        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
+        The trace, a scalar tensor. It is exact if the eigenvalues have a closed form (no products),
+        or if `num_probes * num_steps` is at least n and n is at most 16,384 (n products).
 
     Raises:
-        ValueError: For the reasons of `logdet`, or f is not finite on the spectrum.
+        ValueError: If f is not finite on the spectrum, the operator is not square or not symmetric,
+            a product is not finite, a number is too small, or the generator is on a different
+            device.
 
     Example:
         >>> import torch
@@ -100,22 +103,22 @@ def logdet(
 ) -> Estimate:
     r"""Compute the log-determinant of a symmetric positive definite operator.
 
-    Exact for a structured operator (no products) and where `num_probes * num_steps` is at least n
-    (n products) and n at most 16,384; else by stochastic Lanczos quadrature, whose standard error
-    contains an estimate of the quadrature's bias, as `matrix_function_trace` has it. That bias is
-    upward, and falls as $e^{-4 m / \sqrt\kappa}$ with the steps m and the condition number κ:
-    damping helps.
+    The result is exact for structured operators (no products), and if `num_probes * num_steps` is
+    at least n and n is at most 16,384 (n products). Otherwise it is estimated by stochastic Lanczos
+    quadrature. As in `matrix_function_trace`, the standard error includes an estimate of the
+    quadrature's bias. The bias is positive and decreases as $e^{-4 m / \sqrt\kappa}$ with the
+    number of steps m, where κ is the condition number, so damping helps.
 
     Args:
-        A: Symmetric positive definite operator `[n, n]`. Asymmetry is noticed.
+        A: Symmetric positive definite operator `[n, n]`. An error is raised if it is not symmetric.
         num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps, and products, a probe.
+        num_steps: Lanczos steps (and products) per probe.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A Ritz value is not positive, the operator not square or not symmetric, a
-            product not finite, a number too small, or the generator on another device.
+        ValueError: If a Ritz value is not positive, the operator is not square or not symmetric, a
+            product is not finite, a number is too small, or the generator is on a different device.
 
     Reference:
         Ubaru, Chen, Saad. Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIMAX,

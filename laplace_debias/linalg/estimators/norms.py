@@ -25,18 +25,18 @@ def frobenius_norm(
 ) -> Estimate:
     r"""Compute the Frobenius norm of an operator by products with vectors.
 
-    The square, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean over
-    spherical probes; the norm is its root, with the standard error of the square over twice the
-    norm (delta method). The square's variance is the larger one of the samples' and of an estimate
-    from products of different probes.
+    The squared norm, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean
+    over spherical probes. The norm is the square root of this mean. Its standard error is the
+    standard error of the mean over twice the norm (delta method). The variance of the mean is the
+    larger of two estimates: the sample variance, and an estimate from products of different probes.
 
-    In simulations of flat, decaying and indefinite spectra, low ranks with noise and one to three
-    large eigenvalues, intervals of 95 % (`Estimate.interval`) cover the norm in 93 to 97 % of runs
-    from 12 products on. If one eigenvalue of $A^\top A$ is about half of its trace, intervals
-    after 12 products cover in 91 to 93 %.
+    With at least 12 products, 95 % intervals (`Estimate.interval`) covered the norm in 93 to 97 %
+    of simulated runs (flat, decaying and indefinite spectra, low ranks with noise, and one to three
+    large eigenvalues). If one eigenvalue of $A^\top A$ is about half of its trace, the coverage
+    with 12 products was 91 to 93 %.
 
-    A structured operator's norm is exact (no products), and so is that of one of at most
-    `num_matvecs` columns (as many products as columns).
+    The norm is exact for structured operators (without any products), and for operators with at
+    most `num_matvecs` columns (with one product per column).
 
     Args:
         A: Operator of any shape.
@@ -45,7 +45,8 @@ def frobenius_norm(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: A product is not finite, a number too small, or the generator on another device.
+        ValueError: If a product is not finite, a number is too small, or the generator is on a
+            different device.
     """
     check_operator(A, generator)
     whole(num_matvecs, "num_matvecs")
@@ -78,17 +79,17 @@ def spectral_norm(
 ) -> Estimate:
     r"""Compute the spectral norm (largest singular value) of an operator.
 
-    By Lanczos on A if it claims to be symmetric, else on $A^\top A$ (or $A A^\top$, the smaller),
-    whose products count twice. The standard error is a bound, the residual's norm: the distance of
-    some singular value from the estimate is at most that. From a random start this is the largest
-    singular value, unless `tol` is so loose (above 0.01) that Lanczos stops too early. The
-    estimate's true error is then far smaller, about the square of the bound over the gap to the
-    next singular value. The estimate is never above the norm, except for rounding.
+    The method is Lanczos on A if A is declared symmetric, and otherwise on the smaller of
+    $A^\top A$ and $A A^\top$ (each of its products counts twice). The standard error is a bound,
+    the norm of the residual: some singular value lies within it of the estimate. With a random
+    start, this is the largest singular value, unless a loose `tol` (above 0.01) stops Lanczos too
+    early. The true error is then far smaller than the bound: about the square of the bound over the
+    gap to the next singular value. Except for rounding, the estimate is never above the norm.
 
     Args:
         A: Operator of any shape.
         tol: The iteration stops at bound ≤ `tol` · estimate.
-        max_matvecs: Greatest number of products.
+        max_matvecs: Largest number of products.
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -96,11 +97,11 @@ def spectral_norm(
         The norm, a scalar tensor, with the bound as its standard error; its intervals are too wide.
 
     Raises:
-        ValueError: A product is not finite, the operator claims to be symmetric and is not, a
-            number is too small, or the generator on another device.
+        ValueError: If a product is not finite, the operator is declared symmetric and is not, a
+            number is too small, or the generator is on a different device.
 
     Warns:
-        RuntimeWarning: `tol` was missed; the result's `converged` is then false.
+        RuntimeWarning: If `tol` was missed; `converged` of the result is then false.
     """
     check_operator(A, generator)
     if not tol > 0:

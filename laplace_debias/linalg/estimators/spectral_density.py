@@ -39,48 +39,51 @@ def spectral_density(
 ) -> SpectralDensity:
     r"""Estimate a spectral density by stochastic Lanczos quadrature.
 
-    $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, with the sum over
-    eigenvalues replaced by a quadrature's nodes and weights, one rule a probe. On the logarithmic
-    scale the same in $\log_{10}|\lambda|$, so that a spectrum over many decades is resolved in each
-    of them. Eigenvalues with $|\lambda|$ ≤ `floor` are left out there and reported as
-    `null_fraction`; negative ones appear at their absolute values and are reported as
-    `negative_fraction`. A quadrature resolves eigenvalues next to zero only as sharply as its steps
-    allow, so that zeros appear as a peak at that resolution: a `floor` above it counts them.
+    The density is $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, where
+    the sum over eigenvalues is replaced by the nodes and weights of a quadrature, one rule per
+    probe. With `scale="log"`, the density is over $\log_{10}|\lambda|$, which resolves spectra that
+    span many decades. Eigenvalues with $|\lambda|$ ≤ `floor` are then excluded; their fraction is
+    `null_fraction`. Negative eigenvalues are shown at their absolute values; their fraction is
+    `negative_fraction`. With few steps, zero eigenvalues appear as a peak at a small positive
+    value. To count them as zeros, set `floor` above this value.
 
     The standard error has two parts. One is the spread over probes: each rule gives the variance of
-    its own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. The other is the
-    quadrature's error: with nodes further apart than `width` the density is a comb of peaks. It is
-    estimated by the changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and
-    of half the steps, as their root mean square from one node to the next. If the steps resolve
-    the width, intervals of 95 % cover in 93 to 97 % of runs; if they do not, in more, and there
-    is a warning. For operators that are nearly diagonal the error is overestimated. On the
-    logarithmic scale the nodes do not show eigenvalues smaller than the smallest of them. If these
-    span many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
+    its own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$, where g is the Gaussian at λ. The other is
+    the error of the quadrature: if the nodes are further apart than `width`, the density is a row
+    of separate peaks. This error is estimated from how much the density changes with two other
+    quadrature rules (averages of Gauss's and Laurie's anti-Gaussian rule, with all and with half of
+    the steps), as a root mean square from one node to the next. If the steps resolve the width, 95
+    % intervals cover the density in 93 to 97 % of runs. Otherwise they cover it more often, and
+    there is a warning. For operators that are nearly diagonal, the error is overestimated. With
+    `scale="log"`, the nodes do not show eigenvalues that are smaller than the smallest node. If
+    such eigenvalues span many decades, the intervals at these points cover in only 60 to 90 % of
+    runs; use `floor` to exclude these eigenvalues.
 
     Args:
-        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
+        A: Symmetric operator `[n, n]`. An error is raised if it is not symmetric.
         num_points: Points of the grid.
         scale: `"linear"` or `"log"`.
         num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps, and products, a probe: how fine the spectrum is resolved.
-        width: σ, in λ or in decades; default 1 % of what the nodes span.
-        floor: For the logarithmic scale, the |λ| that count as zero; default ten times the rounding
-            of the largest node.
+        num_steps: Lanczos steps (and products) per probe. More steps resolve the spectrum more
+            finely.
+        width: σ, in units of λ or in decades. Default: 1 % of the range of the nodes.
+        floor: For the logarithmic scale: the largest |λ| that counts as zero. Default: ten times
+            the rounding error of the largest node.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
     Returns:
-        Grid and density, their errors, and the nodes and weights. From all eigenvalues where they
-        have a closed form (no products) or `num_probes * num_steps` is at least n (n products) and
-        n at most 16,384.
+        Grid and density, their errors, and the nodes and weights. The density is computed from all
+        eigenvalues if they have a closed form (no products), or if `num_probes * num_steps` is at
+        least n and n is at most 16,384 (n products).
 
     Raises:
-        ValueError: The operator is not square or not symmetric, a product not finite, a name
-            unknown, a number too small, `width` finer than the grid, all nodes below `floor`, or
-            the generator on another device.
+        ValueError: If the operator is not square or not symmetric, a product is not finite, a name
+            is unknown, a number is too small, `width` is finer than the grid, all nodes are below
+            `floor`, or the generator is on a different device.
 
     Warns:
-        RuntimeWarning: `width` is finer than the steps resolve.
+        RuntimeWarning: If `width` is finer than the steps resolve.
 
     Reference:
         Lin, Saad, Yang. Approximating spectral densities of large matrices. SIAM Review, 2016.
@@ -250,10 +253,10 @@ def quadrature_error(
 ) -> Float[Tensor, " points"]:
     """Estimate the error that few nodes cause, with a warning if it is large.
 
-    The change to a rule about as good as twice the steps, and the change of that rule from half of
-    the steps, because it converges slowly next to zero on a logarithmic scale. The estimate is the
-    root mean square over the part of the grid between two nodes, or the value at the point if that
-    is greater.
+    Two changes are combined: the change to a rule that is about as good as twice the steps, and the
+    change of this rule from half of the steps, because it converges slowly next to zero on a
+    logarithmic scale. The estimate is the root mean square over the part of the grid between two
+    nodes, or the value at the point if that is larger.
     """
 
     def averaged_density(num_steps: int) -> Tensor:

@@ -25,25 +25,26 @@ def trace(
 ) -> Estimate:
     r"""Estimate the trace of a square operator by products with vectors.
 
-    All methods are unbiased, for operators that are not symmetric too.
+    All methods are unbiased, also for operators that are not symmetric.
 
-    - `"hutchinson"`: the mean of $\omega^\top A \omega$ over probes of ±1. Its error falls as
-      $\|A\|_F / \sqrt m$ whatever the spectrum.
-    - `"hutch++"`: exact on the range of a sketch $A\Omega = QR$, Hutchinson on the rest. A third of
-      the products makes the sketch, a third $AQ$, the rest are probes, whose standard error is
-      that of the estimate. Best on decaying spectra.
-    - `"xtrace"`: half of the products make a sketch. Each of its probes is also tested outside the
-      range of the others, which takes the other half. More precise than Hutch++ after as many
-      products. Its standard error is the jackknife's over probes. It is up to a few times too large
-      if the spectrum decays fast, so that 95 % intervals cover in 94 to 100 % of runs.
+    - `"hutchinson"`: the mean of $\omega^\top A \omega$ over probes of ±1. Its error decreases as
+      $\|A\|_F / \sqrt m$ for any spectrum, where m is the number of probes.
+    - `"hutch++"`: exact on the range of a sketch $A\Omega = QR$, and Hutchinson on the rest. A
+      third of the products computes the sketch, a third computes $AQ$, and the rest are probes,
+      which also determine the standard error. It is best for decaying spectra.
+    - `"xtrace"`: half of the products compute a sketch. Each of its probes is also evaluated on the
+      complement of the range of the other probes, which needs the other half. It is more precise
+      than Hutch++ for the same number of products. Its standard error is a jackknife estimate over
+      probes. This error is up to a few times too large if the spectrum decays fast, so 95 %
+      intervals cover the trace in 94 to 100 % of runs.
 
-    Intervals of 95 % (`Estimate.interval`) of the first two methods cover the trace in 93 to 97 %
-    of runs from 12 products on, in simulations of flat, decaying, indefinite spectra and low ranks
-    with noise. For operators that are not symmetric, and if few eigenvalues are nearly all of the
-    trace, intervals after 12 products cover in 88 to 93 %.
+    For the first two methods and at least 12 products, 95 % intervals (`Estimate.interval`) covered
+    the trace in 93 to 97 % of simulated runs (flat, decaying and indefinite spectra, and low ranks
+    with noise). With 12 products, the coverage was 88 to 93 % for operators that are not symmetric,
+    and for spectra in which a few eigenvalues make up nearly all of the trace.
 
-    A structured operator's trace is exact (no products), and so is that of one of at most
-    `num_matvecs` columns (as many products as columns).
+    The trace is exact for structured operators (without any products), and for operators with at
+    most `num_matvecs` columns (with one product per column).
 
     Args:
         A: Operator of shape `[n, n]`.
@@ -53,8 +54,8 @@ def trace(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The operator is not square or a product not finite, a name is unknown, a number
-            too small, or the generator on another device.
+        ValueError: If the operator is not square, a product is not finite, a name is unknown, a
+            number is too small, or the generator is on a different device.
 
     Reference:
         Hutchinson. A stochastic estimator of the trace of the influence matrix for Laplacian

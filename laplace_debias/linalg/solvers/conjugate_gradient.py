@@ -57,32 +57,34 @@ def cg(
     the Newton step of $q$ (Eq. 2). Iteration t moves to the minimum along the direction $d_t$ by
     $\tau_t = -s(x_t; d_t) / c(d_t)$ (Eq. 3), and directions are conjugate, $d_i^\top A d_j = 0$.
 
-    Several right-hand sides, as columns, share products of the operator with matrices. Each has
-    its own directions, stops for its own reason and costs no product from then on. No breakdown
-    raises an error: `Solution.statuses` names the reason to stop, `Solution.message` the remedy.
+    Several right-hand sides, as columns, share products of the operator with matrices. Each
+    right-hand side has its own search directions and stopping reason, and needs no products after
+    it has stopped. A breakdown does not raise an error: `Solution.statuses` gives the reason for
+    stopping, and `Solution.message` the remedy.
 
     Args:
-        A: Symmetric operator, `[n, n]`. Curvature that is not positive along a search direction is
-            noticed, and the direction returned.
+        A: Symmetric operator, `[n, n]`. If the curvature along a search direction is not positive,
+            this direction is returned.
         b: Right-hand side `[n]`, or k of them `[n, k]`; of A's dtype and on its device.
-        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖. The residual is carried along
-            from step to step; rounding errors can leave one of about eps·‖A‖·‖x‖, which in single
-            precision may be larger. `b - A @ x` shows it.
-        max_iter: The greatest number of iterations; 10 n if not given, as in SciPy.
+        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖. The residual is updated
+            recursively, so the true residual can be larger, in particular in single precision:
+            rounding errors contribute about eps·‖A‖·‖x‖. To get the true residual, compute
+            `b - A @ x`.
+        max_iter: The largest number of iterations. Default: 10 n, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
-            function of a matrix `[n, k]`. K-FAC's inverse saves products for the GGN of one layer
-            or of a small network, and costs some for that of a deep one.
-        x0: The start; zero if not given, which saves a product.
+            function of a matrix `[n, k]`. K-FAC's inverse reduces the number of products for the
+            GGN of a single layer or a small network, and increases it for a deep network.
+        x0: The start. Default: zero, which saves a product.
         stop: A rule that is called after every iteration, such as `relative_progress()`. It
             returns a boolean, or one for each right-hand side.
-        keep_directions: Whether the solution has the directions, `[n, T]`.
+        keep_directions: Whether the solution contains the search directions, `[n, T]`.
         callback: Called with the start and with every iterate.
         progress: Whether to show a progress bar.
 
     Raises:
-        TypeError: If A is not an operator, or b or x0 not a tensor.
-        ValueError: Before any product, if shapes, dtypes or devices do not fit, b or x0 hold NaN
-            or Inf, or a number or name is out of range.
+        TypeError: If A is not an operator, or b or x0 is not a tensor.
+        ValueError: If shapes, dtypes or devices do not match, b or x0 contains NaN or Inf, or an
+            argument is out of range. The error is raised before any product.
 
     Reference:
         Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems.
@@ -124,10 +126,10 @@ def debiased_cg(
     $$\tilde\tau_t = -s_{\tilde B}(\tilde x_t; d_t) / c_{\tilde B}(d_t), \qquad
     \tilde x_{t+1} = \tilde x_t + \tilde\tau_t d_t, \qquad \tilde x_0 = x_0$$
 
-    for the directions $d_t$ of `cg(A, b)`. The two run side by side, and with the recursion of the
-    second gradient (Eq. 12) an iteration costs exactly one product with `A2` in addition to the
-    one with `A`; memory grows by the second trajectory's position and gradient. With the same
-    quadratic twice it is `cg`.
+    for the directions $d_t$ of `cg(A, b)`. The two runs advance together. Because the second
+    gradient is updated recursively (Eq. 12), an iteration needs exactly one product with `A2` in
+    addition to the product with `A`. Memory grows by the position and the gradient of the second
+    trajectory. If both quadratics are the same, the result is the result of `cg`.
 
     Use `A`, `b = −g` of one mini-batch and `A2`, `b2 = −g̃` of another that is independent of it:
     slopes and curvatures are then unbiased along each direction.
@@ -138,21 +140,23 @@ def debiased_cg(
         b: The right-hand side that makes the directions, `[n]` or `[n, k]`.
         b2: The right-hand side on which step sizes are measured, of the shape of `b`.
         tol: A right-hand side is done when either residual norm is at most `tol` times its ‖b‖.
-        max_iter: As for `cg`.
-        preconditioner: As for `cg`; it shapes the directions.
-        x0: The start of both.
-        stop: A rule that is called after every iteration with both iterates, the first
-            quadratic's and the debiased one; for example `lambda single, debiased: rule(debiased)`.
-        keep_directions: As for `cg`.
-        callback: Called with both starts and both iterates.
+        max_iter: The largest number of iterations. Default: 10 n, as in SciPy.
+        preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
+            function of a matrix `[n, k]`. It shapes the directions.
+        x0: The start of both runs. Default: zero, which saves products.
+        stop: A rule that is called after every iteration with two iterates, of the first quadratic
+            and of the debiased run; for example `lambda single, debiased: rule(debiased)`.
+        keep_directions: Whether the solution contains the search directions, `[n, T]`.
+        callback: Called with both starts, and with both iterates of every iteration.
         progress: Whether to show a progress bar.
 
     Returns:
-        Both trajectories. A run that had not ended when the other did is `EXHAUSTED` (the debiased
-        one) or `STOPPED` (the first).
+        Both trajectories. When one run ends, the other ends too, with the status `EXHAUSTED`
+        (debiased run) or `STOPPED` (first run).
 
     Raises:
-        ValueError: For the reasons of `cg`, and if the systems differ in shape, dtype or device.
+        ValueError: If the two systems differ in shape, dtype or device. Also raises the errors of
+            `cg`.
     """
     first_system = f"{b.shape} in {A.dtype} on {A.device}"
     second_system = f"{b2.shape} in {A2.dtype} on {A2.device}"
@@ -199,8 +203,8 @@ def relative_progress(
 
     Args:
         epsilon: The relative progress per iteration below which to stop.
-        fraction: The share of the iterations so far over which progress is averaged.
-        at_least: The fewest iterations over which it is averaged.
+        fraction: The fraction of the iterations so far over which progress is averaged.
+        at_least: The smallest number of iterations over which progress is averaged.
 
     Raises:
         ValueError: If an argument is not positive.
@@ -230,7 +234,7 @@ def _conjugate_directions(
 ) -> Iterator[Tensor]:
     """Update the directions of the running right-hand sides, zero for the others; end broken ones.
 
-    Each is computed from the present residual and the last direction, `[n, k]`.
+    Each direction is computed from the current residual and the last direction, `[n, k]`.
     """
     last_rho: Tensor | None = None
     last_direction: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The inverse of an operator, as an operator: in closed form if there is one, else by solves."""
+"""Inverses of operators, as operators: in closed form if possible, otherwise by solves."""
 
 from dataclasses import dataclass
 
@@ -26,31 +26,31 @@ def inverse(
     r"""Return the inverse of an operator as an operator.
 
     The inverse of a structured operator is in closed form and structured again. For any other
-    operator each product is a solution by an iterative method.
+    operator, each product is a solution by an iterative method:
 
-    - `"cg"`: conjugate gradients. The operator must claim to be **positive semi-definite**
-      (`assume`).
+    - `"cg"`: conjugate gradients. The operator must be declared **positive semi-definite** (see
+      `assume`).
     - `"lsmr"`: least squares by SciPy's LSMR, for any operator, one right-hand side after the
-      other. If the operator is singular, the solution has the least norm: the products are those of
-      the pseudo-inverse. A step takes a product with the operator and one with its adjoint, and the
-      number of steps grows with the condition number, for `"cg"` with its root.
+      other. If the operator is singular, the solution has the smallest norm: the result is the
+      pseudo-inverse. A step needs one product with the operator and one with its adjoint. The
+      number of steps grows with the condition number (for `"cg"`, with its square root).
 
     Args:
         A: Operator `[n, n]`.
-        method: `"cg"` or `"lsmr"`; a closed form uses no method and none of the options.
+        method: `"cg"` or `"lsmr"`. A closed form uses no method and none of the options.
         tol: The relative residual at which a solve ends. With `"cg"` it is relative to the
             right-hand side b, and with `"lsmr"` to `‖b‖ + ‖A‖ ‖x‖`, where x is the solution.
             LSMR also ends if the relative residual of the normal equations is below `tol`, as it
             is for a singular operator.
-        max_iter: Steps at most: for `"cg"` as there, for `"lsmr"` by default 10 n.
-        preconditioner: For `"cg"`: an approximate inverse, an operator or a function.
+        max_iter: The largest number of steps. Default: 10 n.
+        preconditioner: For `"cg"`: an approximate inverse, as an operator or a function.
 
     Raises:
-        ValueError: A is not square, or is singular in closed form; or for `"cg"` it does not claim
-            to be positive semi-definite. Or `method` is unknown, or does not take an option.
+        ValueError: If A is not square, or singular in closed form; if the method is `"cg"` and A is
+            not declared positive semi-definite; if `method` is unknown, or does not take an option.
 
     Warns:
-        RuntimeWarning: Upon a product, if its solve did not converge; with the remedy.
+        RuntimeWarning: If the solve for a product did not converge. The message names a remedy.
 
     Reference:
         Fong, Saunders. LSMR: an iterative algorithm for sparse least-squares problems. SISC, 2011.

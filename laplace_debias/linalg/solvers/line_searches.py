@@ -21,10 +21,10 @@ _RUNNING = -1
 class LineSearches:
     r"""The iterates $x_{t+1} = x_t + \tau_t d_t$ that minimise $\tfrac12 x^\top A x - b^\top x$.
 
-    One quadratic for each right-hand side, and a direction for each of them in every step. The
-    negative gradient is carried along by its recursion, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12), so
-    that slope and curvature together cost one product. A right-hand side is done when its residual
-    is at most `tol`, relative to b.
+    There is one quadratic per right-hand side, and every step has a direction for each quadratic.
+    The negative gradient is updated recursively, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12), so slope
+    and curvature together need one product. A right-hand side is done when its residual is at most
+    `tol`, relative to b.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class LineSearches:
         return True
 
     def iterate(self) -> Iterate:
-        """Return the present iterate."""
+        """Return the current iterate."""
         iteration = len(self._history["step_sizes"])
         return Iterate(iteration, self._shaped(self._x), self._direction, **self._history)
 

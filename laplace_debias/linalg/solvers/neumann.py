@@ -31,31 +31,31 @@ def neumann(
 ) -> LinearSolution:
     r"""Solve $A x = b$ by K terms of the scaled Neumann series.
 
-    $$x = \alpha \sum_{j=0}^{K-1} (I - \alpha P A)^j P b,$$
+    $$x = \alpha \sum_{j=0}^{K-1} (I - \alpha P A)^j P b.$$
 
-    which converges if all eigenvalues of $\alpha P A$ lie within 1 of 1; for symmetric A without
-    preconditioner if A is positive definite and $\alpha < 2/\lambda_{\max}$. Term j shrinks as
-    $(1 - \alpha\lambda_{\min})^j$: for ill-conditioned operators `cg` takes far fewer products, but
-    unlike it the series is linear in b.
+    The series converges if $|1 - \lambda| < 1$ for every eigenvalue λ of $\alpha P A$. For
+    symmetric A and no preconditioner, this means that A is positive definite and
+    $\alpha < 2/\lambda_{\max}$. Term j shrinks as $(1 - \alpha\lambda_{\min})^j$, so `cg` needs far
+    fewer products for ill-conditioned operators. Unlike `cg`, the series is linear in b.
 
     Args:
         A: Operator `[n, n]`.
         b: Right-hand sides, `[n]` or `[n, k]`.
         num_terms: K; each term costs a product per right-hand side.
-        scale: α; default 1 with a preconditioner, else 1 over an upper estimate of the spectral
-            norm, which takes some more products.
-        preconditioner: P, an approximate inverse of A: an operator or a function.
-        tol: If given, stop early where ‖b − A x‖ ≤ `tol` ‖b‖ for all right-hand sides.
+        scale: α. Default: 1 with a preconditioner; otherwise the inverse of an upper estimate of
+            the spectral norm, which needs a few extra products.
+        preconditioner: P, an approximate inverse of A, as an operator or a function.
+        tol: If given, stop early once ‖b − A x‖ ≤ `tol` ‖b‖ for all right-hand sides.
         generator: Source of randomness for the default scale, on the operator's device.
         progress: Whether to show a progress bar.
 
     Returns:
-        The solution; its status is `"converged"` if `tol` was given and reached, `"max_iter"` after
-        all terms, and `"diverged"` if a residual grew: x is then the best partial sum.
+        The solution. Its status is `"converged"` if `tol` was given and reached, `"max_iter"` after
+        all terms, and `"diverged"` if a residual grew. In the last case, x is the best partial sum.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, b or a product is not finite, or a number
-            is out of range.
+        ValueError: If shapes, dtypes or devices do not match, b or a product is not finite, or a
+            number is out of range.
 
     Reference:
         Lorraine, Vicol, Duvenaud. Optimizing millions of hyperparameters by implicit

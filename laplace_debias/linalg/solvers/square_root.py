@@ -32,26 +32,27 @@ def sample_gaussian(
 ) -> Float[Tensor, "samples n"]:
     r"""Draw samples of the normal distribution $\mathcal N(\mu, P^{-1})$.
 
-    For a **matrix-free posterior** take $P = N \cdot \mathrm{GGN} + \delta I$, N the number of
-    training examples and δ the prior precision. It only takes products with P: no matrix of D²
-    entries, no factorisation, no approximation of the curvature's structure. See `inverse_sqrt`.
+    For a **matrix-free posterior**, use $P = N \cdot \mathrm{GGN} + \delta I$, where N is the
+    number of training examples and δ is the prior precision. This needs only products with P. It
+    neither stores nor factorises a D × D matrix, and does not approximate the structure of the
+    curvature. See `inverse_sqrt`.
 
     Args:
         mean: μ, `[n]`.
         precision: P, a symmetric positive definite operator `[n, n]`.
         num_samples: Number of samples.
-        tol: Greatest error of each sample, relative to the norm of the exact $P^{-1/2} z$.
-        max_iter: Lanczos steps, and products with P, for each sample; by default 200, or n if that
-            is less.
+        tol: Largest error of each sample, relative to the norm of the exact $P^{-1/2} z$.
+        max_iter: Largest number of Lanczos steps (and products with P) per sample. Default: 200, or
+            n if n is smaller.
         generator: Source of randomness, on the operator's device.
 
     Raises:
-        TypeError: P is not an operator, or μ not a tensor.
-        ValueError: P is not square or not positive definite, μ does not fit it, a product is not
-            finite, a number is out of range, or the generator is on another device.
+        TypeError: If P is not an operator, or μ is not a tensor.
+        ValueError: If P is not square or not positive definite, μ does not match P, a product is
+            not finite, a number is out of range, or the generator is on a different device.
 
     Warns:
-        RuntimeWarning: The error of a sample is above `tol`; with the remedy.
+        RuntimeWarning: If the error of a sample is above `tol`. The message names a remedy.
 
     Reference:
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
@@ -73,40 +74,41 @@ def inverse_sqrt(
 ) -> LinearOperator:
     r"""Return $A^{-1/2}$ of a **symmetric positive definite** operator, as an operator.
 
-    In closed form for structured operators; the result is structured again. For any other, an
-    operator whose products are computed by Lanczos from the vector b itself,
-    $R b \approx \|b\|\, V T^{-1/2} e_1$: only products with A, and no linear equations. With a
-    standard normal b, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
+    For structured operators, the result is in closed form and structured. For other operators, its
+    products with a vector b are computed by Lanczos, started from b:
+    $R b \approx \|b\|\, V T^{-1/2} e_1$. This needs only products with A, and solves no linear
+    equations. With a standard normal b, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
 
-    The error is bounded, but for rounding. From
+    Up to rounding, the error is bounded. From
     $x^{-1/2} = \frac2\pi \int_0^\infty (x + t^2)^{-1}\, \mathrm dt$ it is an integral of errors of
-    shifted linear equations. Their residuals are known, $\rho_t = \|b\| \sum_i s_{1i} r_i /
-    (\theta_i + t^2)$ with Ritz pairs $\theta_i, s_i$ and $r_i$ the last entry of $s_i$ times the
-    coupling, and with a lower bound ℓ of the eigenvalues
+    shifted linear equations. Their residuals are known,
+    $\rho_t = \|b\| \sum_i s_{1i} r_i / (\theta_i + t^2)$ with Ritz pairs $\theta_i, s_i$ and $r_i$
+    the last entry of $s_i$ times the coupling, and with a lower bound ℓ of the eigenvalues
 
     $$\|A^{-1/2} b - \|b\| V T^{-1/2} e_1\| \le \frac2\pi \int_0^\infty
     \frac{\rho_t}{\ell + t^2}\, \mathrm dt = \|b\| \sum_i
     \frac{s_{1i}\, r_i}{\sqrt{\ell \theta_i}\, (\sqrt\ell + \sqrt{\theta_i})}.$$
 
     A sum with a multiple of the identity, `G + c * Identity(n)` with G positive semi-definite, or
-    with a positive diagonal, has a known ℓ. For all other operators the least Ritz value takes its
-    place: the bound is then an estimate, too low until Lanczos has the least eigenvalue.
+    with a positive diagonal, has a known ℓ. For all other operators, ℓ is replaced by the smallest
+    Ritz value. The bound is then only an estimate, and too low until Lanczos has found the smallest
+    eigenvalue.
 
     Args:
-        A: Symmetric positive definite operator `[n, n]`. Asymmetry is noticed.
-        tol: A product stops at this bound of its error, relative to its norm. The error falls as
-            $e^{-2 j / \sqrt\kappa}$ with the steps j.
-        max_iter: Lanczos steps, and products with A, for each column; as many vectors of length n
-            are in memory at most. By default 200, or n if that is less.
+        A: Symmetric positive definite operator `[n, n]`. An error is raised if it is not symmetric.
+        tol: Relative error bound at which a product stops. The error decreases as
+            $e^{-2 j / \sqrt\kappa}$ with the number of steps j.
+        max_iter: Largest number of Lanczos steps (and products with A) per column, and of vectors
+            of length n in memory. Default: 200, or n if n is smaller.
 
     Raises:
-        TypeError: A is not an operator.
-        ValueError: A is not square; it is known not to be positive definite, or upon a product a
-            Ritz value is not positive, or below ℓ; a part or a product is not finite; a number is
-            out of range.
+        TypeError: If A is not an operator.
+        ValueError: If A is not square or known not to be positive definite; if, during a product, a
+            Ritz value is not positive or is below ℓ; if a part of A or a product is not finite; if
+            a number is out of range.
 
     Warns:
-        RuntimeWarning: Upon a product whose error is above `tol`; with the remedy.
+        RuntimeWarning: If the error of a product is above `tol`. The message names a remedy.
 
     Reference:
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
@@ -137,9 +139,9 @@ def inverse_sqrt(
 
 @dataclass(eq=False, repr=False)
 class InverseRoot(SelfAdjoint):
-    """The inverse root of an operator; its products are Lanczos runs. Made by `inverse_sqrt`.
+    """The inverse root of an operator, whose products are Lanczos runs. Made by `inverse_sqrt`.
 
-    `least` is a lower bound of the eigenvalues; without one the least Ritz value takes its place.
+    `least` is a lower bound of the eigenvalues. Without one, the smallest Ritz value is used.
     """
 
     least: float | None
@@ -182,7 +184,7 @@ class InverseRoot(SelfAdjoint):
         return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
     def _coordinates(self, basis: KrylovBasis) -> tuple[Tensor, float]:
-        """T^-½ e₁ and the bound of its error, with ℓ = `least` or the least Ritz value."""
+        """T^-½ e₁ and the bound of its error, with ℓ = `least` or the smallest Ritz value."""
         values, vectors = eigh(basis.projected, "the projected operator")
         smallest = float(values[0])
         rounding = 100 * torch.finfo(basis.vectors.dtype).eps
