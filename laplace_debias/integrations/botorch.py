@@ -33,8 +33,8 @@ class LaplaceModel(Model):
         num_outputs: C.
 
     Raises:
-        TypeError: For another likelihood.
-        RuntimeError: Before a fit.
+        TypeError: If the likelihood is not `Gaussian`.
+        RuntimeError: If `la` has not been fitted.
     """
 
     def __init__(self, la: Laplace, num_outputs: int = 1) -> None:
@@ -69,14 +69,14 @@ class LaplaceModel(Model):
 
         Args:
             X: Points, `[..., q, d]`.
-            output_indices: Which outputs; all if None.
+            output_indices: Which outputs. Default: all outputs.
             observation_noise: Whether to add the noise σ².
             posterior_transform: A transform of the posterior.
 
         Raises:
-            ValueError: If the number of outputs is not `num_outputs`. Otherwise this raises what
-                `Laplace.functional` raises.
-            NotImplementedError: For a noise for each point.
+            ValueError: If the number of outputs is not `num_outputs`. Also raises the errors of
+                `Laplace.functional`.
+            NotImplementedError: If a noise is passed for each point.
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
@@ -115,13 +115,13 @@ class LaplaceModel(Model):
 
         Args:
             X: Points, `[..., n, d]`.
-            Y: Observations at them, `[..., n, C]`; further dimensions in front are a batch of
-                models, as that of fantasies.
-            noise: None, since the noise of a regression is its sigma.
-            **kwargs: None, either.
+            Y: Observations at these points, `[..., n, C]`. Additional dimensions in front are a
+                batch of models, such as a batch of fantasies.
+            noise: Must be None, because the noise of a regression is its sigma.
+            **kwargs: Must be empty.
 
         Raises:
-            NotImplementedError: For a noise or another argument.
+            NotImplementedError: If a noise or an additional argument is passed.
             ValueError: If the shapes do not match.
         """
         if noise is not None:
@@ -153,7 +153,7 @@ class LaplaceModel(Model):
 
         Args:
             X: Points, `[..., q, d]`.
-            sampler: A sampler of BoTorch; its number of samples is that of fantasies.
+            sampler: A sampler of BoTorch, whose number of samples is the number of fantasies.
             observation_noise: None, since the noise of a regression is its sigma.
             propagate_grads: `qMultiStepLookahead` passes it. It changes nothing, because gradients
                 always flow back through the fantasies.
@@ -175,16 +175,16 @@ class LaplaceModel(Model):
 
 
 class ConditionedModel(LaplaceModel):
-    r"""A `LaplaceModel` with further observations, a Gaussian conditioned on others.
+    r"""A `LaplaceModel` with additional observations, on which its Gaussian is conditioned.
 
-    With the covariance K of the outputs at the points and at the observed ones, the mean is
-    $m + K_{xo}(K_{oo} + \sigma^2 I)^{-1}(y - m_o)$. This is the update of the parameters' Gaussian
-    with the linearised network, its mean included, exact for any curvature.
+    With the covariance K of the outputs at the points and at the observed points, the mean is
+    $m + K_{xo}(K_{oo} + \sigma^2 I)^{-1}(y - m_o)$. This is the update of the Gaussian over the
+    parameters (also of its mean) with the linearised network, and is exact for any curvature.
 
     Args:
         la: The fitted regression.
         X: Observed points, `[..., n, d]`.
-        Y: Observations at them, `[..., n, C]`.
+        Y: Observations at these points, `[..., n, C]`.
     """
 
     def __init__(self, la: Laplace, X: Tensor, Y: Tensor) -> None:
@@ -194,13 +194,13 @@ class ConditionedModel(LaplaceModel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The shape of a batch of models: that of the observations."""
+        """The shape of a batch of models, which is the batch shape of the observations."""
         return self._Y.shape[:-2]
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> "ConditionedModel":
-        """Add observations to those of the model; see `LaplaceModel`."""
+        """Add more observations to the model; see `LaplaceModel`."""
         added = super().condition_on_observations(X, Y, noise, **kwargs)
         points = _joined(self._X, added._X)
         return ConditionedModel(self._la, points, _joined(self._Y, added._Y))
@@ -247,7 +247,7 @@ def joint_moments(
 
     Args:
         la: A fitted approximation of a network from `[B, d]` to `[B, C]`.
-        X: Points `[..., q, d]`, in sets of q. If they require gradients, these flow back to them.
+        X: Points `[..., q, d]`, in sets of q. Gradients flow back to points that require them.
         observation_noise: Whether to add the noise σ² of a `Gaussian` likelihood.
 
     Returns:
@@ -255,8 +255,8 @@ def joint_moments(
         points, and for each point by outputs.
 
     Raises:
-        ValueError: If X is not `[..., q, d]`, or for noise of a likelihood that has no σ. Otherwise
-            this raises what `Laplace.functional` raises.
+        ValueError: If X is not `[..., q, d]`, or noise is requested for a likelihood that has no σ.
+            Also raises the errors of `Laplace.functional`.
     """
     if X.ndim < 2:
         raise ValueError(

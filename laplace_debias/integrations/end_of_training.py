@@ -104,7 +104,7 @@ class PosteriorAtEnd:
     """The settings of a posterior that is fitted when training ends.
 
     Attributes:
-        likelihood: The likelihood, as `Laplace` takes it.
+        likelihood: The likelihood; see `Laplace`.
         mode: The mode of `fit`.
         tune: Whether to tune and evaluate on validation data.
         options: The other arguments of `Laplace`.

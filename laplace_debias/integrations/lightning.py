@@ -30,28 +30,29 @@ __all__ = ["LaplaceCallback"]
 class LaplaceCallback(Callback):
     """A callback that fits, tunes, logs and saves a posterior when training ends.
 
-    The posterior is that of the best checkpoint, or of the last one if no metric is monitored. It
-    is saved next to the checkpoint, as `NAME.posterior.safetensors` for `NAME.ckpt`, and without
-    checkpoints in the trainer's `default_root_dir`. Metrics on the validation data go to the run's
-    loggers: `laplace_nll` and others, `network_nll` and others for the network without the
-    posterior, and `laplace_prior_precision`. The module is not changed: a copy is used.
+    The posterior is fitted to the best checkpoint, or to the last one if no metric is monitored. It
+    is saved next to the checkpoint, as `NAME.posterior.safetensors` for `NAME.ckpt`, or in the
+    trainer's `default_root_dir` if there are no checkpoints. Metrics on the validation data go to
+    the loggers of the run: `laplace_nll` and others, `network_nll` and others for the network
+    without the posterior, and `laplace_prior_precision`. The module is not changed: a copy is used.
 
     Args:
-        likelihood: The likelihood, as `Laplace` takes it.
+        likelihood: The likelihood; see `Laplace`.
         network: The attribute of the LightningModule that is the network, such as `"model"` or
-            `"model.backbone"`; None if the module's own `forward` returns the outputs.
-        mode: How much of the training data to use, as `Laplace.fit` takes it.
+            `"model.backbone"`. Default: the module itself, whose `forward` returns the outputs.
+        mode: How much of the training data to use; see `Laplace.fit`.
         tune: Whether to tune and evaluate on the validation data.
         **options: Other arguments of `Laplace`, such as `params="last_layer"`, or `batch=` for
-            batches that are no pairs.
+            batches that are not pairs.
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
-        path: The file that it was saved to; None before.
+        path: The file that the posterior was saved to; None before the end of training.
 
     Raises:
-        ValueError: When training starts, if the module has no such network, if there is no
-            validation loader, or if there are several loaders; also what `Laplace` raises.
+        ValueError: If the module has no such network, there is no validation loader, or there are
+            several loaders; the error is raised when training starts. Also raises the errors of
+            `Laplace`.
 
     Example:
         >>> from laplace_debias.integrations.lightning import LaplaceCallback
@@ -178,7 +179,7 @@ class _ConvertedCollation:
 def _converted(loader: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a loader of the same examples, with batches in the dtype of the run.
 
-    Lightning converts the batches of a run with `precision="bf16-true"` or `"64-true"`, too.
+    Lightning also converts the batches of a run with `precision="bf16-true"` or `"64-true"`.
     """
     if not isinstance(loader, DataLoader):
         return _Converted(loader, convert)

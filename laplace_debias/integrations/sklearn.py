@@ -192,10 +192,10 @@ class _LaplaceEstimator(BaseEstimator):
         self.laplace_ = la
 
     def _inputs(self, X: Any) -> Tensor:
-        """Return the inputs of a prediction as the network takes them.
+        """Return the inputs of a prediction in the form that the network takes.
 
         Raises:
-            NotFittedError: Before `fit`.
+            NotFittedError: If nothing has been fitted.
         """
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, allow_nd=True)
@@ -207,20 +207,20 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     """A scikit-learn classifier with probabilities from a Laplace approximation.
 
     The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit of the
-    second of two labels. Inputs are cast to the dtype of its parameters. The network that you pass
-    is not changed: `fit` copies it.
+    second of two labels. Inputs are cast to the dtype of the network's parameters. The network that
+    you pass is not changed: `fit` copies it.
 
     Args:
-        network: A trained module; with `optimizer`, a module that `fit` trains from its present
+        network: A trained module; with `optimizer`, a module that `fit` trains from its current
             weights, or a function from `(num_features, num_outputs)` to a new module; or a skorch
             net, which `fit` trains if it has no history. scikit-learn's `clone` keeps the weights
             of a module and discards the training of a skorch net.
         optimizer: A function from parameters to a torch optimizer, such as
-            `functools.partial(torch.optim.Adam, lr=1e-2)`; None for a network that is trained.
+            `functools.partial(torch.optim.Adam, lr=1e-2)`. Default: the network is already trained.
         epochs: Passes over the data to train the network with `optimizer`.
         batch_size: Rows per batch, to train the network and to fit the posterior.
-        curvature: The structure of the posterior, as `Laplace` takes it.
-        params: Which parameters are Bayesian, as `Laplace` takes them.
+        curvature: The structure of the posterior; see `Laplace`.
+        params: Which parameters are Bayesian; see `Laplace`.
         prior_precision: δ, or `"evidence"` for the largest marginal likelihood.
         random_state: Seeds a new module's weights and the order of batches.
 
@@ -229,9 +229,9 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         classes_: The sorted labels.
 
     Raises:
-        TypeError: By `fit`, if `network` is something else.
-        ValueError: By `fit`, if arguments contradict each other, if there is only one class, or if
-            the outputs do not match the classes. Otherwise `fit` raises what `Laplace.fit` raises.
+        TypeError: If `network` has a different type. Raised by `fit`.
+        ValueError: If arguments contradict each other, there is only one class, or the outputs do
+            not match the classes. Raised by `fit`, which also raises the errors of `Laplace.fit`.
 
     Example:
         >>> from functools import partial
@@ -310,32 +310,32 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     """A scikit-learn regressor with standard deviations from a Laplace approximation.
 
-    The network returns an output per target, `[n, C]`, or `[n]` for a single one. It is copied and
-    trained as by `LaplaceClassifier`.
+    The network returns one output per target, `[n, C]`, or `[n]` for a single target. It is copied
+    and trained in the same way as by `LaplaceClassifier`.
 
     Args:
         network: A trained module; with `optimizer`, a module or a function from
-            `(num_features, num_outputs)` to a new one; or a skorch net.
-        optimizer: A function from parameters to a torch optimizer; None for a network that is
+            `(num_features, num_outputs)` to a new module; or a skorch net.
+        optimizer: A function from parameters to a torch optimizer. Default: the network is already
             trained.
         epochs: Passes over the data to train the network with `optimizer`.
         batch_size: Rows per batch, to train the network and to fit the posterior.
-        curvature: The structure of the posterior, as `Laplace` takes it.
-        params: Which parameters are Bayesian, as `Laplace` takes them.
+        curvature: The structure of the posterior; see `Laplace`.
+        params: Which parameters are Bayesian; see `Laplace`.
         prior_precision: δ, or `"evidence"` for the largest marginal likelihood.
-        sigma: Standard deviation of the noise, one number or one per target. None estimates it from
-            the residuals of the training data; with `prior_precision="evidence"` it is then tuned
-            by the marginal likelihood, too.
+        sigma: Standard deviation of the noise, one number or one per target. Default: estimated
+            from the residuals of the training data; with `prior_precision="evidence"`, it is then
+            also tuned by the marginal likelihood.
         random_state: Seeds a new module's weights and the order of batches.
 
     Attributes:
-        laplace_: The fitted `Laplace`; its `model` is the network, its `sigma` the noise.
+        laplace_: The fitted `Laplace`; its `model` is the network, and its `sigma` is the noise.
 
     Raises:
-        TypeError: By `fit`, if `network` is something else.
-        ValueError: By `fit`, if arguments contradict each other, if the outputs do not match the
-            targets, or if residuals are zero and `sigma` is None. Otherwise `fit` raises what
-            `Laplace.fit` raises.
+        TypeError: If `network` has a different type. Raised by `fit`.
+        ValueError: If arguments contradict each other, the outputs do not match the targets, or
+            residuals are zero and `sigma` is None. Raised by `fit`, which also raises the errors of
+            `Laplace.fit`.
 
     Example:
         >>> from functools import partial
@@ -480,7 +480,7 @@ def _criterion_type(net: Any) -> type:
 
 
 def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
-    """Return the net if it has been trained, else a trained clone."""
+    """Return the net if it has been trained, otherwise a trained clone."""
     if net.initialized_ and net.history:
         return net
     dtype = np.int64 if issubclass(_criterion_type(net), nn.CrossEntropyLoss) else np.float32

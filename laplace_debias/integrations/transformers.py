@@ -29,27 +29,28 @@ __all__ = ["LaplaceCallback"]
 class LaplaceCallback(TrainerCallback):
     """A callback that fits, tunes, logs and saves a posterior when training ends.
 
-    The posterior is that of the weights at the end of training, which are the best ones with
-    `load_best_model_at_end=True`. It is written by `save_pretrained`, with a model card, into the
-    folder of the checkpoint with these weights, or into `output_dir` if there is none. Metrics on
-    the evaluation data are logged as `eval_laplace_nll` and others, with `eval_network_nll` and
-    others for the network without the posterior. The model's modes are not changed: a copy that
-    shares its parameters is used.
+    The posterior is fitted to the weights at the end of training; with
+    `load_best_model_at_end=True`, these are the best weights. It is written by `save_pretrained`,
+    with a model card, into the folder of the checkpoint with these weights, or into `output_dir` if
+    there is no such checkpoint. Metrics on the evaluation data are logged as `eval_laplace_nll` and
+    others, with `eval_network_nll` and others for the network without the posterior. The model's
+    modes are not changed: a copy that shares its parameters is used.
 
     Args:
         trainer: The trainer that the callback is added to.
-        likelihood: The likelihood, as `Laplace` takes it.
-        mode: How much of the training data to use, as `Laplace.fit` takes it.
+        likelihood: The likelihood; see `Laplace`.
+        mode: How much of the training data to use; see `Laplace.fit`.
         tune: Whether to tune and evaluate on the evaluation data.
         **options: Other arguments of `Laplace`, such as `fisher="mc"`.
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
-        folder: The folder that it was saved to; None before.
+        folder: The folder that the posterior was saved to; None before the end of training.
 
     Raises:
-        TypeError: If `trainer` is something else.
-        ValueError: If there are no evaluation data, or several sets; also what `Laplace` raises.
+        TypeError: If `trainer` has a different type.
+        ValueError: If there are no evaluation data, or several sets of them. Also raises the errors
+            of `Laplace`.
 
     Example:
         >>> from laplace_debias.integrations.transformers import LaplaceCallback

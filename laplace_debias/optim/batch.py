@@ -12,7 +12,7 @@ Closure = Callable[[], tuple[Tensor, Tensor]]
 
 
 class Batch:
-    """A batch's loss, gradient (both with weight decay) and GGN at the present parameters."""
+    """A batch's loss, gradient (both with weight decay) and GGN at the current parameters."""
 
     def __init__(
         self, closure: Closure, parameters: list[Tensor], decay: Tensor, theta: Tensor
@@ -32,8 +32,9 @@ class Batch:
 class GraphGGN(Symmetric):
     """The GGN of a loss that has been computed, by differentiating its graph twice.
 
-    By Pearlmutter's and Schraudolph's product: the product with the Jacobian is the derivative of
-    the product with its adjoint, and the product with the loss Hessian that of the loss gradient.
+    This is the product of Pearlmutter and Schraudolph: the product with the Jacobian is the
+    derivative of the product with its adjoint, and the product with the loss Hessian is the
+    derivative of the loss gradient.
     """
 
     def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:

@@ -50,27 +50,27 @@ class StepReport:
 class DebiasedHessianFree(Optimizer):
     r"""A Hessian-free optimiser that measures the lengths of its steps on a second batch.
 
-    A step minimises the batch's quadratic, with the generalised Gauss-Newton matrix (GGN) and
-    damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by
-    Levenberg and Marquardt's rule and searches the line to the minimum. With a second batch, the
-    step sizes along the first one's directions are measured on the second. The second batch also
-    decides on damping and line search: the extremes of the batch that made the directions mislead
-    neither. Without a second batch, this is the single-batch Hessian-free method.
+    A step minimises the quadratic of the batch, with the generalised Gauss-Newton matrix (GGN) and
+    damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by the
+    rule of Levenberg and Marquardt, and then searches the line to the minimum. With a second batch,
+    the step sizes along the directions of the first batch are measured on the second batch. Damping
+    and line search also use the second batch, so the extremes of the batch that made the directions
+    do not mislead them. Without a second batch, this is the single-batch Hessian-free method.
 
-    The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN
-    is positive semi-definite, and closures must be deterministic: no dropout. Batch normalisation
-    in training mode updates its running statistics with every call of a closure, a handful a
-    step.
+    The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN is
+    positive semi-definite. Closures must be deterministic, without dropout. Batch normalisation in
+    training mode updates its running statistics with every call of a closure, that is, several
+    times per step.
 
-    Weight decay goes with the parameter groups, as in `torch.optim`: give the biases a group of
-    their own with `weight_decay=0`. It is part of the quadratic, exactly.
+    Weight decay is set per parameter group, as in `torch.optim`. To exclude the biases, give them a
+    group of their own with `weight_decay=0`. Weight decay is an exact part of the quadratic.
 
     Args:
         params: Parameters or groups.
-        damping: λ ≥ 0 at the start, a multiple of the identity. It is adapted by factors, so that
-            0 stays 0, and is part of the state.
-        max_iter: Iterations of conjugate gradients, at most.
-        tol: Their tolerance on the residual, relative to the gradient.
+        damping: λ ≥ 0 at the start, a multiple of the identity. It is adapted by factors, so 0
+            remains 0, and is part of the state.
+        max_iter: Largest number of iterations of conjugate gradients.
+        tol: Tolerance of conjugate gradients on the residual, relative to the gradient.
         weight_decay: β of ½ β ‖θ‖², for each group.
         adapt_damping: Whether to adapt λ.
         line_search: Whether to search the line; if not, the full step is taken.
@@ -166,15 +166,15 @@ class DebiasedHessianFree(Optimizer):
             first: Computes the outputs and the mean loss of the batch that makes the directions
                 and returns `(loss, outputs)`, without weight decay. Its graph must reach every
                 parameter that is to move, and the loss must be a function of the outputs.
-            second: The same for the batch that sets step sizes, independent of the first; None to
-                use the first for both.
+            second: Computes outputs and mean loss of the batch that sets step sizes, which must be
+                independent of the first batch. Default: the first batch is used for both.
 
         Returns:
-            The loss before the step, weight decay included, of the batch that sets step sizes. The
+            The loss before the step, with weight decay, of the batch that sets step sizes. The
             record of the step is in `last_step`.
 
         Raises:
-            TypeError: If a closure returns something else.
+            TypeError: If a closure returns a different type.
             ValueError: If there is no parameter to move, or a loss is not finite.
         """
         parameters = self._parameters()

@@ -157,17 +157,19 @@ class Quadratic:
             loss: A torch loss, a function of outputs and targets, or a `Likelihood`.
             data: A re-iterable of batches (inputs, targets): one batch in a list, a loader, ...
             curvature: `"ggn"` or `"hessian"`.
-            params: Which parameters are θ, as for `GGN`.
+            params: Which parameters are θ; see `GGN`.
             weight_decay: β; adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ it is δ/N.
-            decay_biases: Whether β acts on all parameters; if not, only on weights (those of
-                more than one dimension), neither on biases nor on the scales of normalisations.
-            num_data: The number of examples if known, as for `GGN`.
-            reduction: `"mean"` or `"sum"` for a function that does not say it, as for `GGN`.
+            decay_biases: Whether β acts on all parameters. If not, it acts only on weights
+                (parameters of more than one dimension), and not on biases or on the scales of
+                normalisations.
+            num_data: The number of examples, if known; see `GGN`.
+            reduction: `"mean"` or `"sum"` over examples, for a function that does not say it
+                itself; see `GGN`.
             progress: Whether to show a progress bar.
-            batch: A function from what the data yields to `(inputs, targets)`, as for `GGN`.
+            batch: A function from what the data yields to `(inputs, targets)`; see `GGN`.
 
         Raises:
-            ValueError: For an unknown curvature, and as `GGN`.
+            ValueError: If the curvature is unknown. Also raises the errors of `GGN`.
         """
         if not 0 <= weight_decay < math.inf:
             raise ValueError(
@@ -281,13 +283,14 @@ class Quadratic:
     ) -> Cut:
         """Restrict the quadratic to a line or (hyper)plane, given by directions.
 
-        Costs one product for each direction, and one for a position other than θ₀; from then on
-        any number of points costs none (Figure 1's plane: six numbers).
+        This needs one product per direction, and one for a position other than θ₀. Evaluating the
+        result at any number of points then needs no more products (the plane of Figure 1: six
+        numbers).
 
         Args:
             directions: V, `[D]` or `[D, k]`, used as they are: a step of 1 is a step of V's
                 length.
-            at: θ, `[D]`; θ₀ if not given.
+            at: θ, `[D]`. Default: θ₀.
 
         Returns:
             The polynomial of a in q(θ + V a).
@@ -317,21 +320,22 @@ class Quadratic:
 
         Args:
             method: `"cg"`: conjugate gradients, truncated by `tol`, `max_iter` or `stop`; for the
-                whole record call `cg(q.matrix, -q.gradient, ...)`. `"exact"`: by a Cholesky
-                factor of the matrix multiplied out, D products and D² memory.
+                full record, call `cg(q.matrix, -q.gradient, ...)`. `"exact"`: a Cholesky factor of
+                the dense matrix, which needs D products and D² memory.
             damping: A multiple of the identity to add.
-            tol: For `"cg"`; the others too.
-            max_iter: As for `cg`.
-            preconditioner: As for `cg`.
-            stop: As for `cg`.
+            tol: For `"cg"`: the tolerance on the residual, relative to the gradient.
+            max_iter: For `"cg"`: the largest number of iterations. Default: 10 D.
+            preconditioner: For `"cg"`: a symmetric positive definite approximation of the inverse,
+                as an operator or as a function of a matrix.
+            stop: For `"cg"`: a rule that is called after every iteration; see `cg`.
 
         Returns:
             The step, `[D]`.
 
         Raises:
-            ValueError: For an unknown method, negative damping, or an option of `"cg"` with
-                another method; if the damped matrix is found not to be positive definite, so that
-                there is no minimum.
+            ValueError: If the method is unknown, the damping is negative, or an option of `"cg"` is
+                passed with a different method; if the damped matrix is found not to be positive
+                definite, so that there is no minimum.
             FloatingPointError: If a product is not finite.
         """
         if not damping >= 0:

@@ -11,8 +11,8 @@ def eval_copy(model: nn.Module) -> nn.Module:
     """Copy the modules around the model's own parameters, in eval mode, buffers copied.
 
     Raises:
-        TypeError: If the model is no module.
-        NotImplementedError: For trainable parameters in half precision.
+        TypeError: If the model is not a module.
+        NotImplementedError: If trainable parameters are in half precision.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")

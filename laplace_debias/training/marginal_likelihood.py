@@ -82,40 +82,42 @@ def marginal_likelihood_training(
     a larger Laplace approximation of the marginal likelihood. No validation data are needed. The
     epoch with the largest marginal likelihood is kept.
 
-    The temperature is not optimised: a likelihood to the power 1/T is not normalised, so that its
+    The temperature is not optimised: a likelihood to the power 1/T is not normalised, so its
     marginal likelihood grows with T without limit.
 
     Args:
         model: The network, which is trained in place and ends in eval mode.
         train_loader: Batches `(x, y)`, read once per epoch and once per fit.
-        likelihood: As `Laplace` takes it.
+        likelihood: The likelihood; see `Laplace`.
         optimizer: An optimizer of the model's parameters, whose `step()` needs no closure. Its
             weight decay must be 0, since the prior takes its place.
         epochs: The number of epochs.
-        scheduler: A schedule of the learning rate, of which a step is made after each batch. It
-            must not depend on a metric.
+        scheduler: A schedule of the learning rate, with a step after each batch. It must not depend
+            on a metric.
         every: The number of epochs between two fits.
         burn_in: The number of epochs before the first fit.
-        patience: Stop after this many fits without a larger marginal likelihood; None for all
-            epochs.
-        per: A prior precision for each `"block"` or each `"kind"` of layer, as
-            `Laplace.tune_evidence` has them; None for a single one.
+        patience: Stop after this many fits without a larger marginal likelihood. Default: all
+            epochs are run.
+        per: Use one prior precision for each `"block"` or each `"kind"` of layer; see
+            `Laplace.tune_evidence`. Default: a single prior precision.
         steps: Steps on the hyper-parameters after each fit.
-        learning_rate: Their learning rate.
+        learning_rate: Learning rate of the hyper-parameters.
         prior_precision: δ at the start.
-        sigma: Noise of `"regression"`, which is then fixed; None to optimise it, from 1 on.
+        sigma: Noise of `"regression"`, which is then fixed. Default: the noise is optimised,
+            starting at 1.
         temperature: T of the likelihood.
-        curvature: The curvature of the posteriors, as `Laplace` takes it.
+        curvature: The curvature of the posteriors; see `Laplace`.
         params: The Bayesian parameters. The others have no prior.
         fisher: The Fisher matrix of the posteriors.
-        num_data: N, the number of training examples. None for the number that the loader reads in
-            a pass; needed if the loader leaves out examples (`drop_last=True`) or draws them.
-        generator: Seeds sampled labels and what loaders draw; None for torch's global generator.
+        num_data: N, the number of training examples. It is needed if the loader leaves out examples
+            (`drop_last=True`) or draws them. Default: the number that the loader reads in a pass.
+        generator: Seeds sampled labels and the shuffling of loaders. Default: torch's global
+            generator.
 
     Raises:
-        ValueError: If an option is out of its range, if the optimizer has a weight decay or none
-            of the Bayesian parameters, if a step of the optimizer or the scheduler needs an
-            argument, or what `Laplace.fit` raises.
+        ValueError: If an option is out of its range, the optimizer has a weight decay or none of
+            the Bayesian parameters, or a step of the optimizer or the scheduler needs an argument.
+            Also raises the errors of `Laplace.fit`.
         FloatingPointError: If the training loss is no longer finite.
 
     Reference:
@@ -297,11 +299,11 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str
 
 @dataclass(eq=False)
 class _Fits:
-    """Fits of posteriors at present weights.
+    """Fits of posteriors at the current weights.
 
     Attributes:
         model: The model, in any mode.
-        likelihood: The likelihood with its present noise.
+        likelihood: The likelihood with its current noise.
         config: The curvature that a fit computes.
         temperature: T of the likelihood.
         num_data: N; None for the number of examples of a pass.
@@ -402,7 +404,8 @@ class HyperParameters:
     Attributes:
         log_deltas: log δ of every group.
         groups: The group of every block.
-        log_noise: The logarithm of the noise relative to that at the start; None if it is fixed.
+        log_noise: The logarithm of the noise relative to the noise at the start; None if it is
+            fixed.
         initial: The likelihood at the start.
         optimizer: Adam over these numbers.
     """
@@ -463,7 +466,7 @@ class HyperParameters:
         return fitted.changed(prior=replace(fitted.prior, precision=self.deltas()))
 
     def _log_factor(self, fitted: FittedPosterior) -> Float[Tensor, ""]:
-        """The logarithm of the present noise over that of a fit."""
+        """The logarithm of the current noise over the noise of a fit."""
         if self.log_noise is None:
             return torch.zeros((), dtype=torch.float64)
         assert isinstance(self.initial, Gaussian)

@@ -53,38 +53,38 @@ class OnlineCurvature:
 
     The directions are the eigenvectors of a running mean of the Kronecker factors of *earlier*
     batches, computed anew every `refresh` updates. The magnitudes are a running mean of the
-    curvature of the *present* batch along them:
+    curvature of the *current* batch along these directions:
 
     $$\Lambda \leftarrow \beta\Lambda + \sum_{n,c}\big((U_G^\top\,\textstyle\sum_t g_{nct}
     a_{nt}^\top\,U_A)_{ij}\big)^2,$$
 
-    divided by the equally discounted number of examples. A batch had no part in the directions that
-    it is measured along, so its extremes do not bias the magnitudes. When the directions are
-    refreshed, the magnitudes so far are projected onto the new ones.
+    divided by the equally discounted number of examples. A batch is not used for the directions
+    along which it is measured, so its extremes do not bias the magnitudes. When the directions are
+    refreshed, the magnitudes so far are projected onto the new directions.
 
-    By default every fourth batch is measured; `update` only counts the others. With random signs or
-    sampled labels, gradients of a few examples are summed before they are squared: products of
-    different examples' gradients vanish on average.
+    By default, every fourth batch is measured; `update` only counts the others. With random signs
+    or sampled labels, the gradients of a few examples are summed before they are squared, because
+    products of different examples' gradients vanish on average.
 
     An update runs the batch through a copy of the network that shares its parameters: in eval mode,
     without dropout and with the running statistics of batch normalisations. The model itself, its
-    gradients and its mode are left as they are. In a process group, each process measures its own
+    gradients and its mode are not changed. In a process group, each process measures its own
     batches, and nothing is communicated.
 
     While the weights change, the running means lag behind them by about `1 / (1 - decay)` batches.
 
     Args:
-        model: The network that is trained, on the device where it stays.
-        likelihood: `"classification"` or another that `Laplace` takes.
-        decay: β, in (0, 1]. The running means are over the last `1 / (1 - decay)` batches or so; 1
+        model: The network that is trained, on the device on which it remains.
+        likelihood: `"classification"` or a different likelihood; see `Laplace`.
+        decay: β, in (0, 1]. The running means are over about the last `1 / (1 - decay)` batches; 1
             counts all batches equally, which suits weights that no longer change.
         refresh: The number of batches after which the directions are computed anew. The first
-            directions are those of the first batch.
-        every: How many batches there are per batch that is measured. With 1, all are: the running
-            means have less noise, and an update takes longer.
+            directions are computed from the first batch.
+        every: One of this many batches is measured. With 1, all batches are measured: the running
+            means have less noise, and updates take longer.
         curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the factors'
             own curvature (Eq. 9), which takes less time.
-        params: Which parameters are Bayesian, as `Laplace` takes them.
+        params: Which parameters are Bayesian; see `Laplace`.
         fisher: `"signs"` (the columns of the loss Hessian's root, added up with random signs: one
             backward pass), `"mc"` (labels sampled from the model, one backward pass), `"exact"` (a
             backward pass per output) or `"empirical"` (the true labels).
@@ -92,19 +92,19 @@ class OnlineCurvature:
         sigma: Noise of `"regression"`.
         prior_precision: δ of the posteriors.
         temperature: T of the posteriors.
-        joint: Whether a layer's weight and bias make one block.
-        sharing: How positions share a weight.
+        joint: Whether to treat the weight and the bias of a layer as one block.
+        sharing: How to treat weights that are applied at several positions; see `Laplace`.
         backend: `"backpack"`, `"hooks"` or `"auto"`.
-        factor_dtype: The dtype of the running sums. The sums of one batch have the model's dtype,
-            and so have the directions: magnitudes are measured along them, whatever their rounding.
-        memory_bound: Bytes of working memory for output gradients; None for the default.
-        class_dim: The dimension of the outputs that holds the classes; None for the last one.
-        generator: Seeds the signs or labels; None for torch's global generator.
+        factor_dtype: The dtype of the running sums. The sums of one batch and the directions have
+            the dtype of the model: magnitudes are measured along the rounded directions.
+        memory_bound: The limit of the working memory for output gradients, in bytes; see `Laplace`.
+        class_dim: The dimension of the outputs that holds the classes. Default: the last one.
+        generator: Seeds the signs or labels. Default: torch's global generator.
 
     Raises:
         ValueError: If an option is out of its range.
         TypeError: If an option has the wrong type.
-        NotImplementedError: For parameters in half precision.
+        NotImplementedError: If parameters are in half precision.
 
     Reference:
         George et al. (2018), "Fast approximate natural gradient descent in a Kronecker-factored
@@ -202,20 +202,20 @@ class OnlineCurvature:
 
     @torch.inference_mode(False)
     def update(self, x: Inputs, y: Tensor) -> None:
-        """Update the running means with the curvature of a batch at the present weights.
+        """Update the running means with the curvature of a batch at the current weights.
 
-        The first batch is measured, and every `every`-th one after it. For the others this only
-        counts the batch.
+        The first batch is measured, and every `every`-th batch after it. All other batches are only
+        counted.
 
         Args:
             x: Inputs, `[B, ...]`.
-            y: Targets, as the likelihood takes them.
+            y: Targets, in the form that the likelihood takes.
 
         Raises:
-            ValueError: For a batch without examples, or inputs, targets or outputs that do not
-                match the model and the likelihood. Such a batch is in no running mean.
+            ValueError: If a batch has no examples, or inputs, targets or outputs do not match the
+                model and the likelihood. Such a batch does not enter the running means.
             TypeError: If inputs or targets have the wrong dtype.
-            RuntimeError: If the model's parameters were moved or replaced, or under autocast.
+            RuntimeError: If the model's parameters were moved or replaced, or autocast is enabled.
         """
         if self._num_updates % self.every:
             self._num_updates += 1
@@ -232,18 +232,18 @@ class OnlineCurvature:
                 self._add(batch)
 
     def posterior(self, num_data: SupportsIndex) -> Laplace:
-        """Build the posterior at the present weights.
+        """Build the posterior at the current weights.
 
-        It is around a copy of the model in eval mode, `la.model`, so that training can go on. It
-        can be saved, and loaded for a model with the same weights.
+        The posterior is for a copy of the model in eval mode, `la.model`, so training can continue.
+        It can be saved, and loaded for a model with the same weights.
 
         Args:
             num_data: N, the number of training examples.
 
         Raises:
-            RuntimeError: Before the second batch is measured, since the first one has no directions
-                of an earlier batch; after `load_state_dict` before the next measured batch; if the
-                model's parameters were moved or replaced.
+            RuntimeError: If fewer than two batches have been measured, because the first batch has
+                no directions of an earlier batch; if no batch has been measured since
+                `load_state_dict`; if the model's parameters were moved or replaced.
         """
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
@@ -427,7 +427,7 @@ class OnlineCurvature:
                 own_buffers[name].copy_(buffer)
 
     def _check_parameters(self) -> None:
-        """Require that the model's parameters are still those of the working copy."""
+        """Require that the model and the working copy still have the same parameters."""
         shared = dict(self._state.spec.model.named_parameters())
         for name, parameter in unwrapped(self.model).named_parameters():
             if name not in shared or shared[name].data_ptr() != parameter.data_ptr():

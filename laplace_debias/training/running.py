@@ -133,7 +133,7 @@ class RunningMagnitudes(ABC):
 
 
 class FactorMagnitudes(RunningMagnitudes):
-    """K-FAC: curvature of the factors of present batches along the directions (Eq. 9)."""
+    """K-FAC: curvature of the factors of current batches along the directions (Eq. 9)."""
 
     num_parts = 2
 

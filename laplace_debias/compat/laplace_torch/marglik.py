@@ -54,19 +54,20 @@ def marglik_training(
         train_loader: Batches `(x, y)`.
         likelihood: `"classification"` or `"regression"`.
         hessian_structure: `"kron"`, `"full"` or `"diag"`.
-        backend: A backend of laplace-torch, or its name, as for `Laplace`.
+        backend: A backend of laplace-torch, or its name; see `Laplace`.
         optimizer_cls: The class of the optimizer of the weights.
-        optimizer_kwargs: Its options. The prior takes the place of `weight_decay`, which is 0.
+        optimizer_kwargs: Options of the optimizer. The prior takes the place of `weight_decay`,
+            which is 0.
         scheduler_cls: The class of a schedule of the learning rate, with a step after each batch.
-        scheduler_kwargs: Its options.
+        scheduler_kwargs: Options of the schedule.
         n_epochs: The number of epochs.
         lr_hyp: The learning rate of prior precision and noise.
         prior_structure: `"layerwise"` for one prior precision per block, or `"scalar"`.
-        n_epochs_burnin: The epoch with the first fit, from 1; 0 for the first epoch, too.
+        n_epochs_burnin: The epoch with the first fit, counted from 1. 0 also means the first epoch.
         n_hypersteps: Steps on prior precision and noise after each fit.
         marglik_frequency: The number of epochs between two fits.
         prior_prec_init: The prior precision at the start, divided by the temperature.
-        sigma_noise_init: The noise of a regression if it is fixed, else 1.
+        sigma_noise_init: The noise of a regression if it is fixed, otherwise 1.
         temperature: T.
         fix_sigma_noise: Whether the noise is `sigma_noise_init` throughout.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
@@ -76,10 +77,9 @@ def marglik_training(
         negative log marginal likelihood and the loss, both once per fit.
 
     Raises:
-        NotImplementedError: For `prior_structure="diag"`, for `"layerwise"` with
-            `hessian_structure="full"`, or a noise that is optimised from
-            another start than 1.
-        ValueError: For an unknown name.
+        NotImplementedError: If `prior_structure` is `"diag"`, or `"layerwise"` with
+            `hessian_structure="full"`, or if the noise is optimised from a start other than 1.
+        ValueError: If a name is unknown.
     """
     likelihood = checked_name("likelihood", likelihood, ("classification", "regression"))
     hessian_structure = checked_name("hessian_structure", hessian_structure, STRUCTURES)

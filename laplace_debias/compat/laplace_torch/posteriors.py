@@ -59,7 +59,7 @@ class Laplace:
     """A Laplace approximation with the names and defaults of laplace-torch.
 
     Args:
-        model: The trained network, which stays as it is: draws of the parameters are evaluated on a
+        model: The trained network. It is not changed: draws of the parameters are evaluated on a
             copy.
         likelihood: `"classification"`, `"regression"` or `"reward_modeling"`: a network with one
             output, fitted to pairs `[B, 2, ...]` and the index of the preferred input.
@@ -72,19 +72,19 @@ class Laplace:
         temperature: T.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
         subnetwork_indices: For `"subnetwork"`: indices of entries.
-        last_layer_name: Name of the last layer; None to find it.
-        n_subset: For `"gp"`: how many training examples span the posterior; None for all.
+        last_layer_name: Name of the last layer. Default: it is found automatically.
+        n_subset: For `"gp"`: how many training examples span the posterior. Default: all.
         independent_outputs: For `"gp"`: whether each output has a Gaussian process of its own.
-        backend: A backend of laplace-torch, or its name: one that ends with `GGN` for the exact
-            Fisher matrix, with `EF` for the empirical one.
+        backend: A backend of laplace-torch, or its name. Names that end with `GGN` mean the exact
+            Fisher matrix, and names that end with `EF` mean the empirical Fisher matrix.
         backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
 
     Attributes:
-        posterior: The `laplace_debias.Laplace` that does the work, under the present prior.
+        posterior: The `laplace_debias.Laplace` that does the work, with the current prior.
 
     Raises:
-        NotImplementedError: For a combination that there is no equivalent of.
-        ValueError: For an unknown name.
+        NotImplementedError: If there is no equivalent of the combination of arguments.
+        ValueError: If a name is unknown.
 
     Example:
         >>> import torch
@@ -198,12 +198,12 @@ class Laplace:
 
         Args:
             train_loader: Batches `(x, y)`.
-            override: Whether to forget earlier data. If False, the data are added to those of the
-                earlier fit; see `laplace_debias.Laplace.update`.
+            override: Whether to forget earlier data. If False, the new data are added to the
+                earlier data; see `laplace_debias.Laplace.update`.
             progress_bar: Whether to show a progress bar.
 
         Raises:
-            RuntimeError: For `override=False` before a fit.
+            RuntimeError: If `override` is false and nothing has been fitted.
         """
         if override:
             self._fit.fit(train_loader, progress=progress_bar)
@@ -417,14 +417,14 @@ class Laplace:
     ) -> None:
         """Choose the prior precision by marginal likelihood, or by grid search on held-out data.
 
-        A bounded search finds the optimum of the marginal likelihood. On held-out data the
-        metric is the NLL of the predictive, for a regression with its noise.
+        A bounded search finds the optimum of the marginal likelihood. On held-out data, the metric
+        is the NLL of the predictive, which includes the noise of a regression.
 
         Raises:
-            NotImplementedError: For `pred_type="nn"` or `link_approx="mc"` with a grid, for
-                `prior_structure="diag"` with another structure than `"diag"`, and for
-                `"layerwise"` with a structure that is not one of layers.
-            ValueError: For an unknown name, or a grid without `val_loader`.
+            NotImplementedError: If `pred_type="nn"` or `link_approx="mc"` is combined with a grid,
+                `prior_structure="diag"` with a structure other than `"diag"`, or `"layerwise"` with
+                a structure that does not consist of layers.
+            ValueError: If a name is unknown, or a grid is passed without `val_loader`.
         """
         method = checked_name("method", method, ("marglik", "gridsearch"))
         prior_structure = checked_name(
@@ -603,7 +603,7 @@ class Laplace:
 
     @property
     def log_det_ratio(self) -> Float[Tensor, ""]:
-        """The log-determinant of the posterior precision minus that of the prior precision."""
+        """The log-determinant of the posterior precision, minus the one of the prior precision."""
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     @property
@@ -619,9 +619,9 @@ class Laplace:
         Setting it after a fit scales the curvature.
 
         Raises:
-            ValueError: For another likelihood, if the noises of several outputs do not change by
-                the same factor, or for the `backend` of the empirical Fisher matrix, whose
-                curvature is not proportional to the inverse variance.
+            ValueError: If the likelihood is not `"regression"`, if the noise levels of several
+                outputs do not change by the same factor, or if the `backend` is for the empirical
+                Fisher matrix, whose curvature is not proportional to the inverse variance.
         """
         if self.likelihood == "regression":
             return self.posterior.sigma
@@ -649,7 +649,7 @@ class Laplace:
 
     @property
     def posterior_covariance(self) -> Tensor | LinearOperator:
-        """The posterior covariance: a matrix if `curvature="full"`, else an operator."""
+        """The posterior covariance: a matrix if `curvature="full"`, otherwise an operator."""
         covariance = self.posterior.posterior.covariance
         return covariance.to_dense() if self._structure == "full" else covariance
 
@@ -732,7 +732,7 @@ class StructuredLaplace(Laplace):
     Args:
         model: The trained network.
         likelihood: `"classification"`, `"regression"` or `"reward_modeling"`.
-        *arguments: The arguments of `Laplace` from `sigma_noise` on, in their order.
+        *arguments: The arguments of `Laplace` that begin with `sigma_noise`, in their order.
         **options: Arguments of `Laplace` by their names.
 
     Example:
@@ -841,7 +841,7 @@ def checked_name(argument: str, value: str, names: Collection[str]) -> str:
 
 
 def _scalar_or_vector(value: float | Tensor) -> float | Tensor:
-    """One number from a tensor of a single one; vectors stay."""
+    """Return a number for a tensor with a single entry, and vectors unchanged."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     return value

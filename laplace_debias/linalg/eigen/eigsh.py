@@ -331,8 +331,8 @@ def eigsh(
             distinguished, including eigenvalues beyond the k-th, and eigenvalues below the
             tolerance are not distinguished from zero. Choose `tol` well below the ratio of the k-th
             eigenvalue to the first.
-        max_matvecs: Largest number of products. Default: `max(1000, 50 k)`, and
-            `max(10_000, 1000 k)` for `"power"`.
+        max_matvecs: Largest number of products; the last block of products may exceed it. Default:
+            `max(1000, 50 k)`, and `max(10_000, 1000 k)` for `"power"`.
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
 
