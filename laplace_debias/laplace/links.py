@@ -44,9 +44,9 @@ def pairwise(mean: Logits, covariance: Covariance) -> Logits:
     r"""Compute the mean-field softmax with the full covariance of the logits.
 
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
-    s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$
-    every two classes by the probit of their difference. A part that all logits share cancels. For
-    two classes it is the binary probit.
+    s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares every two classes by the
+    probit of their difference. A part that all logits share cancels. For two classes, the result is
+    the binary probit.
 
     Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
     application to uncertainty estimation".
@@ -340,10 +340,9 @@ def bridge(mean: Logits, covariance: Covariance) -> Logits:
     r"""Compute the logarithms of the Dirichlet parameters of the Laplace bridge.
 
     $$\alpha_k = \frac1{\Sigma_{kk}} \Big(1 - \frac2C + \frac{e^{\mu_k}}{C^2} \sum_l
-    e^{-\mu_l}\Big)$$
-    for logits that are conditioned on a sum of zero. Probabilities are the mean $\alpha_k / \sum_l
-    \alpha_l$. It is there for comparisons with other libraries: for small variances its
-    probabilities do not approach those of the network.
+    e^{-\mu_l}\Big)$$ for logits that are conditioned on a sum of zero. Probabilities are the mean
+    $\alpha_k / \sum_l \alpha_l$. Use it only for comparisons with other libraries: for small
+    variances, its probabilities do not approach the probabilities of the network.
 
     Reference: Hobbhahn, Kristiadi & Hennig (2022), "Fast predictive uncertainty for classification
     with Bayesian deep networks".
@@ -421,7 +420,7 @@ class Link:
         temperature: T, which the logits are divided by.
 
     Raises:
-        ValueError: For another name, or a temperature that is not positive and finite.
+        ValueError: If the name is unknown, or the temperature is not positive and finite.
     """
 
     name: str
@@ -460,7 +459,7 @@ class Link:
 
 
 def tempered(link: Link | None, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Divide logits by a link's temperature; without a link they stay as they are."""
+    """Divide logits by a link's temperature; without a link, return them unchanged."""
     if link is None or link.temperature == 1:
         return logits
     return logits / link.temperature
@@ -496,8 +495,8 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
 def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     """Return the link of an untuned posterior, or None if the likelihood has no links.
 
-    Outputs with further positions, `[B, ..., C]`, have the probit, as the covariance of all of them
-    grows with their number's square.
+    Outputs with positions, `[B, ..., C]`, use the probit, because the size of their full covariance
+    grows with the square of their number.
     """
     if likelihood.activation is None:
         return None

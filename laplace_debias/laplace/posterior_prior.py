@@ -58,20 +58,21 @@ class PosteriorPrior(GaussianPrior):
 
 
 def posterior_as_prior(la: Laplace) -> GaussianPrior:
-    r"""Return a posterior as the prior for further training on new data.
+    r"""Return a posterior as the prior for training on new data.
 
-    The prior is $N(\theta^*, P^{-1})$: its mean is that of the posterior, its precision the
-    posterior's. Train with `penalty` and fit with `Laplace(model, prior=...)`, whose precision is
-    $\tfrac NT C + P$ with the curvature C of the new data at the new parameters. Kronecker products
-    and low ranks are added as by `Laplace.update`. To add data without training, use that.
+    The prior is $N(\theta^*, P^{-1})$, with the mean and the precision of the posterior. Train with
+    `penalty` and fit with `Laplace(model, prior=...)`, whose precision is $\tfrac NT C + P$ with
+    the curvature C of the new data at the new parameters. Kronecker products and low ranks are
+    added in the same way as in `Laplace.update`. To add data without training, use
+    `Laplace.update`.
 
     Args:
-        la: A fitted posterior. It may change later, the prior does not.
+        la: A fitted posterior. Later changes to it do not change the prior.
 
     Raises:
-        RuntimeError: Before a fit.
-        ValueError: After `thin`, or for `curvature="gp"`, whose directions change with the
-            parameters.
+        RuntimeError: If `la` has not been fitted.
+        ValueError: If the posterior was thinned, or has `curvature="gp"`, whose directions change
+            with the parameters.
 
     Example:
         >>> import torch

@@ -34,7 +34,7 @@ class Thinning:
     Attributes:
         share: Bytes of the compressed posterior, divided by the bytes that it had before.
         error: Mean error over the inputs.
-        half_width: Half of the width of that mean's 95 % interval; infinite for one input.
+        half_width: Half of the width of the 95 % interval of this mean; infinite for one input.
         largest: Largest error of an input.
         num_inputs: Number of inputs.
     """

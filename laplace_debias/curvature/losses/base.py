@@ -29,7 +29,7 @@ class Uniforms:
     def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
         """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
 
-        Numbers at entries that count are those of an example without the others.
+        Numbers at entries that count are the same as for an example without the other entries.
         """
         seed, sample, first = self._key
         rows = np.arange(first, first + len(like), dtype=np.uint64)[:, None]

@@ -32,20 +32,21 @@ FAR = 2**40
 class ShardedBatches(Sampler[list[int]]):
     """A `batch_sampler` that divides each batch of indices among all processes.
 
-    Every batch of `batch_size` examples is cut into as many parts of nearly the same size as there
-    are processes, and each process reads its part: no example is read twice or left out, nothing is
-    padded, and the union of the processes' k-th batches is the k-th batch of one process. So every
-    fit is that of one process, whatever their number. Parts of fewer examples than processes are
-    empty on some, which then read fewer batches.
+    Every batch of `batch_size` examples is cut into one part per process, of nearly equal size, and
+    each process reads its part. No example is read twice or left out, nothing is padded, and the
+    k-th batches of all processes together are the k-th batch of a single process. So the result of
+    a fit does not depend on the number of processes. If a batch has fewer examples than there are
+    processes, some processes have no part of it, and read fewer batches.
 
     Args:
-        data: The data set, or anything with its length.
-        batch_size: Examples of all processes together in a batch.
-        shuffle: Whether the order of the examples is a random one, the same in every pass.
-        seed: Fixes that order. It must be the same on all processes.
-        rank: Which process this is; by default its rank in torch's process group, which is there
-            before; 0 without one.
-        num_ranks: How many there are; by default the size of that group, 1 without one.
+        data: The data set, or anything with the same length.
+        batch_size: Number of examples per batch, summed over all processes.
+        shuffle: Whether the order of the examples is random. It is the same in every pass.
+        seed: Fixes the order. It must be the same on all processes.
+        rank: Which process this is. Default: its rank in torch's process group, which must exist
+            before; 0 without a group.
+        num_ranks: The number of processes. Default: the size of torch's process group; 1 without a
+            group.
 
     Raises:
         ValueError: If a number is out of range.

@@ -38,67 +38,72 @@ from laplace_debias.system.ranks import collective, process_group
 class KFAC(Permuted):
     r"""The Kronecker-factored approximation of the `GGN` of a loss, `[D, D]`.
 
-    One block a parameter, $\Lambda = U_G\,\cdot\,U_A$ in an eigenbasis that is a Kronecker product:
-    a symmetric positive semi-definite operator, in the model's parameter order, that *is* its
-    eigendecomposition. So `inverse`, `eigsh`, `logdet`, `trace`, roots, and those of `KFAC(...) + c
-    * Identity(D)` are exact and cost no pass over the data.
+    There is one block per parameter, $\Lambda = U_G\,\cdot\,U_A$ in an eigenbasis that is a
+    Kronecker product. The operator is symmetric, positive semi-definite and in the model's
+    parameter order, and it stores its eigendecomposition. So `inverse`, `eigsh`, `logdet`, `trace`
+    and roots, also of `KFAC(...) + c * Identity(D)`, are exact and need no pass over the data.
 
-    The loss is torch's on the data as *one* batch, as for `GGN`: every argument of
+    The loss is torch's loss on the data as *one* batch, as for `GGN`: every argument of
     `nn.CrossEntropyLoss`, `nn.MSELoss` and `nn.BCEWithLogitsLoss` weighs the cotangents at the
-    outputs as it weighs the loss, and $c$ is what the loss's reduction divides by. With factors
-    over N examples $G = \frac1{NT}\sum g g^\top$ of the summed loss and $A = \frac1N\sum a a^\top$
-    (T positions share the weight, the ignored and padded ones left out, example by example; $\sum$
-    over examples, positions and cotangents), a block is
-    $\frac Nc\, G \otimes A$; that of a bias or a scale is exact. A is the mean over all
-    examples that have a position in the layer, whatever weights the loss gives them: `EKFAC` has
-    magnitudes of the weighted examples.
+    outputs as it weighs the loss, and $c$ is the divisor of the loss's reduction. Let the factors
+    over N examples be $G = \frac1{NT}\sum g g^\top$ of the summed loss and
+    $A = \frac1N\sum a a^\top$. Here T positions of an example share the weight, without ignored and
+    padded positions, and $\sum$ is over examples, positions and cotangents. A block is then
+    $\frac Nc\, G \otimes A$; the block of a bias or a scale is exact. A is the mean over all
+    examples that have a position in the layer, whatever weights the loss gives them, whereas
+    `EKFAC` has magnitudes of the weighted examples.
 
-    Equal to the `GGN` where a Kronecker product is exact: for one example, and for the blocks of a
-    linear network of any depth with `nn.MSELoss`.
+    K-FAC equals the `GGN` where a Kronecker product is exact: for one example, and for the blocks
+    of a linear network of any depth with `nn.MSELoss`.
 
     Args:
-        model: In eval mode where it has dropout or batch normalisation. It is never touched.
-        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
-            honoured; with `fisher="empirical"` also a callable `loss(outputs, targets) -> scalar`
+        model: The network, in eval mode if it has dropout or batch normalisation. It is never
+            changed.
+        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, with any of their
+            arguments; with `fisher="empirical"` also a callable `loss(outputs, targets) -> scalar`
             on a batch.
-        data: Batches `(inputs, targets)`, or with weights of the examples as a third entry,
-            re-iterable: directions, and magnitudes unless there are
-            others for them. As for `GGN`.
-        params: As for `GGN`.
-        num_data: The number of examples, if known: an error if the data holds another number.
-        magnitudes: Other batches, on which the curvature along the directions is measured, which
-            removes the bias of measuring where the directions were chosen (Eq. 9). Then the
-            operator is that of *their* loss.
+        data: Re-iterable batches `(inputs, targets)`, or with weights of the examples as a third
+            entry; see `CurvatureOperator`. They determine the directions, and also the magnitudes
+            unless `magnitudes` is passed.
+        params: Which parameters; see `CurvatureOperator`.
+        num_data: The number of examples, if known. If the data have a different number, an error is
+            raised.
+        magnitudes: Other batches on which the curvature along the directions is measured. This
+            removes the bias of measuring the curvature on the data that chose the directions (Eq.
+            9). The operator is then for the loss on *these* batches.
         fisher: `"exact"`: the loss Hessian in closed form. `"mc"`: gradients at drawn labels.
             `"signs"`: the columns of the Hessian's root, added up with random signs. `"empirical"`:
             gradients at the true labels, which approximates `EmpiricalFisher`.
-        mc_samples: For `"mc"` and `"signs"`: labels or sums per example (1 if not given).
-        generator: For `"mc"` and `"signs"`: The generator of the labels or signs. The draws of
-            an example depend on the generator and on the example's index in the data. torch's
+        mc_samples: For `"mc"` and `"signs"`: labels or sums per example. Default: 1.
+        generator: For `"mc"` and `"signs"`: the generator of the labels or signs. The draws of an
+            example depend on the generator and on the example's index in the data. torch's
             global generator is then not used, not even by loaders.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
-        joint: Whether a layer's weight and bias make one block instead of two.
-        sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or
-            `"reduce"`: one for all, or a mapping from layers' paths.
+        joint: Whether to treat the weight and the bias of a layer as one block instead of two.
+        sharing: How to treat weights that are applied at several positions of a convolution or a
+            sequence: `"expand"` or `"reduce"`, or a mapping from layers' paths to these.
         backend: `"backpack"`, `"hooks"`, or `"auto"`. All give the same factors.
-        factor_dtype: In what factors are summed and decomposed.
-        memory_bound: Bytes of working memory for output gradients; results do not depend on it.
-            None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
-        batch: As for `GGN`, of `magnitudes` too.
+        factor_dtype: The dtype in which factors are summed and decomposed.
+        memory_bound: The limit of the working memory for output gradients, in bytes. It does not
+            affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
+            needs more.
+        batch: A function from what the data yields to `(inputs, targets)`, also for `magnitudes`.
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
-        order: The index among the parameters of each of their rows; None for the same order.
+        order: The index among the parameters of each row of the blocks; None if the order is the
+            same.
         layout: The parameters' names and shapes.
         num_data: N, the number of examples that the magnitudes come from.
 
     Raises:
-        ValueError: Before any sweep: for a model that is random or holds NaN, data that is empty or
-            differs between passes, targets that do not fit the loss, an unknown name.
-        TypeError: For an iterator that can be read only once, or a loss without a closed form
-            unless `fisher="empirical"`.
+        ValueError: If the model is random or contains NaN, data are empty or differ between passes,
+            targets do not match the loss, or a name is unknown. The error is raised before any
+            pass.
+        TypeError: If the data are an iterator that can be read only once, or the loss has no closed
+            form and `fisher` is not `"empirical"`.
         NotImplementedError: If a parameter belongs to a layer without a Kronecker form here, or is
-            tied to another: it is named, with what to do.
+            tied to another parameter. The message names the parameter and a remedy.
 
     Reference:
         Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate
@@ -228,8 +233,8 @@ class EKFAC(KFAC):
     r"""The exact curvature along the eigenvectors of K-FAC, as an operator `[D, D]`.
 
     $\Lambda_{ij} = \frac1c \sum_n \sum_k ((U_G^\top \sum_t g_{kt} a_t^\top\, U_A)_{ij})^2$, the
-    diagonal of the `GGN` in K-FAC's eigenbasis, so that the trace is that of the `GGN` (on the data
-    of the magnitudes). See `KFAC` for the arguments. It reads the data twice.
+    diagonal of the `GGN` in K-FAC's eigenbasis. Its trace therefore equals the trace of the `GGN`
+    (on the data of the magnitudes). See `KFAC` for the arguments. EKFAC reads the data twice.
 
     Reference:
         George et al. (2018), "Fast approximate natural gradient descent in a Kronecker-factored

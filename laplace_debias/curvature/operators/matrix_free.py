@@ -32,40 +32,45 @@ from laplace_debias.system.ranks import collective
 class CurvatureOperator(NetworkOperator):
     r"""A symmetric curvature matrix `[D, D]` of the loss on a data set.
 
-    The loss is torch's on the data as *one* batch, whatever the batches: with `reduction="sum"` the
-    sum over them, with `"mean"` divided by what torch divides by, which counts weights and ignored
-    targets. With a process group it is that of all processes' data, each has the batches of its
-    part (`ShardedBatches`), and all of them make the same products in the same order.
+    The loss is torch's loss on the data as *one* batch, however the data are batched: with
+    `reduction="sum"`, the sum over all batches; with `"mean"`, this sum divided by torch's divisor,
+    which takes weights and ignored targets into account. In a process group, the loss is over the
+    data of all processes. Each process has the batches of its shard (`ShardedBatches`), and all
+    processes make the same products in the same order.
 
     Args:
-        model: In eval mode where it has dropout or batch normalisation. It is never touched. The
-            operator is that of the model's parameters at the time of the product: where they have
-            been changed in place (an optimiser's step), the network is linearised again.
-        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
-            honoured, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
+        model: The network, in eval mode if it has dropout or batch normalisation. It is never
+            changed. Products use the model's parameters at the time of the product: if they have
+            been changed in place (by a step of an optimiser), the network is linearised again.
+        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, with any of their
+            arguments, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
             differentiate twice.
-        data: Batches `(inputs, targets)` or `(inputs, targets, weights)`, the same ones every time.
-            An example of weight w counts as w examples, also in what `"mean"` divides by; then a
-            callable must be a sum or a mean over examples. They are read for every product whose
-            linearisations are not all kept. Inputs are a tensor, `model(x)`, a tuple or list
-            of tensors, `model(*x)`, or a mapping, `model(**x)`. Batches may also be mappings or
-            dataclasses that hold the targets, as collators make them.
+        data: Batches `(inputs, targets)` or `(inputs, targets, weights)`, which must be the same in
+            every pass. An example of weight w counts as w examples, also in the divisor of
+            `"mean"`; a callable must then be a sum or a mean over examples. The data are read for
+            every product, unless all linearisations are kept. Inputs are a tensor, `model(x)`, a
+            tuple or list of tensors, `model(*x)`, or a mapping, `model(**x)`. Batches may also be
+            mappings or dataclasses that contain the targets, such as the batches of collators.
         params: `"all"` (also None), `"weights"`, `"last_layer"`, names, or a predicate
-            `(name, parameter) -> bool`. Frozen parameters are never part of it; tied ones are one.
-        num_data: The number of examples, if known: an error if the data holds another number.
+            `(name, parameter) -> bool`. Frozen parameters are never included; tied parameters count
+            as one.
+        num_data: The number of examples, if known. If the data have a different number, an error is
+            raised.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
-        memory_bound: Bytes for linearised batches kept from one product to the next. Batches that
-            do not fit are linearised again in every product, one at a time.
-        chunk_size: Columns of a matrix multiplied side by side, by default as many as pay off; 1
-            for a network with operations that `torch.vmap` cannot take.
-        batch: A function from what the data yields to `(inputs, targets)`, for batches of another
-            form.
+        memory_bound: Bytes for linearised batches that are kept from one product to the next.
+            Batches that do not fit are linearised again in every product, one at a time.
+        chunk_size: Columns of a matrix that are multiplied side by side. Pass 1 for a network with
+            operations that `torch.vmap` does not support. Default: as many columns as are
+            worthwhile.
+        batch: A function from what the data yields to `(inputs, targets)`, for batches of a
+            different form.
 
     Raises:
-        ValueError: Before any product: for a model that is random, holds NaN or returns it, data
-            that is empty or differs between passes, targets that do not fit the loss.
-        TypeError: For an iterator that can be read only once, inputs, targets or a loss that are
-            none.
+        ValueError: If the model is random, or contains or returns NaN, data are empty or differ
+            between passes, or targets do not match the loss. The error is raised before any
+            product.
+        TypeError: If the data are an iterator that can be read only once, or inputs, targets or the
+            loss have the wrong type.
     """
 
     @collective("a curvature operator's construction")
@@ -163,8 +168,9 @@ class Hessian(CurvatureOperator):
     A product is a forward derivative of the gradient. See `CurvatureOperator` for the arguments.
 
     Raises:
-        ValueError: In the first product, if the loss depends on a norm or a distance that is 0: it
-            has no second derivative, and torch's is wrong. See `CurvatureOperator` for the others.
+        ValueError: If the loss depends on a norm or a distance that is 0, which has no second
+            derivative (torch's value is wrong). The error is raised in the first product. Also
+            raises the errors of `CurvatureOperator`.
 
     Reference:
         Pearlmutter (1994), "Fast exact multiplication by the Hessian".
@@ -185,10 +191,11 @@ class Hessian(CurvatureOperator):
 class GGN(CurvatureOperator):
     r"""The generalised Gauss-Newton matrix $\sum_n J_n^\top\nabla^2_f \ell_n J_n$.
 
-    $J_n$ is the Jacobian of the outputs in the parameters and $\ell_n$ an example's part of the
-    loss; with `reduction="mean"` divided as the loss is. The Hessian without the network's own
-    curvature; positive semi-definite for a loss that is convex in the outputs. See
-    `CurvatureOperator` for the arguments.
+    $J_n$ is the Jacobian of the outputs with respect to the parameters, and $\ell_n$ is the part of
+    the loss that belongs to an example; with `reduction="mean"`, the sum is divided in the same way
+    as the loss. The GGN is the Hessian without the curvature of the network itself. It is positive
+    semi-definite for a loss that is convex in the outputs. See `CurvatureOperator` for the
+    arguments.
 
     Reference:
         Schraudolph (2002), "Fast curvature matrix-vector products for second-order gradient
@@ -211,15 +218,16 @@ class Fisher(CurvatureOperator):
     $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
     [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$
 
-    with $\ell = -\log p$: the softmax for `nn.CrossEntropyLoss`, independent Bernoullis for
-    `nn.BCEWithLogitsLoss`, a Gaussian of variance ½ for `nn.MSELoss` (so that $\ell = (f - y)^2$).
-    Outputs at several positions are independent given the network. $c$ is what the loss's reduction
-    divides by.
+    Here $\ell = -\log p$, where p is the softmax for `nn.CrossEntropyLoss`, independent Bernoullis
+    for `nn.BCEWithLogitsLoss`, and a Gaussian of variance ½ for `nn.MSELoss` (so that
+    $\ell = (f - y)^2$). Outputs at several positions are independent given the network. $c$ is the
+    divisor of the loss's reduction.
 
-    The loss's arguments weigh terms, they do not change the model's distribution: a term counts
-    $\omega$ times as the loss counts it, `weight` of its target's class, `pos_weight`, zero where
-    it is ignored, with label smoothing the mean weight under the smoothed target. So `"exact"` is
-    the `GGN` for every argument, and `"mc"` and `"signs"` are unbiased estimates of it.
+    The arguments of the loss weigh terms, and do not change the distribution of the model. The
+    weight $\omega$ of a term is its weight in the loss: `weight` of its target's class,
+    `pos_weight`, zero if the term is ignored, and with label smoothing the mean weight under the
+    smoothed target. So `"exact"` is the `GGN` for every argument, and `"mc"` and `"signs"` are
+    unbiased estimates of it.
 
     See `CurvatureOperator` for the arguments that are not here.
 
@@ -228,14 +236,15 @@ class Fisher(CurvatureOperator):
             drawn labels. `"signs"`: the columns of the loss Hessian's root, added up with random
             signs. For one output per example it is exact, and for a confident network it has less
             noise than `"mc"`.
-        mc_samples: For `"mc"` and `"signs"`: labels or sums per example (1 if not given).
-        generator: For `"mc"` and `"signs"`: The generator of the labels or signs. They depend on
+        mc_samples: For `"mc"` and `"signs"`: labels or sums per example. Default: 1.
+        generator: For `"mc"` and `"signs"`: the generator of the labels or signs. They depend on
             the generator and on the example's index in the data, and are the same in every product.
             torch's global generator is then not used, not even by the loader.
 
     Raises:
-        ValueError: For an unknown kind, or arguments of `"mc"` and `"signs"` with `"exact"`.
-        TypeError: If the loss is not one of the three.
+        ValueError: If the kind is unknown, or arguments of `"mc"` and `"signs"` are passed with
+            `"exact"`.
+        TypeError: If the loss is not one of these three.
 
     Reference:
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation".

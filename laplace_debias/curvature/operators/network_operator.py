@@ -76,7 +76,7 @@ class Item:
     Attributes:
         rows: Indices of its outputs among the flattened outputs of all data.
         linearisation: The outputs and the linear maps in the parameters.
-        at_outputs: The linear map at the outputs; None for none.
+        at_outputs: The linear map at the outputs; None if there is none.
         num_bytes: Bytes that the item needs while it is kept.
     """
 
@@ -95,7 +95,7 @@ class NetworkOperator(LinearOperator):
 
     Attributes:
         layout: The selected parameters, in the model's order, as they lie in a vector.
-        num_data: N, the number of examples, of all processes that share the data.
+        num_data: N, the number of examples of all processes that share the data.
         num_bytes_kept: Bytes of the linearised batches that are kept between products.
     """
 
@@ -237,23 +237,25 @@ class NetworkOperator(LinearOperator):
 class Jacobian(NetworkOperator):
     r"""The Jacobian $\partial f / \partial\theta$ of all outputs, `[N·C, D]`.
 
-    Rows are the outputs of the first example, flattened row-major, then those of the second, and so
-    on; C is the number of output entries of an example.
+    Rows are the outputs of the first example, flattened row-major, then the outputs of the second
+    example, and so on. C is the number of output entries of an example.
 
     Args:
-        model: As for `CurvatureOperator`.
+        model: The network; see `CurvatureOperator`.
         data: Batches `(inputs, targets)`; the targets are not used. See `CurvatureOperator`.
         params: The parameters; see `CurvatureOperator`.
-        num_data: The number of examples, if known: an error if the data holds another number.
-        memory_bound: Bytes for linearised batches kept from one product to the next.
-        chunk_size: Columns of a matrix multiplied at once; see `CurvatureOperator`.
+        num_data: The number of examples, if known. If the data have a different number, an error is
+            raised.
+        memory_bound: Bytes for linearised batches that are kept from one product to the next.
+        chunk_size: Columns of a matrix that are multiplied at once; see `CurvatureOperator`.
         batch: A function from what the data yields to `(inputs, targets)`.
 
     Raises:
-        ValueError: Before any product: for a model that is random, holds NaN or returns it, data
-            that is empty or differs between passes. In the first product: if examples differ in the
-            shape of their outputs.
-        TypeError: For an iterator that can be read only once, or inputs that are no tensors.
+        ValueError: If the model is random, or contains or returns NaN, or data are empty or differ
+            between passes; this error is raised before any product. If examples differ in the shape
+            of their outputs; this error is raised in the first product.
+        TypeError: If the data are an iterator that can be read only once, or inputs are not
+            tensors.
     """
 
     # Its rows are the outputs, which no weight multiplies.

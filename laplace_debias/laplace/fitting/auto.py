@@ -42,10 +42,10 @@ _END_OF_DATA = "the end of the data"
 class Auto(Scheme):
     """A fit that stops reading examples once its error is within a tolerance.
 
-    Cross-fits increasingly large random samples. After each round it estimates how much the
-    outputs' standard deviations still differ from those of a fit to all data, and stops once the
+    The fit cross-fits increasingly large random samples. After each round, it estimates how much
+    the standard deviations of the outputs still differ from a fit to all data, and stops once the
     estimate is below the tolerance or a budget is used up. The estimate covers prior precisions
-    from the current one to 10⁴ times it, so it remains valid after tuning.
+    from the current one to 10⁴ times this value, so it remains valid after tuning.
 
     Attributes:
         data: Randomly ordered batches `(x, y)`. Only as many as needed are read.
@@ -58,10 +58,10 @@ class Auto(Scheme):
             be the same; batches that were read are skipped, except those of an iterator.
 
     Raises:
-        TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, a
-            forward ratio below 1, or the report of a fit that reached its tolerance or used all
-            the data.
+        TypeError: If a number has the wrong type.
+        ValueError: If the tolerance or the seconds are not positive, `examples` is below 16, the
+            forward ratio is below 1, or `after` is the report of a fit that reached its tolerance
+            or used all the data.
     """
 
     mode = "auto"

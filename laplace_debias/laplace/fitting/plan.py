@@ -37,8 +37,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 class Plan:
     """The estimated memory and time of a fit; `print(plan)` shows a table.
 
-    Bytes are those beyond the model and the data, on one process. A dense curvature (`"full"`,
-    `"lowrank"`) is not made of blocks, and has none here.
+    Bytes do not include the model and the data, and are for one process. A dense curvature
+    (`"full"`, `"lowrank"`) is not made of blocks, so `blocks` is empty.
 
     Attributes:
         curvature: The argument of `Laplace`.
@@ -46,7 +46,7 @@ class Plan:
         num_parameters: D, the number of Bayesian parameters.
         blocks: The bytes of every block.
         stages: Largest number of bytes in each stage of the fit, in their order.
-        posterior: Bytes of the fitted posterior, its mean included.
+        posterior: Bytes of the fitted posterior, including its mean.
         seconds: Time of the passes over the data, without eigendecompositions, extrapolated from
             one batch; None if the number of batches is not known, or if no batch was run because
             the blocks need more memory than there is.

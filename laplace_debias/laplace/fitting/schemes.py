@@ -1,6 +1,6 @@
-"""Fitting schemes: which examples determine directions, and which magnitudes.
+"""Fitting schemes: which examples determine directions, and which determine magnitudes.
 
-A scheme is a value that holds its data. A new way to fit is one more class here.
+A scheme contains its data. To add a new way to fit, add a class here.
 """
 
 from abc import ABC, abstractmethod
@@ -261,11 +261,11 @@ class CrossFit(Scheme):
     See `curvature.fits.crossfit`.
 
     Attributes:
-        data: Batches `(x, y)`, which are held in memory.
+        data: Batches `(x, y)`, which are kept in memory.
         folds: K, at least 2.
 
     Raises:
-        TypeError: If `folds` is not a whole number.
+        TypeError: If `folds` is not an integer.
         ValueError: If `folds` is less than 2.
     """
 

@@ -75,10 +75,10 @@ class Intervals:
     def covers(self, targets: Float[Tensor, "..."]) -> Bool[Tensor, "*batch outputs"]:
         """Return whether each target is in its interval, including the ends.
 
-        Targets of a single output may lack the dimension of the outputs; the result has it.
+        Targets of a single output may lack the dimension of the outputs, but the result has it.
 
         Raises:
-            ValueError: If the shape of the targets is not that of the intervals.
+            ValueError: If targets and intervals differ in shape.
         """
         if targets.shape != self.low.shape:
             if (*targets.shape, 1) != self.low.shape:
@@ -148,32 +148,34 @@ class Conformal:
     r"""Prediction sets or intervals with a guaranteed probability of coverage.
 
     The guarantee needs no assumption on the model: calibration and new examples only have to be
-    exchangeable. It holds on average over examples (with `groups` within each group) and over the
-    draw of the calibration data. The posterior determines how the size varies between inputs.
+    exchangeable. The guarantee is on average over examples (with `groups`, within each group) and
+    over the draw of the calibration data. The posterior determines how the size of the sets varies
+    between inputs.
 
     - Classes: adaptive sets of the most probable classes (`mass_above`).
-    - Regression: mean ± q · standard deviation of the predictive, the noise included, with q for
-      each output.
+    - Regression: mean ± q · standard deviation of the predictive, which includes the noise, with a
+      separate q for each output.
 
     Args:
         predictor: A fitted `Laplace` or `Mixture` of a classification, a binary problem or a
             regression whose predictive is normal.
-        method: How to predict; this, `samples` and `link` are those of `predict`.
-        samples: Draws.
-        link: From logits to probabilities.
-        penalty: λ of regularised adaptive sets, for each class beyond `free_rank`; 0 for none.
+        method: How to predict; see `Laplace.predict`.
+        samples: Number of draws; see `Laplace.predict`.
+        link: The function from logits to probabilities; see `Laplace.predict`.
+        penalty: λ of regularised adaptive sets, for each class beyond `free_rank`. 0 means no
+            penalty.
         free_rank: The number of classes of a set that have no penalty.
-        groups: A function from inputs to the group of each example, `[B]` integers: the level is
+        groups: A function from inputs to the group of each example, `[B]` integers. The level is
             then reached within each group.
 
     Attributes:
-        quantiles: For each group (0 without groups) the score below which sets go, after
-            `calibrate`.
-        level: The level that it was calibrated for; None before.
+        quantiles: For each group (0 without groups), the largest score of the entries of a set; set
+            by `calibrate`.
+        level: The level of the calibration; None before `calibrate`.
 
     Raises:
-        TypeError: `predictor` is not a `Laplace` or `Mixture`, or `groups` is not a function.
-        ValueError: `penalty` is negative, or `free_rank` is below 1.
+        TypeError: If `predictor` is not a `Laplace` or `Mixture`, or `groups` is not a function.
+        ValueError: If `penalty` is negative, or `free_rank` is below 1.
 
     Reference:
         Papadopoulos, Proedrou, Vovk, Gammerman. Inductive confidence machines for regression. ECML,
@@ -224,12 +226,13 @@ class Conformal:
             loader: Labelled batches `(x, y)` that were used neither to train the network nor to
                 tune the posterior.
             level: The probability that a set covers its target.
-            generator: For the draws, if the method has any.
+            generator: Seeds the draws, if the method draws samples.
 
         Raises:
-            ValueError: The level is not between 0 and 1, there are too few examples for it, or a
-                group does not fit the inputs. Else this raises what `predict` raises.
-            NotImplementedError: The predictive is neither normal nor of exclusive classes.
+            ValueError: If the level is not between 0 and 1, there are too few examples for this
+                level, or a group does not match the inputs. Also raises the errors of
+                `Laplace.predict`.
+            NotImplementedError: If the predictive is neither normal nor for exclusive classes.
         """
         check_level(level)
         check_held_out(loader)
@@ -255,13 +258,13 @@ class Conformal:
         """Return a set of classes, or an interval, for each input.
 
         Args:
-            x: Inputs, as for `Laplace.predict`.
-            generator: For the draws, if the method has any.
+            x: Inputs, in any form that `Laplace.predict` accepts.
+            generator: Seeds the draws, if the method draws samples.
 
         Raises:
-            RuntimeError: Before `calibrate`.
-            ValueError: For a group without calibration examples. Else this raises what
-                `Laplace.predict` raises.
+            RuntimeError: If `calibrate` has not been called.
+            ValueError: If a group has no calibration examples. Also raises the errors of
+                `Laplace.predict`.
         """
         self._check_calibrated()
         predictive = self._predict(x, generator)
@@ -285,15 +288,15 @@ class Conformal:
 
         Args:
             loader: Labelled batches `(x, y)` that `calibrate` did not use.
-            generator: For the draws, if the method has any.
-            level: Coverage of the confidence intervals of both metrics.
+            generator: Seeds the draws, if the method draws samples.
+            level: Nominal coverage of the confidence intervals of both metrics.
 
         Returns:
-            `coverage`, the share of targets that are covered; `set_size`, the mean number of
+            `coverage`, the fraction of targets that are covered; and `set_size`, the mean number of
             classes, or `width`, the mean width of an interval. With groups also `coverage_<group>`.
 
         Raises:
-            RuntimeError: Before `calibrate`. Else this raises what `predict` raises.
+            RuntimeError: If `calibrate` has not been called. Also raises the errors of `predict`.
         """
         self._check_calibrated()
         check_level(level)

@@ -10,7 +10,7 @@ class FitReport:
     """The estimated error of a fit with `mode="auto"`.
 
     An error is the relative error of the outputs' standard deviations, as the root mean square over
-    inputs that had no part in the fit. It is estimated from the differences between folds, and
+    inputs that were not used for the fit. It is estimated from the differences between folds, and
     between magnitudes in fold and from held-out folds (see the page on the method, also for how
     often the true error is smaller).
 
@@ -26,7 +26,7 @@ class FitReport:
             ended before the first round.
         error_by_block: The contribution of each block to the error, at the fit's prior precision.
         continuation: The state that `Auto(after=)` continues from, as large as the factors of four
-            fits; None if the tolerance was reached or all data was fitted.
+            fits; None if the tolerance was reached or all data were fitted.
     """
 
     num_examples: int
@@ -40,7 +40,7 @@ class FitReport:
 
     @property
     def error(self) -> float:
-        """The largest error of the curve, which holds for any tuned prior precision."""
+        """The largest error of the curve, which covers any tuned prior precision."""
         return max(self.curve.values())
 
     @property

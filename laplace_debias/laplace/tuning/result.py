@@ -56,14 +56,15 @@ class Tuning:
             also `sigma_factor`, the number that the fit's sigma is multiplied by. With one prior
             precision per kind of layer or block, one row for each: its `name`, `prior_precision`,
             `num_parameters`, and `num_determined`, the number of these that the data determine.
-        sigma: The noise that was tuned with it, one number or one per output; None if it was not.
-        flat: The least and the greatest prior precision tried between which the metric differs from
-            the best by at most one standard error of that difference, paired over the examples. For
-            the marginal likelihood, by at most half a nat. None for one example, and for several
-            prior precisions.
+        sigma: The noise that was tuned with the prior precision, one number or one per output; None
+            if it was not tuned.
+        flat: The smallest and the largest prior precision tried between which the metric differs
+            from the best value by at most one standard error of this difference, paired over the
+            examples. For the marginal likelihood, it differs by at most half a nat. None for one
+            example, and for several prior precisions.
         notes: Remarks on the search, for example that it ended at a limit.
-        link: The link from logits to probabilities that was tuned with it; None for the marginal
-            likelihood and for a regression.
+        link: The link from logits to probabilities that was tuned with the prior precision; None
+            for the marginal likelihood and for a regression.
         compared: A row for each of the network, temperature scaling, and every link at T = 1 and at
             its best T, at its best prior precision of the grid: its `name`, `prior_precision` (None
             without a posterior), `temperature`, the metric, the `difference` from the choice and

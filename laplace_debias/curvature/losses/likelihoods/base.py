@@ -18,30 +18,31 @@ Weights = Sequence[float] | Tensor
 class Likelihood(ABC):
     """The distribution p(y | f) of targets y, given the network's outputs f, `[B, C]`.
 
-    ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
-    the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
-    also has `curvature_weights`. If a network has further positions, `[B, T, C]`, the methods get
-    each position as an example, and ℓ is their sum; only `predictive` and `mixture` get the
-    dimension of positions.
+    ℓ is the negative log-likelihood of one example, with every constant. A new likelihood
+    implements the six abstract methods. If its Hessian depends on the target, for example by a
+    weight of its class, it also implements `curvature_weights`. If a network has outputs with
+    positions, `[B, T, C]`, the methods get each position as an example, and ℓ is the sum over
+    positions; only `predictive` and `mixture` get the dimension of positions.
 
     A likelihood also states everything that depends on it elsewhere: the attributes below,
     `marginals` and `epistemic_variances` for targets that are numbers, `options` for files,
     `exported` for programs, `describe` and `warn_of_outputs` for users.
 
     Attributes:
-        name: The name in `Laplace(likelihood=)`, in files and as `--task`; None for a class that is
-            not of this package.
+        name: The name in `Laplace(likelihood=)`, in files and as `--task`. None if the class is not
+            in this package.
         targets: The type of a target: one class, several labels, or numbers; None if not stated.
         activation: How outputs that are logits become probabilities: by one softmax, or by a
-            sigmoid each. Links and temperatures are for these. None if the outputs are no logits.
-        has_sigma: Whether the curvature goes with the inverse square of a noise `sigma`, so that a
-            fit, `tune` and `tune_evidence` can determine it.
+            sigmoid each. Links and temperatures apply to these likelihoods. None if the outputs are
+            not logits.
+        has_sigma: Whether the curvature is proportional to the inverse square of a noise `sigma`,
+            so that a fit, `tune` and `tune_evidence` can determine this noise.
         is_assumed: Whether `sigma` was not given, and has not been tuned.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
         variances_suffice: Whether `predictive` depends on the variances of the outputs only.
         outputs_meaning: The name of the network's outputs in messages.
         checks_shapes_only: Whether `check` uses only shape and dtype of the outputs, so that they
-            may be on another device than the targets.
+            may be on a different device than the targets.
     """
 
     name: ClassVar[str | None] = None
@@ -69,8 +70,8 @@ class Likelihood(ABC):
     def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
         """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs.
 
-        It is called for every batch. On an accelerator the host waits for numbers that it looks at:
-        those of this package's likelihoods are read once per fit.
+        The method is called for every batch. On an accelerator, the host waits for each number that
+        it reads; the likelihoods of this package read their numbers once per fit.
         """
 
     @property
@@ -191,7 +192,7 @@ class Likelihood(ABC):
     ) -> Float[Tensor, "batch outputs"]:
         """Compute ∇_f of −log p(y | f) at targets that are drawn from p(y | f), `[B, C]`.
 
-        Its outer product is, in expectation, that of the columns of `hessian_root`.
+        Its expected outer product equals the outer product of the columns of `hessian_root`.
         """
         return self.gradient(outputs, self.sample(outputs, uniforms))
 
@@ -285,7 +286,7 @@ class Likelihood(ABC):
     ) -> dict[str, Tensor]:
         """Return the predictive distribution's tensors, keyed by attribute name.
 
-        It consists of operations that `torch.export` records. The arguments are those of
+        The method must consist of operations that `torch.export` records. It has the arguments of
         `predictive`. Likelihoods with an `activation` are exported by their link instead.
 
         Raises:
@@ -303,8 +304,8 @@ class Likelihood(ABC):
     def options(self) -> dict[str, Any]:
         """Return the constructor arguments as JSON data, to store in a posterior file.
 
-        For a user's class, a file holds them with the class's import path, and `Laplace.load`
-        rejects an instance in which one of them differs. Empty by default.
+        For a user's class, a file contains these options with the import path of the class, and
+        `Laplace.load` rejects an instance in which one of them differs. Default: empty.
         """
         return {}
 
@@ -322,7 +323,7 @@ RESHAPE_TARGETS = (
 
 
 def columns_of(targets: Tensor, ndim: int = 2) -> Tensor:
-    """Targets with as many dimensions as the outputs: those of a single output may lack one."""
+    """Targets with as many dimensions as the outputs; for a single output, they may lack one."""
     return targets.unsqueeze(-1) if targets.ndim == ndim - 1 else targets
 
 

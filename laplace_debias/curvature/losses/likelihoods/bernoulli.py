@@ -59,13 +59,13 @@ class _Sigmoids(Likelihood):
 class Bernoulli(_Sigmoids):
     r"""Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`.
 
-    With a weight π of the positives, as `nn.BCEWithLogitsLoss(pos_weight=)` has it,
-    $\ell = -\pi y\log p - (1-y)\log(1-p)$ and its Hessian $\omega\,p(1-p)$, $\omega = 1+(\pi-1)y$.
-    The mean loss of N examples is Σ ℓ / N, as in torch. `Categorical` explains the posterior and
-    the marginal likelihood under such weights.
+    With a weight π of the positives, as in `nn.BCEWithLogitsLoss(pos_weight=)`,
+    $\ell = -\pi y\log p - (1-y)\log(1-p)$, and its Hessian is $\omega\,p(1-p)$ with
+    $\omega = 1+(\pi-1)y$. The mean loss of N examples is Σ ℓ / N, as in torch. `Categorical`
+    explains the posterior and the marginal likelihood under such weights.
 
     Args:
-        positive_weight: π; 1 if None.
+        positive_weight: π. Default: 1.
 
     Raises:
         ValueError: If the weight is not positive and finite.

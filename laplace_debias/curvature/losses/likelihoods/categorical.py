@@ -28,24 +28,24 @@ class Categorical(Likelihood):
     r"""Softmax classification with class indices `[B]` or probabilities `[B, C]`.
 
     With class weights $w$, label smoothing ε, the one-hot or soft target $q$ and
-    $t_c = w_c\,\big((1-\varepsilon)\,q_c + \varepsilon/C\big)$, as `F.cross_entropy` has them,
-    $\ell = -\sum_c t_c \log p_c$, its gradient is $\omega p - t$ and its Hessian
+    $t_c = w_c\,\big((1-\varepsilon)\,q_c + \varepsilon/C\big)$, as in `F.cross_entropy`,
+    $\ell = -\sum_c t_c \log p_c$. Its gradient is $\omega p - t$, and its Hessian is
     $\omega\,(\mathrm{diag}(p) - pp^\top)$ with $\omega = \sum_c t_c$, which is 1 without weights.
 
-    The loss of N examples is Σ_n ℓ_n and their mean loss is that over N, whatever the weights:
+    The loss of N examples is Σ_n ℓ_n, and their mean loss is this sum over N, whatever the weights.
     torch's `reduction="mean"` divides by the sum of the targets' weights instead. If the network
-    was trained with that, multiply the class weights by N / Σ_n w_{y_n}, so that they are 1 on
-    average, for posterior and training to weigh data and weight decay alike.
+    was trained with it, multiply the class weights by N / Σ_n w_{y_n}, so that they are 1 on
+    average. Posterior and training then weigh data and weight decay alike.
 
     With weights, smoothing or soft targets exp(−ℓ) is not a normalised distribution over labels.
-    The posterior is then a generalised (Gibbs) posterior, ∝ exp(−Σ ℓ) times the prior, and the
-    marginal likelihood its normaliser: it compares prior precisions, not likelihoods. Predictives
-    and labels drawn for `fisher="mc"` are those of the softmax, and `evaluate` and `tune` score
-    class indices by it, without weights and smoothing.
+    The posterior is then a generalised (Gibbs) posterior, ∝ exp(−Σ ℓ) times the prior. The marginal
+    likelihood is its normaliser, which compares prior precisions, not likelihoods. Predictives and
+    labels drawn for `fisher="mc"` use the softmax, and `evaluate` and `tune` score class indices by
+    the softmax, without weights and smoothing.
 
     Args:
-        ignore_index: A target with this value does not count, as in `F.cross_entropy`; of soft
-            targets one with this value for every class.
+        ignore_index: A target with this value does not count, as in `F.cross_entropy`. A soft
+            target does not count if it has this value for every class.
         class_weights: w, one number per class. A target of weight zero does not count.
         label_smoothing: ε, from 0 to 1.
 

@@ -35,7 +35,8 @@ class NormalMixture(MixtureSameFamily):
     def icdf(self, value: Tensor) -> Tensor:
         """Compute the quantile: where the mean of the S distribution functions is `value`.
 
-        By bisection in float64, between the least and the largest of the components' quantiles.
+        The quantile is found by bisection in float64, between the smallest and the largest quantile
+        of the components.
         """
         value = torch.as_tensor(value)
         if not ((value > 0) & (value < 1)).all():
@@ -67,8 +68,8 @@ class Gaussian(Likelihood):
 
     Args:
         sigma: Standard deviation of the noise in the targets' units, one number or one per output.
-            If None 1.0 is assumed. A fit warns of it, and estimates the noise of several outputs
-            by their residuals; `Laplace.tune` tunes it.
+            Default: 1.0 is assumed. A fit then warns, and estimates the noise of several outputs
+                from their residuals; `Laplace.tune` tunes it.
 
     Attributes:
         sigma: The noise of the predictive.
@@ -76,7 +77,7 @@ class Gaussian(Likelihood):
 
     Raises:
         ValueError: If a standard deviation is not positive and finite.
-        TypeError: As `real`.
+        TypeError: If a standard deviation is not a real number.
     """
 
     name = "regression"
@@ -281,7 +282,7 @@ def noisy_normal(
 
     Args:
         mean: Mean of the outputs.
-        covariance: Their covariance; None for zero.
+        covariance: Covariance of the outputs; None means zero.
         noise: Variances of the noise.
         noise_name: How the error names the noise.
 
@@ -339,20 +340,21 @@ class HeteroscedasticGaussian(Likelihood):
     r"""Regression with Gaussian noise whose variance is an output of the network.
 
     Outputs are `[B, 2C]`: C means $\mu$, then C log-variances $s = \log\sigma^2$. Targets are
-    floating point, `[B, C]`; `[B]` will do for C = 1. With outputs `[B, C, 2]`, a mean and a
-    log-variance for each target, every target is a position, and targets are `[B, C]` as well
-    (`class_dim=-1` says it where C is 2). A network that gives σ, or the variance as
-    `nn.GaussianNLLLoss` takes it, fits once it returns `torch.cat([mean, variance.log()], -1)`.
+    floating point, `[B, C]`, or `[B]` for C = 1. With outputs `[B, C, 2]`, a mean and a
+    log-variance for each target, every target is a position, and targets are also `[B, C]` (pass
+    `class_dim=-1` if C is 2). If a network returns σ, or the variance as for `nn.GaussianNLLLoss`,
+    let it return `torch.cat([mean, variance.log()], -1)` instead.
 
     $\ell = \sum_c \tfrac12 (y_c-\mu_c)^2 e^{-s_c} + \tfrac12 s_c + \tfrac12\log 2\pi$
 
     Its Hessian in the outputs can be indefinite: along $s$ it is $\tfrac12(y-\mu)^2 e^{-s}$, with
-    $(y-\mu)e^{-s}$ beside it. The curvature here is its expectation over $y \sim p(y\mid f)$, the
-    Fisher information $\mathrm{diag}(e^{-s}, \tfrac12)$, which is positive definite and sees no
-    target. `GGN` and `Fisher` are that; `Hessian` is the Hessian.
+    the off-diagonal entry $(y-\mu)e^{-s}$. The curvature here is the expectation of the Hessian
+    over $y \sim p(y\mid f)$, the Fisher information $\mathrm{diag}(e^{-s}, \tfrac12)$, which is
+    positive definite and does not depend on targets. `GGN` and `Fisher` use this matrix; `Hessian`
+    uses the Hessian.
 
-    The outputs are Gaussian in the linearised network, the predictive is not: `predictive` is the
-    normal with its exact mean, and its exact covariance
+    The outputs of the linearised network are Gaussian, but the predictive distribution is not.
+    `predictive` is the normal distribution with its exact mean and its exact covariance
     $\Sigma_\mu + \mathrm{diag}(e^{\bar s + \mathrm{var}(s)/2})$.
 
     Reference:
@@ -428,7 +430,7 @@ class HeteroscedasticGaussian(Likelihood):
         return mean + (log_variance / 2).exp() * noise.to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return a normal distribution whose moments are those of the exact distribution."""
+        """Return a normal distribution with the moments of the exact distribution."""
         size = mean.shape[-1] // 2
         if covariance is None:
             return _normal(mean[..., :size], None, mean[..., size:].exp())

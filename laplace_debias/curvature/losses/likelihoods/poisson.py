@@ -37,14 +37,14 @@ _ONE_DRAW = torch.Size()
 class Poisson(Likelihood):
     r"""Poisson regression of counts `[B, C]`; the outputs are the logarithms of rates.
 
-    Targets are whole numbers from 0 on, of any real dtype; `[B]` will do for C = 1. With
+    Targets are integers of at least 0, of any real dtype, `[B, C]`, or `[B]` for C = 1. With
     $\lambda = e^f$, $\ell = \sum_c \lambda_c - y_c f_c + \log y_c!$ and
-    $\nabla^2_f \ell = \mathrm{diag}(\lambda)$, whatever the targets.
+    $\nabla^2_f \ell = \mathrm{diag}(\lambda)$ for any targets.
 
-    For Gaussian outputs N(m, v) the rate is log-normal. The predictive is that mixture of Poisson
-    distributions, output by output: its mean $e^{m + v/2}$ and its variance
-    $e^{m + v/2} + e^{2m + v}(e^v - 1)$ in closed form, its probabilities by quadrature
-    (`PoissonLogNormal`).
+    For Gaussian outputs N(m, v), the rate is log-normal. The predictive is the corresponding
+    mixture of Poisson distributions for each output. Its mean $e^{m + v/2}$ and its variance
+    $e^{m + v/2} + e^{2m + v}(e^v - 1)$ are in closed form, and its probabilities are computed by
+    quadrature (`PoissonLogNormal`).
 
     Reference:
         Aitchison & Ho (1989), "The multivariate Poisson-log normal distribution".
@@ -59,7 +59,7 @@ class Poisson(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require that the targets are counts and have the shape of the outputs.
 
-        For a single output, the shape `[B]` is accepted too.
+        For a single output, the shape `[B]` is also accepted.
         """
         self.check_predicted(outputs, targets)
         largest = outputs.max()
@@ -263,9 +263,9 @@ class PoissonLogNormal(_Counts):
     def _cdf(self, counts: Tensor) -> Tensor:
         r"""Compute the probability of at most y by quadrature.
 
-        It is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1. The
-        nodes are those of the narrower one, on a logarithmic scale: given it, the distribution
-        function of the other is smooth between them.
+        This is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1.
+        The nodes are for the narrower distribution, on a logarithmic scale: the distribution
+        function of the other one is then smooth between the nodes.
         """
         tensors = torch.broadcast_tensors(
             counts.floor(), self.log_mean.double(), self.log_variance.double()
