@@ -1,8 +1,9 @@
 """How far confidence is from accuracy: calibration errors, and the curve of a reliability diagram.
 
-Every function takes probabilities `[n, classes]`, or `[n]` of class 1 of a binary problem, whose
-confidence is that of the more probable class, and class indices `[n]`. It raises TypeError where
-one is not a tensor, and ValueError where they are not probabilities and labels that fit each other.
+Every function takes probabilities `[n, classes]`, or `[n]` of class 1 of a binary problem, and
+class indices `[n]`. In a binary problem, the confidence is the probability of the more probable
+class. The functions raise a TypeError if an argument is not a tensor, and a ValueError if the
+arguments are not probabilities and labels that match each other.
 """
 
 import math
@@ -38,7 +39,7 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
         num_bins: Number of bins.
 
     Raises:
-        ValueError: `num_bins` < 1.
+        ValueError: If `num_bins` < 1.
 
     Reference:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
@@ -75,8 +76,8 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
     """Compute the expected calibration error over bins with equally many examples.
 
     Examples are ranked by the probability of their most probable class. Equal confidences have
-    their mean rank and share a bin, so that the order of the examples does not count. Arguments and
-    errors are those of `ece`, the result is float64.
+    their mean rank and share a bin, so the order of the examples does not count. Arguments and
+    errors are those of `ece`. The result is float64.
 
     Reference:
         Nixon, Dusenberry, Zhang, Jerfel, Tran. Measuring calibration in deep learning. CVPR
@@ -97,7 +98,7 @@ def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Ten
 
     Each class is a binary problem with equal bins of its probability, and its calibration error is
     `Σ_b (n_b/n) |freq_b - mean p_b|`. A probability of 1 belongs to the last bin. Arguments and
-    errors are those of `ece`, the result is float64.
+    errors are those of `ece`. The result is float64.
 
     Reference:
         Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach. Beyond temperature scaling:
@@ -119,18 +120,18 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
     """Compute the smooth expected calibration error, which needs no bins.
 
     For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
-    the Gaussian kernel of width σ reflected at 0 and 1, and the result is the σ with
-    `smECE_σ = σ`. It changes continuously with the probabilities and needs no number of bins. Its
-    bias on small sets is smaller than that of `ece`, not zero. The result is float64.
+    the Gaussian kernel of width σ reflected at 0 and 1, and the result is the σ with `smECE_σ = σ`.
+    It changes continuously with the probabilities and needs no number of bins. On small sets, it
+    has a smaller bias than `ece`, but the bias is not zero. The result is float64.
 
     Args:
-        probs: As `ece`.
-        labels: As `ece`.
-        num_points: Intervals of the grid on which residuals and integral are; an error of order
-            `num_points⁻²`.
+        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
+        labels: Class indices `[n]`.
+        num_points: Number of intervals of the grid for residuals and integral. The error is of
+            order `num_points⁻²`.
 
     Raises:
-        ValueError: `num_points` < 2.
+        ValueError: If `num_points` < 2.
 
     Reference:
         Błasiok, Nakkiran. Smooth ECE: principled reliability diagrams via kernel smoothing. ICLR,

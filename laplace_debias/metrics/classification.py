@@ -33,8 +33,8 @@ def accuracy(
         reduction: `"mean"`, or `"none"` for 1 or 0 of each example, `[n]`.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities, `labels` do not fit them, or `reduction` is
+        TypeError: If an argument is not a tensor.
+        ValueError: If `probs` are not probabilities, `labels` do not fit them, or `reduction` is
             unknown.
     """
     probs, labels = check_classification(probs, labels)
@@ -50,8 +50,8 @@ def nll(
     """Compute the mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
-    in float32), so that one certain mistake gives a large value, not infinity. Arguments and errors
-    are those of `accuracy`.
+    in float32), so one certain mistake gives a large value instead of infinity. Arguments and
+    errors are those of `accuracy`.
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
@@ -68,8 +68,8 @@ def brier(
 ) -> Float[Tensor, "..."]:
     """Compute the Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`.
 
-    This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
-    error only, is half of it. Arguments and errors are those of `accuracy`.
+    This is Brier's own definition, between 0 and 2. The common binary definition, the square of the
+    error of class 1 only, is half of it. Arguments and errors are those of `accuracy`.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,
@@ -87,10 +87,9 @@ def overconfidence(
 ) -> Float[Tensor, "..."]:
     """Compute the mean confidence minus the accuracy.
 
-    It is `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`, and positive if the network is more
-    confident than accurate. In a binary problem the
-    confidence is that of the more probable class. The result is float64; arguments and errors are
-    those of `accuracy`.
+    The difference is `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`. It is positive if the
+    network is more confident than accurate. In a binary problem, the confidence is the probability
+    of the more probable class. The result is float64. Arguments and errors are those of `accuracy`.
     """
     confidences, right = confidence_and_right(probs, labels)
     return reduced(confidences - right, reduction)

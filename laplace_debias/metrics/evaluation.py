@@ -50,23 +50,24 @@ def evaluate(
         labels: Class indices `[n]`.
         ood: By the name of each out-of-distribution set, the probabilities `[m, classes]` (or
             `[m]`) predicted on it.
-        log_probs: Log-probabilities of the labels, `[n]`, for the NLL, where they are known to more
+        log_probs: Log-probabilities of the labels, `[n]`, for the NLL, if they are known to more
             digits than `probs` has.
-        intervals: Whether to make confidence intervals.
-        level: Coverage that they aim at.
+        intervals: Whether to compute confidence intervals.
+        level: Nominal coverage of the confidence intervals.
 
     Returns:
         `accuracy`, `nll` (nats), `brier`, `overconfidence`, `ece` (15 bins), `mean_entropy` (nats,
         of `probs`), `ece_equal_mass`, `smooth_ece`, `mce`, `classwise_ece` and `aurc`; for each
         out-of-distribution set `auroc_<name>`, `aupr_<name>` (OOD positive), `fpr95_<name>` and
-        `aupr_in_<name>` (ID positive). Each is a float with `.low` and `.high`: Wilson's interval
-        of a share, Hall's of a mean, for areas the normal approximation of the logit (AUROC:
-        DeLong's); NaN for the calibration errors, for which no valid interval is known.
+        `aupr_in_<name>` (ID positive). Each metric is a float with `.low` and `.high`: Wilson's
+        interval for a fraction, Hall's interval for a mean, and for areas the normal approximation
+        of the logit (AUROC: DeLong's). They are NaN for the calibration errors, for which no valid
+        interval is known.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: Values are not probabilities, `labels` do not fit them, the classes or the
-            device of an out-of-distribution set differ from those of `probs`, or `level` is not
+        TypeError: If an argument is not a tensor.
+        ValueError: If values are not probabilities, `labels` do not match them, an
+            out-of-distribution set and `probs` differ in their classes or device, or `level` is not
             between 0 and 1.
 
     Example:
@@ -99,30 +100,31 @@ def evaluate_multilabel(
 ) -> Report:
     """Evaluate predicted probabilities of independent labels: their calibration and OOD detection.
 
-    Every label of every example is one binary problem, of which examples are drawn, not labels one
-    by one. The accuracy is torchmetrics' `multilabel_accuracy` with `average="micro"`.
+    Every label of every example is one binary problem. Intervals take the examples as the random
+    sample, not the single labels. The accuracy is torchmetrics' `multilabel_accuracy` with
+    `average="micro"`.
 
     Args:
         probs: The probability that each label applies, `[n, labels]`.
-        labels: Whether it does, 0 or 1, `[n, labels]`.
+        labels: Whether each label applies, 0 or 1, `[n, labels]`.
         ood: By the name of each out-of-distribution set, the probabilities `[m, labels]` predicted
             on it.
-        log_probs: Log-probabilities of each example's labels, `[n]`, summed over the labels, where
+        log_probs: Log-probabilities of each example's labels, `[n]`, summed over the labels, if
             they are known to more digits than `probs` has.
-        intervals: As `evaluate`.
-        level: As `evaluate`.
+        intervals: Whether to compute confidence intervals.
+        level: Nominal coverage of the confidence intervals.
 
     Returns:
-        `accuracy` (the share of labels that are right at a threshold of 0.5), `exact_match` (the
-        share of examples with every label right), `nll` (nats, summed over an example's labels),
+        `accuracy` (the fraction of labels that are right at a threshold of 0.5), `exact_match` (the
+        fraction of examples with every label right), `nll` (nats, summed over an example's labels),
         `brier`, `overconfidence` and `ece` (15 bins) over all labels, `mean_entropy` (nats, summed
-        over an example's labels), and what `evaluate` has of each out-of-distribution set, by that
-        entropy.
+        over an example's labels), and the OOD metrics of `evaluate` for each out-of-distribution
+        set, by this entropy.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities, or labels or an out-of-distribution set do not
-            fit them; as `evaluate`.
+        TypeError: If an argument is not a tensor.
+        ValueError: If `probs` are not probabilities, or labels or an out-of-distribution set do not
+            match them. Also raises the errors of `evaluate`.
 
     Example:
         >>> import torch
@@ -172,23 +174,23 @@ def evaluate_regression(
         targets: Numbers in the same shape.
         ood: By the name of each out-of-distribution set, the standard deviations predicted on it,
             `[m]` or `[m, outputs]`.
-        log_probs: Log-densities of the targets of each example, `[n]`, where outputs are
-            correlated; by default the sum over the outputs.
-        intervals: Whether to make confidence intervals.
-        level: Coverage that they aim at, and of the predictive's intervals that `coverage` and
-            `width` measure.
+        log_probs: Log-densities of the targets of each example, `[n]`, if outputs are correlated.
+            Default: the sum over the outputs.
+        intervals: Whether to compute confidence intervals.
+        level: Nominal coverage of the confidence intervals. It is also the level of the predicted
+            intervals that `coverage` and `width` measure.
 
     Returns:
-        `nll` (nats per example), `rmse`, `bias` (mean of prediction less target), `crps` and
+        `nll` (nats per example), `rmse`, `bias` (mean of prediction minus target), `crps` and
         `width` (units of the targets), `scaled_error` (root mean square of the errors in standard
-        deviations), `coverage` (the share of targets in the central interval of probability
-        `level`; compare it with `level`), `quantile_calibration_error` (99 levels); and what
-        `evaluate` has of each out-of-distribution set, by the mean variance of an example.
+        deviations), `coverage` (the fraction of targets in the central interval of probability
+        `level`; compare it with `level`), `quantile_calibration_error` (99 levels); and the OOD
+        metrics of `evaluate` for each out-of-distribution set, by the mean variance of an example.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: Values are not finite, shapes do not fit, or a standard deviation is not
-            positive; as `evaluate`.
+        TypeError: If an argument is not a tensor.
+        ValueError: If values are not finite, shapes do not match, or a standard deviation is not
+            positive. Also raises the errors of `evaluate`.
     """
     check_level(level)
     check_gaussian(mean, standard_deviation, targets)
@@ -224,26 +226,30 @@ def evaluate_numbers(
 
     Args:
         mean: Means of the predictive, `[n]` or `[n, outputs]`.
-        standard_deviation: Its standard deviations, not negative, in the same shape.
+        standard_deviation: Standard deviations of the predictive, not negative, in the same shape.
         targets: Numbers in the same shape.
         log_probs: Log-probabilities or log-densities of each example's targets, `[n]`.
-        ood: As for `evaluate_regression`.
-        levels: For each target the smallest level of a central interval that contains it; None if
+        ood: By the name of each out-of-distribution set, the standard deviations predicted on it,
+            `[m]` or `[m, outputs]`.
+        levels: For each target, the smallest level of a central interval that contains it; None if
             the predictive has no distribution function.
         interval: Lower and upper ends of the predictive's central intervals of probability `level`;
             None if it has no quantiles.
-        intervals: As for `evaluate`.
-        level: As for `evaluate_regression`.
+        intervals: Whether to compute confidence intervals.
+        level: Nominal coverage of the confidence intervals, and the level of the predicted
+            intervals.
 
     Returns:
-        `nll` (nats per example), `rmse` and `bias` as for `evaluate_regression`, `scaled_error` too
-        if every standard deviation is positive, `mae` (mean absolute error, in units of the
-        targets); with `levels` `coverage`, with `interval` `width`; and the separation of each
-        out-of-distribution set as for `evaluate`, by the mean variance of an example.
+        `nll` (nats per example), `rmse` and `bias` as for `evaluate_regression`, also
+        `scaled_error` if every standard deviation is positive, and `mae` (mean absolute error, in
+        units of the targets). With `levels` also `coverage`, and with `interval` also `width`. The
+        OOD metrics of `evaluate` for each out-of-distribution set are by the mean variance of an
+        example.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: As `evaluate_regression`.
+        TypeError: If an argument is not a tensor.
+        ValueError: If values are not finite, shapes do not match, or `level` is not between 0 and
+            1.
 
     Example:
         >>> import torch
@@ -286,16 +292,17 @@ def evaluate_ood(
 ) -> Report:
     """Evaluate OOD detection by an arbitrary score.
 
-    Scores are higher where an example is more OOD: `entropy`, `max_probability`, the epistemic part
-    of `uncertainty`. Intervals and their level are those of `evaluate`.
+    A score must be higher if an example is more OOD, such as `entropy`, `max_probability` or the
+    epistemic part of `uncertainty`. Intervals and their level are those of `evaluate`.
 
     Returns:
-        `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` takes it as paired with another score
-        of the same examples in the same order.
+        `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` takes the report as paired with the
+        report of a different score for the same examples in the same order.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: Scores are empty, not one-dimensional, or hold NaN; as `evaluate`.
+        TypeError: If an argument is not a tensor.
+        ValueError: If scores are empty, not one-dimensional, or contain NaN. Also raises the errors
+            of `evaluate`.
     """
     check_score_pair(scores_id, scores_ood)
     statistics = {metric.name: metric.statistic(scores_id, scores_ood) for metric in OOD_METRICS}

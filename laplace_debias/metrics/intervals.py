@@ -99,7 +99,7 @@ def paired_proportions_interval(
 def mean_interval(
     value: float, influence: Float[Tensor, " n"], level: float
 ) -> tuple[float, float]:
-    """Interval for a mean, to first order at least, corrected for skewness.
+    """Compute an interval for a mean, to first order at least, corrected for skewness.
 
     Hall's transformation of Student's t. The t interval of a skewed quantity, such as the NLL,
     misses the mean above more often than below. This interval does not, to second order. NaN for

@@ -22,15 +22,17 @@ class Metric:
         label: Name in tables and on axes.
         statistic: Computes it from probabilities and labels, from scores of ID and OOD examples, or
             from mean, standard deviation, targets and the level of the interval.
-        better: Whether `lower` or `higher` is better; `level` if it should equal the level of the
-            interval that it measures; `ideal` if it should be a certain number (differences are
-            then those of the distances from it, and lower is better); None if nothing is better.
+        better: Whether `lower` or `higher` is better; `level` if the metric should equal the level
+            of the interval that it measures; `ideal` if it should be a certain number (differences
+            are then between the distances from this number, and lower is better); None if nothing
+            is better.
         unit: Unit of the values; "" for numbers between 0 and 1.
-        interval: One sentence on what its interval means.
-        meaning: One sentence on what it measures.
-        is_main: Whether the first table of a report has it; a table of all metrics has it anyway.
-        over_labels: Whether it is also reported for several labels per example, as the mean over an
-            example's labels or as their sum; None if it is not.
+        interval: One sentence on what the interval of the metric means.
+        meaning: One sentence on what the metric measures.
+        is_main: Whether the first table of a report has the metric. A table of all metrics always
+            has it.
+        over_labels: Whether the metric is also reported for several labels per example, as the mean
+            over an example's labels or as their sum; None if it is not.
     """
 
     name: str

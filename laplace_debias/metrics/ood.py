@@ -18,8 +18,8 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
 
     Raises:
-        TypeError: `probs` is not a tensor.
-        ValueError: `probs` are not probabilities.
+        TypeError: If `probs` is not a tensor.
+        ValueError: If `probs` are not probabilities.
     """
     return torch.special.entr(check_probs(probs)).sum(dim=1)
 
@@ -34,12 +34,12 @@ def auroc(
 ) -> Float[Tensor, ""]:
     """Compute the area under the ROC curve of OOD detection (AUROC).
 
-    It is the probability that an OOD example has a higher score than an ID example, where ties
-    count half. A score without information has an AUROC of 0.5.
+    The AUROC is the probability that an OOD example has a higher score than an ID example, where
+    ties count half. A score without information has an AUROC of 0.5.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty, not one-dimensional, or holds NaN; or torch's default
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty, not one-dimensional, or holds NaN; or torch's default
             dtype has half precision.
 
     Reference:
@@ -58,8 +58,8 @@ def aupr(
 ) -> Float[Tensor, ""]:
     """Compute the average precision (AUPR) with the OOD examples as positives.
 
-    `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
-    without information it is the fraction of OOD examples, so compare only sets of equal sizes.
+    The AUPR is `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
+    without information, it is the fraction of OOD examples, so compare only sets of equal sizes.
     Scores and errors are those of `auroc`.
     """
     from torchmetrics.functional.classification import binary_average_precision
@@ -87,9 +87,9 @@ def fpr95(
 ) -> Float[Tensor, ""]:
     """Compute the false-positive rate at which 95 % of the OOD examples are detected.
 
-    It is the fraction of ID examples that are taken for OOD. OOD is the positive class, as in the
-    reference. Some papers take ID as the positive one, which gives another number. Scores and
-    errors are those of `auroc`.
+    The FPR95 is the fraction of ID examples that are taken for OOD. OOD is the positive class, as
+    in the reference. Some papers take ID as the positive class, which gives a different number.
+    Scores and errors are those of `auroc`.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.

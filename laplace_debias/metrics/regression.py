@@ -24,17 +24,18 @@ def gaussian_nll(
 ) -> Float[Tensor, "..."]:
     """Compute the negative log-density of a Gaussian predictive distribution, in nats.
 
-    It is `½ log(2πσ²) + (y - μ)²/(2σ²)`; for several outputs it is their mean, not their sum.
+    It is `½ log(2πσ²) + (y - μ)²/(2σ²)`. For several outputs, the mean over outputs is returned,
+    not the sum.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
-        standard_deviation: Positive, in the same shape, with the noise included.
+        standard_deviation: Positive, in the same shape, and including the noise.
         targets: Numbers in the same shape.
         reduction: `"mean"`, or `"none"` for a value per target.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty or not finite, shapes or devices differ, or a standard
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty or not finite, shapes or devices differ, or a standard
             deviation is not positive.
     """
     check_gaussian(mean, standard_deviation, targets)
@@ -51,8 +52,8 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
         targets: Numbers in the same shape.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty or not finite, or shapes or devices differ.
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty or not finite, or shapes or devices differ.
     """
     check_real({"mean": mean, "targets": targets})
     errors = mean - targets
@@ -92,8 +93,8 @@ def gaussian_interval(
         level: Probability between the ends, between 0 and 1.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: As `gaussian_nll`, or `level` is not between 0 and 1.
+        TypeError: If an argument is not a tensor.
+        ValueError: If `level` is not between 0 and 1. Also raises the errors of `gaussian_nll`.
     """
     check_level(level)
     check_gaussian(mean, standard_deviation)
@@ -107,7 +108,7 @@ def interval_coverage(
 ) -> Float[Tensor, "..."]:
     """Compute the fraction of targets within their intervals.
 
-    The ends belong to an interval. Compare the fraction with the level of the intervals.
+    Each interval includes its ends. Compare the fraction with the level of the intervals.
 
     Args:
         low: Lower ends, `[n]` or `[n, outputs]`.
@@ -116,9 +117,9 @@ def interval_coverage(
         reduction: `"mean"`, or `"none"` for 1 or 0 of each target.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty or not finite, shapes or devices differ, or an upper end is
-            below its lower one.
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty or not finite, shapes or devices differ, or an upper end
+            is below its lower one.
     """
     check_intervals(low, high, targets)
     return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
@@ -151,8 +152,8 @@ def interval_score(
         reduction: `"mean"`, or `"none"` for a value per target.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty or not finite, shapes or devices differ, an upper end is
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty or not finite, shapes or devices differ, an upper end is
             below its lower one, or `level` is not between 0 and 1.
 
     Reference:
@@ -181,9 +182,9 @@ def pinball(
         reduction: `"mean"`, or `"none"` for a value per target.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: An argument is empty or not finite, shapes or devices differ, or `level` is not
-            between 0 and 1.
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty or not finite, shapes or devices differ, or `level` is
+            not between 0 and 1.
 
     Reference:
         Koenker, Bassett. Regression quantiles. Econometrica, 1978.
@@ -207,16 +208,17 @@ def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
 def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor, ""]:
     """Compute the calibration error of the predicted quantiles, averaged over levels.
 
-    It is the mean of `|share of targets below their p-quantile - p|` over equally spaced levels p.
+    The error is the mean of `|fraction of targets below their p-quantile - p|` over equally spaced
+    levels p.
 
     Args:
-        pit: Probability integral transform of each target, in [0, 1]: of `gaussian_pit`, or another
-            predictive's distribution function.
+        pit: Probability integral transform of each target, in [0, 1], by `gaussian_pit` or by the
+            distribution function of a different predictive.
         num_levels: K levels `1/(K+1) … K/(K+1)`.
 
     Raises:
-        TypeError: `pit` is not a tensor.
-        ValueError: `pit` is empty or not in [0, 1], or `num_levels` < 1.
+        TypeError: If `pit` is not a tensor.
+        ValueError: If `pit` is empty or not in [0, 1], or `num_levels` < 1.
 
     Reference:
         Kuleshov, Fenner, Ermon. Accurate uncertainties for deep learning using calibrated

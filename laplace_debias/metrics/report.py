@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Report(dict[str, Interval]):
     """A mapping from names to metrics, each with its confidence interval.
 
-    It keeps what each example contributes, for `compare`. Copied into a plain `dict` or written as
-    JSON it holds only the numbers.
+    A report keeps the contribution of each example, for `compare`. A copy as a plain `dict` or as
+    JSON contains only the numbers.
 
     Attributes:
-        level: Coverage aimed at.
+        level: Nominal coverage of the intervals.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ def report_of(
 def compare(a: Report, b: Report) -> Report:
     """Compare two reports by the paired differences a − b of their metrics.
 
-    Both methods predict the same easy and hard examples, so that the difference is known better
-    than either metric: its interval may exclude 0 although the two intervals overlap. If a metric
-    should be a certain number (`overconfidence` and `bias` 0, `scaled_error` 1) the difference is
-    that of the distances from it.
+    Both methods predict the same easy and hard examples, so the difference is known better than
+    either metric: its interval may exclude 0 although the two intervals overlap. If a metric should
+    be a certain number (`overconfidence` and `bias` 0, `scaled_error` 1), the difference is between
+    the distances from this number.
 
     Args:
         a: The report of one method.
-        b: Report of another predictive, on the same examples in the same order.
+        b: The report of a different method, on the same examples in the same order.
 
     Raises:
-        TypeError: One is no report.
-        ValueError: The reports are on other examples or of other levels, or have no metric in
-            common.
+        TypeError: If an argument is not a report.
+        ValueError: If the reports are on different examples or have different levels, or if they
+            have no metric in common.
 
     Example:
         >>> import torch

@@ -27,17 +27,17 @@ def risk_coverage_curve(
 ) -> RiskCoverageCurve:
     """Compute the error rate among the most confident examples, for every coverage.
 
-    Near a confidence of 1 the order is that of the other classes' summed probability, which rounds
-    less. Equally confident examples each count as their mean error: the expectation over their
-    order.
+    Examples are ordered by the summed probability of the other classes, which is more precise near
+    a confidence of 1. Equally confident examples each count as their mean error, which is the
+    expectation over their order.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
 
     Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: `probs` are not probabilities or `labels` do not fit them.
+        TypeError: If an argument is not a tensor.
+        ValueError: If `probs` are not probabilities or `labels` do not fit them.
 
     Reference:
         Geifman, El-Yaniv. Selective classification for deep neural networks. NeurIPS, 2017.
@@ -53,9 +53,8 @@ def risk_coverage_curve(
 def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
     """Compute the area under the risk-coverage curve (AURC).
 
-    It is the mean error rate over all coverages, which is small if the accuracy is high and if
-    mistakes have a low confidence. Arguments and errors
-    are those of `risk_coverage_curve`.
+    The AURC is the mean error rate over all coverages. It is small if the accuracy is high and if
+    mistakes have a low confidence. Arguments and errors are those of `risk_coverage_curve`.
 
     Reference:
         Geifman, Uziel, El-Yaniv. Bias-reduced uncertainty estimation for deep neural classifiers.

@@ -50,7 +50,7 @@ class Statistic:
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The share of examples with a property; `influence` is 1 or 0 for each."""
+    """The fraction of examples with a property; `influence` is 1 or 0 for each example."""
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
@@ -72,8 +72,8 @@ class Mean(Statistic):
         lowest: A bound of the metric from below.
         highest: A bound of the metric from above.
         squared: Whether `influence` belongs to the metric's square, as for a root mean square.
-        ideal: Best value of the metric, where neither lower nor higher is better. Differences are
-            then those of the distances from it.
+        ideal: Best value of the metric, if neither lower nor higher is better. Differences are then
+            between the distances from this value.
     """
 
     lowest: float = -math.inf
@@ -112,7 +112,7 @@ class Mean(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class Area(Statistic):
-    """A quantity in [0, 1] of two sets of examples; `influence` is that of the first."""
+    """A quantity in [0, 1] of two sets of examples; `influence` is for the first set."""
 
     influence_ood: Float[Tensor, " m"]
 

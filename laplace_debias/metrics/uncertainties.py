@@ -58,8 +58,8 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
             of class 1.
 
     Raises:
-        TypeError: `probs` is not a tensor.
-        ValueError: `probs` has another rank or is empty, or holds no probabilities.
+        TypeError: If `probs` is not a tensor.
+        ValueError: If `probs` has a different rank, is empty, or does not contain probabilities.
 
     Reference:
         Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
@@ -88,9 +88,9 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
 def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
     """Compute one minus the probability of the most probable class.
 
-    It is higher where the network is less certain. Near 0 it is the sum of the other classes'
-    probabilities, so that sure predictions keep their order in float32. Argument and errors are
-    those of `entropy`.
+    The score is higher if the network is less certain. It is computed as the sum of the other
+    classes' probabilities near 0, so that confident predictions keep their order in float32.
+    Argument and errors are those of `entropy`.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
@@ -107,8 +107,8 @@ def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
         logits: The network's logits, `[..., C]`.
 
     Raises:
-        TypeError: `logits` is not a tensor.
-        ValueError: `logits` is empty or not finite.
+        TypeError: If `logits` is not a tensor.
+        ValueError: If `logits` is empty or not finite.
 
     Reference:
         Liu, Wang, Owens, Li. Energy-based out-of-distribution detection. NeurIPS, 2020.
@@ -132,15 +132,15 @@ def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
     """Compute the mean variance of the logits after centring them over the classes.
 
-    It is `(tr Σ - 1ᵀΣ1 / C) / C`. A shift of all logits together changes no probability, so its
-    variance does not count.
+    The mean variance is `(tr Σ - 1ᵀΣ1 / C) / C`. A common shift of all logits changes no
+    probability, so its variance does not count.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.
 
     Raises:
-        TypeError: `covariance` is not a tensor.
-        ValueError: `covariance` is empty, not finite or not square.
+        TypeError: If `covariance` is not a tensor.
+        ValueError: If `covariance` is empty, not finite or not square.
     """
     check_real({"covariance": covariance})
     _check_covariance(covariance, (*covariance.shape[:-2], *2 * covariance.shape[-1:]))
@@ -154,8 +154,9 @@ def instability(
 ) -> Float[Tensor, "*n"]:
     """Compute the log-probability that the runner-up outranks the predicted class.
 
-    `log Φ(-m / s)` with m the margin between the two largest mean logits and s its standard
-    deviation: at most `log ½`. The logarithm distinguishes decisions that are all safe.
+    The result is `log Φ(-m / s)`, where m is the margin between the two largest mean logits and s
+    is its standard deviation. It is at most `log ½`. The logarithm also distinguishes decisions
+    that are all safe.
 
     Args:
         mean: Mean logits, `[..., C]`, of at least two classes.
@@ -165,8 +166,9 @@ def instability(
         `[...]`, in nats; minus infinity where the margin has no variance.
 
     Raises:
-        TypeError: One is not a tensor.
-        ValueError: One is empty or not finite, shapes do not fit, or there is one class.
+        TypeError: If an argument is not a tensor.
+        ValueError: If an argument is empty or not finite, shapes do not match, or there is only one
+            class.
 
     Example:
         >>> import torch
@@ -191,8 +193,8 @@ def mixture_instability(
 ) -> Float[Tensor, "*n"]:
     """`instability` of an equal mixture of M Gaussians.
 
-    Predicted class and runner-up are those of the mean logits of the mixture, and the probability
-    is the mean over the members: `log (1/M) Σ_m Φ(-m_m / s_m)`.
+    Predicted class and runner-up are determined by the mean logits of the mixture, and the
+    probability is the mean over the members: `log (1/M) Σ_m Φ(-m_m / s_m)`.
 
     Args:
         means: Mean logits of each member, `[M, ..., C]`, of at least two classes.

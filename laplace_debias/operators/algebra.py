@@ -28,7 +28,7 @@ class Sum(Joined):
     """The sum of operators.
 
     Args:
-        terms: At least one, of one shape, dtype and device.
+        terms: At least one; all have the same shape, dtype and device.
 
     Raises:
         ValueError: If the terms order named parameters differently.
@@ -98,7 +98,7 @@ class Product(Composed):
     """The product of operators; the last one is applied first.
 
     Args:
-        factors: At least one; inner sizes fit, dtype and device are one.
+        factors: At least one; inner sizes match, and all have the same dtype and device.
     """
 
     factors: tuple[LinearOperator, ...]

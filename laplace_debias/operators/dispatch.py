@@ -70,13 +70,13 @@ def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
 
 @singledispatch
 def shift(operator: Any, scalar: Scalar) -> Any:
-    """Add a multiple of the identity, if the operator's structure can include it; else None."""
+    """Add a multiple of the identity if the operator's structure can include it, otherwise None."""
     return None
 
 
 @singledispatch
 def identity_multiple(operator: Any) -> Scalar | None:
-    """Return c if the operator's structure is c times the identity, else None."""
+    """Return c if the operator's structure is c times the identity, otherwise None."""
     return None
 
 

@@ -26,17 +26,18 @@ Decomposition = tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]
 def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decomposition:
     """Compute eigenvalues, ascending, and eigenvectors as columns, like `torch.linalg.eigh`.
 
-    The result is checked: it is finite, the eigenvalues sum to the trace, `A U z = U Λ z` and
-    `Uᵀ U z = z` for a few vectors z, all to the accuracy of the dtype. The checks cost O(d²). A
-    decomposition that fails them is repeated in double precision, then on the CPU by QR iterations.
+    The result is checked: it must be finite, the eigenvalues must sum to the trace, and
+    `A U z = U Λ z` and `Uᵀ U z = z` must be true for a few vectors z, all to the accuracy of the
+    dtype. The checks cost O(d²). A decomposition that fails them is repeated in double precision,
+    then on the CPU by QR iterations.
 
     Args:
-        matrix: Symmetric matrices. Only the lower triangles are decomposed, so that rounding may
-            make the upper ones differ.
+        matrix: Symmetric matrices. Only the lower triangles are used, so the upper triangles may
+            differ by rounding.
         name: The name of the matrix in error messages.
 
     Raises:
-        ValueError: If the matrix holds NaN or Inf.
+        ValueError: If the matrix contains NaN or Inf.
         torch.linalg.LinAlgError: If every attempt fails its checks.
     """
     if matrix.numel() == 0:

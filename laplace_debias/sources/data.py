@@ -75,9 +75,9 @@ _KEYS = ("train", "validation", "test", "ood", "classes")
 def own_splits(path: str, settings: SourceSettings) -> Splits:
     """Call the function at an import path, and return the data that it returns.
 
-    `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
-    is a data set, a `DataLoader` or a list of batches `(x, y)`; those of `ood` need no targets. A
-    data set, and a plain `DataLoader` of one, is read in an order that is the same each time.
+    `train` and `test` are required; `validation`, `ood` (by name) and `classes` are optional. Each
+    part is a data set, a `DataLoader` or a list of batches `(x, y)`; the batches of `ood` need no
+    targets. A data set, and a plain `DataLoader` of one, is read in the same order each time.
     """
     content = called(path, imported(path, "data"), {}, "data")
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):

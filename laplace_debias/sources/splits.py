@@ -148,12 +148,12 @@ def split_by_seed(
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " validation"], Int64[Tensor, " test"]]:
     """Split data into training, validation and test sets, in the same way as the command line.
 
-    Train a network on the first part of it, so that the other two are held out.
+    Train a network on the first part of the split, so that the other two parts are held out.
 
     Args:
         number: How many examples there are, in the order of the file, of a folder's sorted paths.
         seed: The seed of the choice, `--seed`.
-        held_out: Share of the examples in the second part, and in the third.
+        held_out: Fraction of the examples in the second part, and also in the third part.
 
     Returns:
         Indices to train on, to tune on and to judge on: disjoint, in ascending order.

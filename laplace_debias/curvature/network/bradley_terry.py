@@ -23,7 +23,7 @@ class BradleyTerry(nn.Module):
         model: A network with one output, `[B, 1]` or `[B]`.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: If `model` is not a module.
 
     Reference:
         Bradley, Terry. Rank analysis of incomplete block designs. Biometrika, 1952.

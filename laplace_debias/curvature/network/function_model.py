@@ -19,9 +19,9 @@ class FunctionModel(nn.Module):
         parameters: Tensors of floating-point numbers by name.
 
     Raises:
-        TypeError: `function` is not callable, `parameters` is not a mapping from names to tensors,
-            or a tensor does not hold floating-point numbers.
-        ValueError: There are no parameters, or a name is a path through another one, such as
+        TypeError: If `function` is not callable, `parameters` is not a mapping from names to
+            tensors, or a tensor does not hold floating-point numbers.
+        ValueError: If there are no parameters, or a name is a path through another one, such as
             `"a.b"` through `"a"`.
 
     Example:

@@ -34,7 +34,7 @@ def check_outputs_without_targets(
         name: The name of the entry with the targets.
 
     Raises:
-        ValueError: The outputs differ.
+        ValueError: If the outputs differ.
     """
     working_copy = shared_copy(model)
     device = device_of_model(model)

@@ -42,9 +42,9 @@ class Subnetwork(nn.Module):
         indices: Their indices among all trainable parameters, ascending.
 
     Raises:
-        TypeError: `entries` is neither masks nor whole numbers.
-        ValueError: No entry is selected, an index is out of range or there twice, a name is unknown
-            or frozen, or a mask has another shape.
+        TypeError: If `entries` is neither masks nor whole numbers.
+        ValueError: If no entry is selected, an index is out of range or there twice, a name is
+            unknown or frozen, or a mask has another shape.
 
     Reference:
         Daxberger, Nalisnick, Allingham, Antorán, Hernández-Lobato. Bayesian deep learning via
@@ -104,7 +104,7 @@ def largest_magnitude(
             predicate.
 
     Raises:
-        ValueError: `count` is not between 1 and the number of entries, or `params` selects none.
+        ValueError: If `count` is not between 1 and the number of entries, or `params` selects none.
     """
     plain = unwrapped(model)
     magnitudes = {name: parameter.detach().abs() for name, parameter in _trainable(plain).items()}
@@ -133,8 +133,8 @@ def largest_variance(
             squared deviations of SWAG.
 
     Raises:
-        ValueError: `count` is not between 1 and the number of entries, or there is another number
-            of variances.
+        ValueError: If `count` is not between 1 and the number of entries, or there is another
+            number of variances.
     """
     check_is(variances, "variances", Tensor)
     num_entries = sum(parameter.numel() for parameter in _trainable(unwrapped(model)).values())

@@ -42,7 +42,7 @@ def or_none(
     """Call a function of an operator; return None if it raises `NoClosedFormError`.
 
     Raises:
-        ValueError: If the operator holds NaN or Inf.
+        ValueError: If the operator contains NaN or Inf.
     """
     check_finite(operator)
     try:
@@ -64,7 +64,7 @@ def exact_eigh(
     """Decompose a symmetric operator `[n, n]`, in any order; None without a closed form.
 
     The eigenvectors are the columns of an orthogonal operator. Dense matrices and dense factors are
-    decomposed; the vectors of a composed operator stay composed.
+    decomposed; the eigenvectors of a composed operator are again a composed operator.
     """
     return or_none(_eigh, operator)
 
@@ -88,7 +88,7 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
     """Bound the eigenvalues of a symmetric operator `[n, n]` from below; None without a bound.
 
-    By Weyl's inequality the bounds of a sum's terms add up. An operator that claims to be positive
+    By Weyl's inequality, the bounds of a sum's terms add up. An operator that is declared positive
     semi-definite has the bound 0.
     """
     if isinstance(operator, Sum):
@@ -207,7 +207,7 @@ def all_eigenvalues(operator: LinearOperator) -> Tensor:
 
 
 def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
-    """Apply a function to a symmetric operator's eigenvalues; the eigenvectors stay.
+    """Apply a function to a symmetric operator's eigenvalues, and keep the eigenvectors.
 
     The function maps eigenvalues entry by entry, and may be called for each block.
     """

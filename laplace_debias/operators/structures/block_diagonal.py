@@ -27,8 +27,8 @@ Block = TypeVar("Block", bound=LinearOperator)
 class BlockDiagonal(Joined, Generic[Block]):
     """A matrix with named square blocks along its diagonal.
 
-    `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns. Blocks
-    without a dtype or device of their own take those of the others.
+    `A.blocks[name]` is a block. Names can be used as indices of the rows and columns of a block.
+    Blocks without a dtype or device of their own take the dtype and device of the other blocks.
 
     Args:
         blocks: From a block's name to its operator; the order is the order along the diagonal.

@@ -16,8 +16,9 @@ from laplace_debias.system.checks import check_is
 class Dense(Composed):
     """A matrix that stores all of its entries.
 
-    It claims to be symmetric if it is so to the last bit, and leaves every other claim to `assume`.
-    Products of dense matrices stay lazy: `[n, k] @ [k, n]` is cheaper applied than multiplied.
+    The matrix is declared symmetric if it is exactly symmetric; use `assume` to declare anything
+    else. Products of dense matrices are lazy: it is cheaper to apply `[n, k] @ [k, n]` than to
+    multiply it.
 
     Args:
         matrix: The matrix, `[m, n]`.

@@ -79,8 +79,8 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
 class Identity(Symmetric):
     """The identity matrix.
 
-    Without a dtype or device it takes those of the first operator or tensor that it meets, so that
-    `H + 0.1 * Identity(n)` needs neither; by itself it has torch's defaults.
+    Without a dtype or device, the identity takes them from the first operator or tensor that it is
+    combined with, so `H + 0.1 * Identity(n)` needs neither. By itself, it has torch's defaults.
 
     Args:
         n: The number of rows and columns, at least 1.

@@ -28,8 +28,8 @@ class EigenKronecker(Symmetric):
     $U_G[\Lambda \odot (U_G^\top V U_A)]U_A^\top$. K-FAC, EKFAC, their debiased forms, a bias
     block (`d_in = 1`) and a diagonal (no U) differ only in where the three parts come from.
 
-    With a leading dimension, it is the block-diagonal operator of g such matrices, as the groups of
-    a grouped convolution have them; they are multiplied all at once.
+    With a leading dimension, it is the block-diagonal operator of g such matrices, one for each
+    group of a grouped convolution. They are multiplied all at once.
 
     A side may have a reduced rank ("thin"): U has r < d columns, and the last of r + 1 magnitudes
     belongs to all directions orthogonal to them. Then U in the formula is the frame
@@ -48,11 +48,12 @@ class EigenKronecker(Symmetric):
         trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
             of positive semi-definite factors, which determines their scales; None if it is not, or
             if the scales are not known.
-        share_A: With `trace_A`, the share of the data's examples that A is the mean over: K-FAC
-            leaves out the examples that have no position in a layer. Products do not depend on it.
+        share_A: With `trace_A`, the fraction of the examples that A is the mean over: K-FAC leaves
+            out the examples that have no position in a layer. Products do not depend on this
+            fraction.
 
     Raises:
-        ValueError: If the shapes, dtypes or devices do not fit each other.
+        ValueError: If the shapes, dtypes or devices do not match.
     """
 
     U_G: Float[Tensor, "*groups d_out r_G"] | None

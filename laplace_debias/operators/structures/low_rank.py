@@ -22,7 +22,7 @@ class LowRankPlusDiagonal(Symmetric):
         diagonal: d, `[n]`, or one number for the whole diagonal.
 
     Raises:
-        ValueError: If the shapes, dtypes or devices do not fit each other.
+        ValueError: If the shapes, dtypes or devices do not match.
     """
 
     U: Float[Tensor, "n k"] | LinearOperator

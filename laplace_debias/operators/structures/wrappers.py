@@ -96,7 +96,7 @@ def assume(
 class SubMatrix(Wrapper):
     """Selected rows and columns of an operator.
 
-    A product costs as much as a product with the whole operator.
+    A product costs as much as a product with the full operator.
 
     Args:
         operator: The operator, `[m, n]`.
@@ -150,19 +150,19 @@ def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
 class Permuted(Wrapper):
     r"""A square operator in a different order of rows and columns, $P^\top A P$.
 
-    $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three it keeps the structure of A in
-    everything that is done to it: multiples of the identity are added to A, and inverses, roots
-    and other functions are those of A.
+    $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three operators, it keeps the structure
+    of A: multiples of the identity are added to A, and inverses, roots and other functions are
+    computed for A.
 
     Args:
         operator: A, `[n, n]`.
-        order: The index in this operator of each row of A, `[n]`: a permutation of 0 … n−1. None
-            if the order is the same.
-        layout: How named parameters lie in the rows and columns, if they do.
+        order: The index in this operator of each row of A, `[n]`: a permutation of 0 … n−1. None if
+            the order is the same.
+        layout: How named parameters correspond to the rows and columns. None if they do not.
 
     Raises:
         ValueError: If A is not square, the order is not a permutation of its rows, or the layout
-            is of another size.
+            has a different size.
     """
 
     order: Int[Tensor, " n"] | None = None
