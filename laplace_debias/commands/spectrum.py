@@ -169,7 +169,7 @@ def _print(spectrum: "Spectrum") -> None:
     first = ", ".join(f"{value:.4g}" for value in values[:12])
     print(f"Leading {len(values)} eigenvalues: {first}, … {values[-1]:.4g}")
     print(
-        f"  greatest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
+        f"  largest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
         f"{pairs.message}"
     )
     fraction = float(pairs.values.sum() / trace.value)

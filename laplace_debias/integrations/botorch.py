@@ -170,7 +170,7 @@ class LaplaceModel(Model):
         return self.condition_on_observations(X, Y)
 
     def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Compute mean and covariance at q points jointly, as `joint_moments`."""
+        """Compute mean and covariance at q points jointly; see `joint_moments`."""
         return joint_moments(self._la, X, observation_noise)
 
 

@@ -87,7 +87,7 @@ class GaussianPrior:
             model: A model with parameters of these names.
 
         Raises:
-            ValueError: If the model's parameters of these names have another number of entries.
+            ValueError: If the model's parameters of these names have a different number of entries.
         """
         plain = unwrapped(model)
         values = [plain.get_parameter(name).flatten() for name in self.param_names]
@@ -108,11 +108,12 @@ class GaussianPrior:
     def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
         """Prepare this prior for a fit with these parameters and this structure.
 
-        One precision per parameter is split into a part that all share, δ, and the others.
+        The precisions of the parameters are split into δ, the part that all parameters share, and
+        the remaining parts.
 
         Raises:
-            ValueError: If the parameters are not those of the prior, or the structure has neither
-                a diagonal nor the complete matrix.
+            ValueError: If the parameters differ from the parameters of the prior, or the structure
+                has neither a diagonal nor the full matrix.
         """
         self.check_parameters(parameters)
         if not isinstance(structure, (DiagonalCurvature, FullCurvature)):
@@ -138,8 +139,8 @@ class GaussianPrior:
         """Replace the prior of a fit by this prior, without reading data.
 
         Raises:
-            ValueError: If the parameters are not those of the prior, or the structure has neither
-                a diagonal nor the complete matrix.
+            ValueError: If the parameters differ from the parameters of the prior, or the structure
+                has neither a diagonal nor the full matrix.
         """
         posterior = fitted.posterior
         assert posterior.prior.information is None

@@ -560,7 +560,7 @@ class Laplace(Predictor):
                 posterior; a later `fit` uses these levels for the curvature. Not available for
                 `fisher="empirical"`.
             link: Search only one link: pass its name to try all temperatures, or a `Link` to fix
-                its temperature too.
+                also its temperature.
             per: For `method="marglik"`.
 
         Returns:
@@ -1081,8 +1081,8 @@ class Laplace(Predictor):
     ) -> str:
         """Upload the posterior and a model card to the Hugging Face Hub (extra `hub`).
 
-        The files are those of `save_pretrained`. The repository is created if it does not exist. In
-        an existing card, only the section on the posterior is replaced.
+        The files are the same as from `save_pretrained`. The repository is created if it does not
+        exist. In an existing card, only the section on the posterior is replaced.
 
         Args:
             repository: The name of the repository, `"user/name"`.

@@ -54,7 +54,7 @@ def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
     """Compute the maximum calibration error (MCE), the largest gap of any bin.
 
     The gap of a bin is `|acc_b - conf_b|`, and the bins are those of `ece`. A bin with few examples
-    often has the largest gap by chance. Arguments and errors are those of `ece`.
+    often has the largest gap by chance. Arguments and errors are the same as for `ece`.
 
     Reference:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
@@ -77,7 +77,7 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
 
     Examples are ranked by the probability of their most probable class. Equal confidences have
     their mean rank and share a bin, so the order of the examples does not count. Arguments and
-    errors are those of `ece`. The result is float64.
+    errors are the same as for `ece`. The result is float64.
 
     Reference:
         Nixon, Dusenberry, Zhang, Jerfel, Tran. Measuring calibration in deep learning. CVPR
@@ -98,7 +98,7 @@ def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Ten
 
     Each class is a binary problem with equal bins of its probability, and its calibration error is
     `Σ_b (n_b/n) |freq_b - mean p_b|`. A probability of 1 belongs to the last bin. Arguments and
-    errors are those of `ece`. The result is float64.
+    errors are the same as for `ece`. The result is float64.
 
     Reference:
         Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach. Beyond temperature scaling:
@@ -197,7 +197,7 @@ class ReliabilityCurve(NamedTuple):
 def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> ReliabilityCurve:
     """Compute the confidence and the accuracy of examples grouped by confidence.
 
-    The bins, arguments and errors are those of `ece`.
+    The bins, arguments and errors are the same as for `ece`.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017.

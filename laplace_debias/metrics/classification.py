@@ -51,7 +51,7 @@ def nll(
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
     in float32), so one certain mistake gives a large value instead of infinity. Arguments and
-    errors are those of `accuracy`.
+    errors are the same as for `accuracy`.
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
@@ -69,7 +69,7 @@ def brier(
     """Compute the Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`.
 
     This is Brier's own definition, between 0 and 2. The common binary definition, the square of the
-    error of class 1 only, is half of it. Arguments and errors are those of `accuracy`.
+    error of class 1 only, is half of it. Arguments and errors are the same as for `accuracy`.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,
@@ -89,7 +89,8 @@ def overconfidence(
 
     The difference is `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`. It is positive if the
     network is more confident than accurate. In a binary problem, the confidence is the probability
-    of the more probable class. The result is float64. Arguments and errors are those of `accuracy`.
+    of the more probable class. The result is float64. Arguments and errors are the same as for
+    `accuracy`.
     """
     confidences, right = confidence_and_right(probs, labels)
     return reduced(confidences - right, reduction)

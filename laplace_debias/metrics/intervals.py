@@ -15,8 +15,8 @@ class Interval(float):
 
     Attributes:
         value: The metric on all examples.
-        low: Lower end of the interval; NaN if it is not known.
-        high: Upper end of the interval; NaN if it is not known.
+        low: Lower end of the interval; NaN if it is unknown.
+        high: Upper end of the interval; NaN if it is unknown.
     """
 
     low: float

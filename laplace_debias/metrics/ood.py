@@ -39,8 +39,8 @@ def auroc(
 
     Raises:
         TypeError: If an argument is not a tensor.
-        ValueError: If an argument is empty, not one-dimensional, or holds NaN; or torch's default
-            dtype has half precision.
+        ValueError: If an argument is empty, not one-dimensional, or contains NaN; or torch's
+            default dtype has half precision.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
@@ -60,7 +60,7 @@ def aupr(
 
     The AUPR is `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
     without information, it is the fraction of OOD examples, so compare only sets of equal sizes.
-    Scores and errors are those of `auroc`.
+    Scores and errors are the same as for `auroc`.
     """
     from torchmetrics.functional.classification import binary_average_precision
 
@@ -74,7 +74,7 @@ def aupr_in(
     """Compute the average precision (AUPR) with the ID examples as positives.
 
     It is `aupr` with the two sets exchanged and the order of the scores reversed: the fraction of
-    ID examples for a score without information. Scores and errors are those of `auroc`.
+    ID examples for a score without information. Scores and errors are the same as for `auroc`.
     """
     from torchmetrics.functional.classification import binary_average_precision
 
@@ -89,7 +89,7 @@ def fpr95(
 
     The FPR95 is the fraction of ID examples that are taken for OOD. OOD is the positive class, as
     in the reference. Some papers take ID as the positive class, which gives a different number.
-    Scores and errors are those of `auroc`.
+    Scores and errors are the same as for `auroc`.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.

@@ -67,9 +67,9 @@ def crps(
 ) -> Float[Tensor, "..."]:
     """Compute the continuous ranked probability score (CRPS) of Gaussian predictions.
 
-    `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0 it
-    is the absolute error, and its units are those of the targets. Arguments and errors are those of
-    `gaussian_nll`.
+    `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0,
+    the CRPS is the absolute error. It has the units of the targets. Arguments and errors are the
+    same as for `gaussian_nll`.
 
     Reference:
         Gneiting, Raftery. Strictly proper scoring rules, prediction, and estimation. JASA, 2007,
@@ -129,7 +129,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
     """Compute the mean width of intervals, in the units of the targets.
 
     If two predictives have the same coverage, the one with the narrower intervals is better.
-    Arguments and errors are those of `interval_coverage`.
+    Arguments and errors are the same as for `interval_coverage`.
     """
     check_intervals(low, high)
     return reduced(high - low, reduction)
@@ -198,8 +198,8 @@ def pinball(
 def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
     """Compute the probability integral transform (PIT) `Φ((y - μ)/σ)` of each target.
 
-    It is uniform between 0 and 1 if the predictive is calibrated. Arguments and errors are those of
-    `gaussian_nll`.
+    It is uniform between 0 and 1 if the predictive is calibrated. Arguments and errors are the same
+    as for `gaussian_nll`.
     """
     check_gaussian(mean, standard_deviation, targets)
     return ndtr((targets - mean) / standard_deviation)

@@ -54,7 +54,7 @@ def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> F
     """Compute the area under the risk-coverage curve (AURC).
 
     The AURC is the mean error rate over all coverages. It is small if the accuracy is high and if
-    mistakes have a low confidence. Arguments and errors are those of `risk_coverage_curve`.
+    mistakes have a low confidence. Arguments and errors are the same as for `risk_coverage_curve`.
 
     Reference:
         Geifman, Uziel, El-Yaniv. Bias-reduced uncertainty estimation for deep neural classifiers.

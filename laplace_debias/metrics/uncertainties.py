@@ -90,7 +90,7 @@ def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
 
     The score is higher if the network is less certain. It is computed as the sum of the other
     classes' probabilities near 0, so that confident predictions keep their order in float32.
-    Argument and errors are those of `entropy`.
+    Argument and errors are the same as for `entropy`.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
@@ -120,7 +120,7 @@ def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
     """Compute the negative of the largest logit of each example.
 
-    Arguments and errors are those of `energy`.
+    Arguments and errors are the same as for `energy`.
 
     Reference:
         Hendrycks et al. Scaling out-of-distribution detection for real-world settings. ICML, 2022.

@@ -73,7 +73,7 @@ class ParameterLayout:
             parameters: By name, or in order; of shapes `[*shape]`, or all `[*shape, k]`.
 
         Raises:
-            ValueError: If a parameter is missing, superfluous, or of another shape, or dtypes or
+            ValueError: If a parameter is missing, unexpected, or of a different shape, or dtypes or
                 devices differ.
         """
         if isinstance(parameters, Mapping):
@@ -118,7 +118,7 @@ class ParameterLayout:
         """Split a vector `[D]`, or columns `[D, k]`, into parameters by name.
 
         Raises:
-            ValueError: If the tensor has another number of rows.
+            ValueError: If the tensor has a different number of rows.
         """
         if tensor.ndim not in (1, 2) or tensor.shape[0] != self.size:
             raise ValueError(

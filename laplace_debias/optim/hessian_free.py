@@ -134,8 +134,8 @@ class DebiasedHessianFree(Optimizer):
             param_group: `params`, and perhaps `weight_decay`.
 
         Raises:
-            ValueError: If the weight decay is negative or not finite, or another option differs
-                from the other groups'.
+            ValueError: If the weight decay is negative or not finite, or one of the other options
+                differs from the other groups'.
             NotImplementedError: If parameters are split over processes.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults

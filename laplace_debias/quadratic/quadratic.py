@@ -158,7 +158,7 @@ class Quadratic:
             data: A re-iterable of batches (inputs, targets): one batch in a list, a loader, ...
             curvature: `"ggn"` or `"hessian"`.
             params: Which parameters are θ; see `GGN`.
-            weight_decay: β; adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ it is δ/N.
+            weight_decay: β, which adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ, pass δ/N.
             decay_biases: Whether β acts on all parameters. If not, it acts only on weights
                 (parameters of more than one dimension), and not on biases or on the scales of
                 normalisations.
@@ -197,7 +197,7 @@ class Quadratic:
         r"""Add weight decay, $\tfrac{\beta}{2} \|\theta\|^2$ (Eq. 1).
 
         Args:
-            weight_decay: β ≥ 0. For a prior precision δ on N examples it is δ/N.
+            weight_decay: β ≥ 0. For a prior precision δ on N examples, pass δ/N.
             on: The parameters on which it acts, for example all but the biases; all if not given.
 
         Raises:

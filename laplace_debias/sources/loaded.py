@@ -71,7 +71,8 @@ class Loaded:
         """Read a saved posterior for the network.
 
         Raises:
-            ValueError: If it was fitted with a likelihood of another name; as `Laplace.load`.
+            ValueError: If it was fitted with a likelihood of a different name. Also raises the
+                errors of `Laplace.load`.
         """
         own_likelihood = self.likelihood if self.likelihood.name is None else None
         la = Laplace.load(path, model or self.model, likelihood=own_likelihood)

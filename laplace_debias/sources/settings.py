@@ -54,7 +54,7 @@ class SourceSettings:
         held_out: The fraction of the examples, 0 … 0.5, that is held out for validation, if the
             data is not split. The same fraction is held out for the test. The seed determines these
             examples.
-        ood: Out-of-distribution data, as a name and a path like that of `data`, or as
+        ood: Out-of-distribution data, as a name and a path in the form of `data`, or as
             `builtin:digits` or `builtin:patches`. The option may be repeated.
         corruptions: Severities, 1 … 5, at which corrupted test images are also evaluated.
         image_size: The height and width in pixels to which images are resized and cropped. By

@@ -311,8 +311,8 @@ class OnlineCurvature:
         """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: If the state has other options or is of another model, or is no state of
-                this class.
+            ValueError: If the state has different options, is of a different model, or is not a
+                state of this class.
         """
         if "options" not in state or "blocks" not in state:
             raise ValueError(

@@ -683,8 +683,8 @@ class Laplace:
         """Load a `state_dict` of an object that has the same options as this one.
 
         Raises:
-            ValueError: If the state is not one of `state_dict`, belongs to another model, or has
-                another likelihood, structure or subset of the parameters.
+            ValueError: If the state was not made by `state_dict`, belongs to a different model, or
+                has a different likelihood, structure or subset of the parameters.
         """
         if STATE not in state_dict:
             raise ValueError(

@@ -21,7 +21,7 @@ class FunctionModel(nn.Module):
     Raises:
         TypeError: If `function` is not callable, `parameters` is not a mapping from names to
             tensors, or a tensor does not hold floating-point numbers.
-        ValueError: If there are no parameters, or a name is a path through another one, such as
+        ValueError: If there are no parameters, or a name is a path through a different one, such as
             `"a.b"` through `"a"`.
 
     Example:

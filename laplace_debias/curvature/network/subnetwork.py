@@ -31,7 +31,7 @@ class Subnetwork(nn.Module):
     block. It is computed from the gradients of complete parameters.
 
     Args:
-        model: The trained network. It stays as it is; the fixed entries are shared with it, the
+        model: The trained network. It is not changed; the fixed entries are shared with it, the
             selected ones are copied.
         entries: For names of parameters, masks of their shapes; or indices into all trainable
             parameters, flattened in the model's order. `largest_magnitude` and `largest_variance`
@@ -42,9 +42,9 @@ class Subnetwork(nn.Module):
         indices: Their indices among all trainable parameters, ascending.
 
     Raises:
-        TypeError: If `entries` is neither masks nor whole numbers.
+        TypeError: If `entries` is neither masks nor integers.
         ValueError: If no entry is selected, an index is out of range or there twice, a name is
-            unknown or frozen, or a mask has another shape.
+            unknown or frozen, or a mask has a different shape.
 
     Reference:
         Daxberger, Nalisnick, Allingham, Antorán, Hernández-Lobato. Bayesian deep learning via
@@ -133,8 +133,8 @@ def largest_variance(
             squared deviations of SWAG.
 
     Raises:
-        ValueError: If `count` is not between 1 and the number of entries, or there is another
-            number of variances.
+        ValueError: If `count` is not between 1 and the number of entries, or the number of
+            variances differs from the number of entries.
     """
     check_is(variances, "variances", Tensor)
     num_entries = sum(parameter.numel() for parameter in _trainable(unwrapped(model)).values())

@@ -50,8 +50,8 @@ class Auto(Scheme):
     Attributes:
         data: Randomly ordered batches `(x, y)`. Only as many as needed are read.
         tolerance: The relative error at which the fit stops.
-        seconds: Stop if another round would exceed this time.
-        examples: Stop after this many examples have been passed backward, in whole batches.
+        seconds: Stop if one more round would exceed this time.
+        examples: Stop after this many examples have been passed backward, in full batches.
         forward_ratio: Examples passed forward per example passed backward.
         after: The `fit_report` of a fit that fell short of its tolerance or was interrupted. This
             fit continues after its last round, and counts its examples and seconds. The data must
@@ -139,8 +139,8 @@ class Auto(Scheme):
         """Fit in rounds until the error is within the tolerance, or a budget is used up.
 
         Raises:
-            ValueError: If the data has one example; if weights of examples mean nothing to a
-                block; if `after` is the report of another network.
+            ValueError: If the data has one example; if weights of examples mean nothing to a block;
+                if `after` is the report of a different network.
             KeyboardInterrupt: Before the first round has ended, or with several processes. After
                 that it ends the fit.
         """

@@ -217,7 +217,7 @@ def _check_has_factors(information: Information) -> None:
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """A fit that takes eigenvectors from one batch and measures the curvature on another (Eq. 9).
+    """A fit with eigenvectors from one batch and the curvature from a different batch (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` that give the eigenbases.
@@ -249,7 +249,7 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit eigenvectors to one data stream, then measure the curvature along them on another."""
+        """Fit eigenvectors to one stream, then measure the curvature along them on the other."""
         directions, magnitudes = prepared.streams
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 

@@ -35,7 +35,7 @@ def differentiable_moments(
             `[B, C, C]`.
 
     Raises:
-        NotImplementedError: If outputs have further positions, or if the model is sharded.
+        NotImplementedError: If outputs have positions, or if the model is sharded.
     """
     if has_units(fitted.spec.model):
         # The Jacobians come from torch.func, under which parameters cannot be gathered.

@@ -44,7 +44,7 @@ class Predictor(ABC):
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[LinkedFit]:
-        """Return each fit with its link: the one passed, else its own or the default."""
+        """Return each fit with its link: the one passed, otherwise its own or the default."""
 
     @property
     def likelihood(self) -> Likelihood:

@@ -420,7 +420,8 @@ def rescaled(
 def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosterior:
     r"""Return the posterior at another noise, under the same prior.
 
-    The curvature goes with $\sigma^{-2}$ if the noises of all outputs are multiplied by one factor.
+    The curvature is proportional to $\sigma^{-2}$ if the noise levels of all outputs are multiplied
+    by one factor.
 
     Raises:
         ValueError: If they are not, or if the curvature does not go with the noise.
@@ -439,8 +440,8 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
     is_common = bool((factors / factors[0] - 1).abs().max() < 1e-6)
     if fitted.num_targets is None or not is_common:
         raise ValueError(
-            "The curvature at this `sigma` is not known: it can be computed only if the noises of "
-            "all outputs change by the same factor, and not after a fit with "
+            "The curvature at this `sigma` is not known: it can be computed only if the noise "
+            "levels of all outputs change by the same factor, and not after a fit with "
             '`fisher="empirical"` or `prior=`. Fit again with Laplace(..., sigma=).'
         )
     rescaled_fit, _ = rescaled(fitted, float(factors[0]), 1.0)

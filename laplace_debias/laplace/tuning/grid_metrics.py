@@ -209,7 +209,7 @@ def evaluate_grid(
         metric: `"nll"` or `"brier"`.
         prior_precisions: Ascending; with noise these are γ = δ k².
         links: The links; empty for a likelihood that has none.
-        class_dim: The dimension of the outputs that has the classes; None for the last.
+        class_dim: The dimension of the outputs that holds the classes. Default: the last one.
         with_noise: Whether the NLL of a regression is that at the best σ for each γ.
 
     Returns:

@@ -65,10 +65,11 @@ def tune_on_data(
         fitted: The fit.
         loader: Batches `(inputs, targets)` that the fit has not read.
         metric: `"nll"`, or for classes and labels `"brier"`; the lowest is the best.
-        grid: Prior precisions to try; None for `DEFAULT_GRID`.
-        sigma: Whether σ of a regression is tuned, too; None if it can be and was never set;
-            `"per_output"` to then choose the noise of each output.
-        link: A link's name, to only try its temperatures; a `Link`, to only use this; None for all.
+        grid: Prior precisions to try. Default: `DEFAULT_GRID`.
+        sigma: Whether σ of a regression is also tuned. With `"per_output"`, the noise of each
+            output is then chosen. Default: σ is tuned if it can be tuned and was never set.
+        link: A link's name, to try only its temperatures, or a `Link`, to use only this one.
+            Default: all links.
         generator: Seeds the order of the data.
         progress: Whether to show a progress bar.
 
@@ -170,7 +171,7 @@ def _with_noise_per_output(
     assert isinstance(tuned.likelihood, Gaussian)
     likelihood = tuned.likelihood.with_predictive_sigma(noise.sigma)
     notes = [
-        f"With a common factor for the noises of all outputs, the {result.metric} is "
+        f"With a common factor for the noise of all outputs, the {result.metric} is "
         f"{result.value:.4g}."
     ]
     if noise.is_at_end:

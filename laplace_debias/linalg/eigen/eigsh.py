@@ -103,8 +103,8 @@ def lanczos_eigenpairs(
     elif not result.was_verified:
         status = Status.UNVERIFIED
         message = (
-            "converged, but the search for further pairs ended at `max_matvecs` = "
-            f"{max_matvecs}, so a further copy of a multiple eigenvalue, or one beyond the last "
+            "converged, but the search for more pairs ended at `max_matvecs` = "
+            f"{max_matvecs}, so a copy of a multiple eigenvalue, or one beyond the last "
             "of these, may be missing; to be sure, raise `max_matvecs`"
         )
     rotation = result.pairs.combinations[:, :k].to(basis.vectors)
@@ -123,7 +123,7 @@ def lanczos_eigenpairs(
 def _unconverged(residuals: Tensor, goal: float, count: int) -> str:
     num_converged = int((residuals <= goal).sum())
     return (
-        f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (greatest "
+        f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (largest "
         f"residual {float(residuals.max()):.3g}, expected {goal:.3g}). Raise `max_matvecs` or "
         "`tol`, or request fewer pairs"
     )
@@ -285,7 +285,7 @@ METHODS = {
 }
 _SCIPY_NAMES = {"LA": "largest", "SA": "smallest", "LM": "magnitude"}
 _SMALL = 32
-"""The greatest number of columns of an operator that is computed as a dense matrix."""
+"""The largest number of columns of an operator that is computed as a dense matrix."""
 
 
 def eigsh(
@@ -323,7 +323,7 @@ def eigsh(
         k: How many pairs, 1 … D.
         method: `"lanczos"`, `"arpack"` or `"power"`.
         which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`. SciPy's
-            names `"LA"`, `"SA"` and `"LM"` mean the same.
+            names `"LA"`, `"SA"` and `"LM"` have the same meanings.
         tol: Largest allowed residual norm, relative to the largest absolute eigenvalue that was
             found; at least ten times the rounding error of the dtype. Well-separated eigenvalues
             are far more precise: their error is about the squared residual divided by the gap to

@@ -12,7 +12,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 
 _PASSES = 5
-"""The greatest number of orthogonalisation passes. Two are nearly always enough."""
+"""The largest number of orthogonalisation passes. Two are nearly always enough."""
 
 _ROTATION_ELEMENTS = 2**22
 """Number of basis entries that are rotated at a time, to bound the memory of a restart."""

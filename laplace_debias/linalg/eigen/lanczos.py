@@ -15,7 +15,7 @@ _MISS = 1e-4
 """Probability that either bound of `has_missed_nothing` overlooks an eigenvalue."""
 
 _OVERLAP = 0.1
-"""The greatest overlap with a missed eigenvector that the vectors kept for a check may have."""
+"""The largest overlap with a missed eigenvector that the vectors kept for a check may have."""
 
 
 class CompletenessCheck:
@@ -47,7 +47,7 @@ class CompletenessCheck:
         value θ to the last of the requested ones, a gap of δ with `goal` included; n is the number
         of columns.
 
-        - A priori: from a random start, j steps leave the greatest eigenvalue of a positive
+        - A priori: from a random start, j steps leave the largest eigenvalue of a positive
           semi-definite operator underestimated by more than a factor $1 - \varepsilon$ with
           probability at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be
           positive, ε is δ over the distance of the last requested eigenvalue from the spectrum's
@@ -116,7 +116,7 @@ def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
 class SearchResult:
     """Ritz pairs, the requested ones first; whether they converged, and whether none was missed.
 
-    `goal` is the greatest residual of a converged pair.
+    `goal` is the largest residual of a converged pair.
     """
 
     pairs: RitzPairs

@@ -60,7 +60,7 @@ _MAX_PROBES = 16
 """Probes kept with their products, to estimate the degrees of freedom from 120 pairs."""
 
 _MAX_ELEMENTS = 2**26
-"""The greatest number of product entries kept: 256 MiB in float32, and as much for the probes."""
+"""The largest number of product entries kept: 256 MiB in float32, and as much for the probes."""
 
 _MIN_PROBES = 4
 

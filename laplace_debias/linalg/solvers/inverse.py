@@ -155,4 +155,4 @@ class LeastSquaresInverse(Wrapper):
 
 _UNSOLVED = (6, 7)
 """The statuses that LSMR returns for a condition number beyond the dtype's precision, and when it
-reaches its greatest number of steps."""
+reaches its largest number of steps."""

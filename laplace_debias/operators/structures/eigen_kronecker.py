@@ -37,8 +37,8 @@ class EigenKronecker(Symmetric):
     times (`in_frame`).
 
     Args:
-        U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`;
-            None for the identity, whose directions are the coordinate axes.
+        U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`; None
+            means the identity, whose directions are the coordinate axes.
         U_A: Orthonormal eigenvectors on the input side, as columns, `[*groups, d_in, r_A]`, or
             None.
         magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`;

@@ -19,7 +19,7 @@ class LowRankPlusDiagonal(Symmetric):
     Args:
         U: `[n, k]`, a tensor or an operator; its columns need not be orthonormal.
         magnitudes: m, of any sign, `[k]`.
-        diagonal: d, `[n]`, or one number for the whole diagonal.
+        diagonal: d, `[n]`, or one number for all of the diagonal.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not match.

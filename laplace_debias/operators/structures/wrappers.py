@@ -200,7 +200,7 @@ class Permuted(Wrapper):
         return self.permuted(self.operator @ matrix[self.order])
 
     def permuted(self, rows: Tensor) -> Tensor:
-        """Reorder the rows of a tensor from the order of A to that of this operator."""
+        """Reorder the rows of a tensor from the order of A to the order of this operator."""
         if self.order is None:
             return rows
         return torch.empty_like(rows).index_copy_(0, self.order, rows)

@@ -168,7 +168,7 @@ class Likelihood(ABC):
         """Return whether any target of a batch contributes to the loss.
 
         Args:
-            targets: `[B, ...]`, as batches hold them, with positions or without.
+            targets: `[B, ...]`, as they are in batches, with or without positions.
         """
         counted = self.counted(targets.flatten(0, -2) if targets.ndim > 2 else targets)
         return counted is None or bool(counted.any())

@@ -141,7 +141,7 @@ class Gaussian(Likelihood):
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
 
     def options(self) -> dict[str, Any]:
-        """Return the noise σ, or None for the default of 1, and how σ was determined."""
+        """Return the noise σ, or None if it is the default of 1, and how σ was determined."""
         # Whether it was given steers `tune`.
         if self.is_assumed and self.sigma.ndim == 0:
             return {"sigma": None}

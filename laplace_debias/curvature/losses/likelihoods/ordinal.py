@@ -21,7 +21,7 @@ class Ordinal(Likelihood):
     A loss Hessian that depends on the target is replaced by its expectation, the Fisher information
     $\sum_k p_k (1 - \sigma(t_k - f) - \sigma(t_{k-1} - f))^2$.
 
-    For a Gaussian output N(m, v) the predictive shrinks $t_k - m$ by $\sqrt{1 + \pi v / 8}$.
+    For a Gaussian output N(m, v), the predictive shrinks $t_k - m$ by $\sqrt{1 + \pi v / 8}$.
 
     Args:
         thresholds: The K−1 thresholds that the network was trained with, in increasing order. They

@@ -83,7 +83,7 @@ class Poisson(Likelihood):
         self.check_targets(targets)
 
     def check_targets(self, targets: Tensor) -> None:
-        """Require whole numbers that are not negative."""
+        """Require integers that are not negative."""
         if targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(f"Counts must be numbers, got {targets.dtype}. Use `targets.long()`.")
         are_counts = (targets >= 0) & (targets == targets.floor()) & targets.isfinite()
