@@ -189,7 +189,7 @@ def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
             print(note)
         module.run(settings)
         return
-    # Libraries and the user's own modules may print, too, which must not mix with the JSON.
+    # Libraries and the user's own modules may also print, which must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         for note in notes:
             print(note)

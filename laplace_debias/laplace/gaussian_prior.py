@@ -36,7 +36,7 @@ class GaussianPrior:
 
     Raises:
         TypeError: If the mean or the precision is not a tensor of floating-point numbers.
-        ValueError: If their shapes differ, or a number is not finite, or a precision not positive.
+        ValueError: If their shapes differ, a number is not finite, or a precision is not positive.
 
     Example:
         >>> import torch

@@ -16,18 +16,19 @@ from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 class Mixture(Predictor):
     r"""A mixture of posteriors, $p(y\mid x) = \frac1M \sum_m p_m(y\mid x)$.
 
-    Each member is fitted, tuned and saved separately: checkpoints of different seeds or epochs, or
-    different architectures for the same task. The members' disagreement is a part of the
-    uncertainty that no single member has. For a regression the predictive is the normal with the
-    mixture's mean and covariance. Each member predicts by its own link and temperature.
+    Each member is fitted, tuned and saved separately. Members can be checkpoints of different seeds
+    or epochs, or different architectures for the same task. Their disagreement is a part of the
+    uncertainty that no single member has. For a regression, the predictive is the normal
+    distribution with the mean and the covariance of the mixture. Each member predicts with its own
+    link and temperature.
 
     Args:
         members: Fitted `Laplace` objects of one likelihood with the same options (`ignore_index`,
-            weights, smoothing; for your own class its `options`). A regression's sigma is each
-            member's own.
+            weights, smoothing; for your own class its `options`). Each member of a regression has a
+            sigma of its own.
 
     Raises:
-        ValueError: If there is no member, or their likelihoods or the likelihoods' options differ.
+        ValueError: If there is no member, or the members' likelihoods or their options differ.
         TypeError: If a member is not a `Laplace`.
         RuntimeError: If a member is not fitted.
 

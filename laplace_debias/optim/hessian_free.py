@@ -139,7 +139,7 @@ class DebiasedHessianFree(Optimizer):
             NotImplementedError: If parameters are split over processes.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults
-        # The present damping, not that of the start.
+        # The current damping, not the damping at the start.
         shared = {name: first[name] for name in self.defaults if name != "weight_decay"}
         for name, value in shared.items():
             if param_group.get(name, value) != value:

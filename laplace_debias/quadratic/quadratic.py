@@ -90,18 +90,18 @@ class Quadratic:
     $$q(\theta) = L + g^\top (\theta - \theta_0)
     + \tfrac12 (\theta - \theta_0)^\top H (\theta - \theta_0)$$
 
-    Make one from a mini-batch, from several or from the full set, and compare them along the same
-    directions. Directions are vectors `[D]`, or columns `[D, k]`, of any length: slope and
+    Build quadratics from one mini-batch, from several or from the full set, and compare them along
+    the same directions. Directions are vectors `[D]`, or columns `[D, k]`, of any length: slope and
     curvature are per unit of length, as for normalised directions.
 
     Args:
         value: L, the loss at θ₀, a number.
-        gradient: g, its gradient at θ₀, `[D]`.
-        matrix: H, its symmetric curvature (Hessian or GGN), `[D, D]`.
+        gradient: g, the gradient of the loss at θ₀, `[D]`.
+        matrix: H, the symmetric curvature of the loss (Hessian or GGN), `[D, D]`.
         position: θ₀, `[D]`.
 
     Raises:
-        ValueError: If shapes, dtypes or devices do not fit each other.
+        ValueError: If shapes, dtypes or devices do not match.
 
     Reference:
         Tatzel et al. (2025), Debiasing mini-batch quadratics for applications in deep learning.

@@ -142,7 +142,7 @@ def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
         return None
     if Pixels.from_settings(settings) is not None:
         return Pixels.from_settings(settings)
-    # The least and the greatest value are taken for black and white, which are not known.
+    # The smallest and the largest value are taken for black and white, which are not known.
     first_images = x[:1000]
     low = float(first_images.min())
     high = float(first_images.max())

@@ -171,7 +171,7 @@ def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
     from torchvision.transforms import Compose
 
     config = resolve_data_config(overrides, model=model)
-    # Without normalisation, which the prefetcher would do: the pixels are needed as bytes, too.
+    # Without normalisation, which the prefetcher would do: the pixels are also needed as bytes.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])
     pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))

@@ -179,8 +179,8 @@ def process_group() -> Ranks:
 def alone() -> Iterator[None]:
     """Work only on this process's data, even if there is a process group.
 
-    Outside of it, the methods that read data (`fit`, `tune`, `evaluate`, `save`, curvature
-    operators) must be called on every rank, and work on all ranks' data together.
+    Outside of this context, the methods that read data (`fit`, `tune`, `evaluate`, `save`,
+    curvature operators) must be called on every rank, and work on the data of all ranks together.
 
     Example:
         >>> from laplace_debias import alone

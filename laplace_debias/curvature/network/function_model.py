@@ -10,19 +10,20 @@ from torch import Tensor, nn
 class FunctionModel(nn.Module):
     """A module that calls `f(parameters, x)` with a dictionary of parameter tensors.
 
-    Operators and `Laplace` take it where they take a network. Its parameters have the names of the
-    dict and share the memory of its tensors: a step in place changes both.
+    Operators and `Laplace` accept it in place of a network. Its parameters have the names of the
+    dict and share memory with the tensors of the dict, so a step in place changes both.
 
     Args:
-        function: From the parameters by name, and the inputs as they come, to outputs `[B, ..., C]`
-            that torch can differentiate. It may be made by `torch.func.functional_call`.
+        function: From the parameters by name, and the inputs in the form of the data, to outputs
+            `[B, ..., C]` that torch can differentiate. It may be made by
+            `torch.func.functional_call`.
         parameters: Tensors of floating-point numbers by name.
 
     Raises:
         TypeError: If `function` is not callable, `parameters` is not a mapping from names to
             tensors, or a tensor does not hold floating-point numbers.
-        ValueError: If there are no parameters, or a name is a path through a different one, such as
-            `"a.b"` through `"a"`.
+        ValueError: If there are no parameters, or a name is a path through a different name, such
+            as `"a.b"` through `"a"`.
 
     Example:
         >>> import torch

@@ -39,8 +39,8 @@ class Record(Protocol):
 class OneArgument(dict[str, Any]):
     """A mapping that is passed as one argument: `model(batch)`, not `model(**batch)`.
 
-    It stands for the inputs wherever inputs go: `[(OneArgument(x), y) for x, y in loader]`, and
-    `la.predict(OneArgument(x))`. The model gets a plain `dict`, and all examples' tensors in it
+    Use it wherever inputs are expected: `[(OneArgument(x), y) for x, y in loader]`, and
+    `la.predict(OneArgument(x))`. The model gets a plain `dict`. All tensors of examples in it must
     have the same leading dimension.
 
     Example:

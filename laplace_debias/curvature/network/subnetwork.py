@@ -26,16 +26,16 @@ class Subnetwork(nn.Module):
     """A network whose only trainable parameter is the vector of the selected weights.
 
     `Laplace(Subnetwork(model, entries), curvature="full")` is a posterior over single entries, with
-    the others fixed. Everything that a posterior can do, it can do; a file is loaded with
+    all other entries fixed. It supports everything that a posterior does; load a file with
     `Laplace.load(path, Subnetwork(model, entries))`. The curvature of the entries is one exact
-    block. It is computed from the gradients of complete parameters.
+    block, which is computed from the gradients of full parameters.
 
     Args:
         model: The trained network. It is not changed; the fixed entries are shared with it, the
             selected ones are copied.
-        entries: For names of parameters, masks of their shapes; or indices into all trainable
-            parameters, flattened in the model's order. `largest_magnitude` and `largest_variance`
-            return indices.
+        entries: A mapping from names of parameters to masks of their shapes, or indices into all
+            trainable parameters, flattened in the model's order. `largest_magnitude` and
+            `largest_variance` return indices.
 
     Attributes:
         entries: The selected entries, `[S]`, in the model's order.
@@ -43,8 +43,8 @@ class Subnetwork(nn.Module):
 
     Raises:
         TypeError: If `entries` is neither masks nor integers.
-        ValueError: If no entry is selected, an index is out of range or there twice, a name is
-            unknown or frozen, or a mask has a different shape.
+        ValueError: If no entry is selected, an index is out of range or repeated, a name is unknown
+            or frozen, or a mask has a different shape.
 
     Reference:
         Daxberger, Nalisnick, Allingham, Antorán, Hernández-Lobato. Bayesian deep learning via

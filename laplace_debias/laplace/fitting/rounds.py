@@ -66,7 +66,7 @@ def fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> Round:
     last_round = Round(fitted, sampler.totals, replicates, spread=spread, curve=[])
     variances, chance = _variances_with_errors(last_round, sampler.probes, deltas)
     in_fold_variances = _variances(fitted, in_fold, sampler.probes, deltas)
-    # Magnitudes from held-out folds have an error, too, though far less than those in fold.
+    # Magnitudes from held-out folds also have an error, but far less than magnitudes in fold.
     bias = (in_fold_variances / variances).log() / 8
     relative = torch.hypot(chance / (2 * variances), bias).nan_to_num(0.0)
     errors = relative.square().mean((1, 2)).sqrt().tolist()

@@ -115,7 +115,7 @@ class Scheme(ABC):
 class Full(Scheme):
     """The plain fit: eigenvectors and eigenvalues come from the same examples.
 
-    The magnitudes of a mini-batch are biased, since they are the extremes of that batch.
+    The magnitudes of a mini-batch are biased, because they are the extremes of this batch.
 
     Attributes:
         data: Batches `(x, y)`.
@@ -220,8 +220,8 @@ class Split(Scheme):
     """A fit with eigenvectors from one batch and the curvature from a different batch (Eq. 9).
 
     Attributes:
-        directions: Batches `(x, y)` that give the eigenbases.
-        magnitudes: Batches that the curvature along them is measured on.
+        directions: Batches `(x, y)` from which the eigenvectors are computed.
+        magnitudes: Batches on which the curvature along these eigenvectors is measured.
     """
 
     mode = "debiased"

@@ -395,7 +395,7 @@ def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
     if fitted.likelihood.activation != "softmax":
         return links.default_link(fitted.likelihood, torch.Size())
     default_links = fitted.prediction_cache.default_links
-    # A model of `[B, d]` may take `[B, T, d]`, too, and has outputs at further positions then.
+    # A model of `[B, d]` may also take `[B, T, d]`, and then has outputs with positions.
     num_dims = tuple(tensor.ndim for tensor in tensors_of(x))
     if num_dims not in default_links:
         with prediction_context(fitted, x) as context:

@@ -365,7 +365,7 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
         table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, LOG_EVIDENCE: value})
         return -value
 
-    # If the noise is tuned, too, there may be several optima: a grid locates the best of them.
+    # If the noise is also tuned, there may be several optima: a grid locates the best of them.
     coarse = [loss(power) for power in range(-_RANGE, _RANGE + 1)]
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:
