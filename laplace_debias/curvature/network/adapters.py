@@ -8,7 +8,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class AdapterState:
-    """What a module of PEFT computes with its adapters.
+    """State of the adapters in a module of PEFT.
 
     Attributes:
         active: The names of the active adapters.

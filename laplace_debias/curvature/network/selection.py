@@ -273,14 +273,17 @@ def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
     Training changes such parameters together, but derivatives take them for independent ones. A
     parameter that several modules hold, and is one object, is no such case.
     """
-    owners: dict[int, str] = {}
+    owners: dict[tuple[torch.device, int], str] = {}
     bayesian = {id(model.get_parameter(name)) for name in names}
     # The Bayesian parameters come first, so that each of the others is compared with them.
     parameters = sorted(model.named_parameters(), key=lambda item: id(item[1]) not in bayesian)
     for name, parameter in parameters:
         if is_kept(parameter) or parameter.numel() == 0:
             continue
-        owner = owners.setdefault(parameter.data_ptr(), name)
+        address = parameter.data_ptr()
+        if not address:
+            continue  # A tensor without memory, such as one of a subclass.
+        owner = owners.setdefault((parameter.device, address), name)
         if owner != name and id(model.get_parameter(owner)) in bayesian:
             raise NotImplementedError(
                 f"{owner} and {name} are two parameters in the same memory, so they always have "
