@@ -127,14 +127,14 @@ def _page(folder: Path) -> str | None:
     machines = sorted({_set_up(result) for _, result in measured.values()})
     parts = [
         "# Benchmarks",
-        "`python -m benchmarks --publish` writes this page. Each comparison runs in a process of "
-        "its own, in which the contenders take turns; the order alternates from round to round. "
-        "(`--append` adds rounds from further processes.)",
+        "This page is written by `python -m benchmarks --publish`. Each comparison runs in a "
+        "separate process, in which the libraries are timed in turn,\nin an order that alternates "
+        "between rounds. (`--append` adds rounds from additional processes.)",
         "- **Times** are medians over rounds.\n"
         "- **Ratios** are medians of the ratios within a round.\n"
         "- **Added memory** is the peak memory during the call minus the memory in use before "
         "the call. It includes the result.\n"
-        "- **Goals** are those that the project set itself.",
+        "- **Goals** are the targets that the project set for itself.",
         *machines,
         *([goals] if goals else []),
     ]

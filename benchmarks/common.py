@@ -283,20 +283,22 @@ def tables(rows: Sequence[Row]) -> str:
         cells.setdefault(network, {}).setdefault(cell, {})[contender] = row
     return "\n\n".join(
         [
-            "Our time divided by that of laplace-torch: the median over rounds (and the range). "
-            "Below 1, this package is faster.",
+            "The table shows our time divided by the time of laplace-torch, as the median over "
+            "rounds with the range in parentheses.\nValues below 1 mean that this package is "
+            "faster.",
             markdown_table(_ratio_table(cells)),
-            "Milliseconds of a prediction (`la.predict(x).probs`) and of the network's forward "
-            "pass.",
+            "Time of a prediction (`la.predict(x).probs`) and, in parentheses, of the network's "
+            "forward pass, in milliseconds:",
             markdown_table(_latency_table(cells)),
-            "Milliseconds of a prediction of one input with a posterior over the last layer: "
-            "`la.predict(x).probs`, the program that `la.export` writes, and this program after "
-            "`torch.compile`.",
+            "Time of a prediction of one input with a posterior over the last layer, in "
+            "milliseconds: with `la.predict(x).probs`, with the\nprogram that `la.export` writes, "
+            "and with this program after `torch.compile`.",
             markdown_table(_served_table(cells)),
-            "Milliseconds for a fit and its first prediction, for other values of `curvature=`. "
-            "EKFAC is compared with K-FAC of laplace-torch, which has no EKFAC.",
+            "Time of a fit and its first prediction for other values of `curvature=`, in "
+            "milliseconds. EKFAC is compared with K-FAC of\nlaplace-torch, which has no EKFAC.",
             markdown_table(_structure_table(cells)),
-            f"Milliseconds of the K-FAC factors of {_BATCH} examples, without eigendecompositions.",
+            f"Time to compute the K-FAC factors of {_BATCH} examples, without "
+            "eigendecompositions, in milliseconds:",
             markdown_table(_factor_table(cells)),
         ]
     )

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Active learning
 #
-# Which images should be labelled next? Those about whose label plausible networks disagree: the
-# mutual information between the label and the parameters (BALD; Houlsby et al., 2011) is high
-# there. It is low for images that every plausible network calls ambiguous.
+# Which images should be labelled next? Those for which plausible networks predict different labels.
+# A score for this is the mutual information between label and parameters (BALD; Houlsby et al.,
+# 2011). It is high if the networks disagree, and low if they all agree that an image is ambiguous.
 
 # %%
 import matplotlib.pyplot as plt
@@ -33,9 +33,9 @@ def trained(indices):
 # %% [markdown]
 # ## The score of an image
 #
-# With few labels nothing can be held out, so the prior precision comes from the marginal
-# likelihood. `uncertainty` splits the entropy of a prediction into the part that more labels would
-# remove (`epistemic`, which is the mutual information) and the rest.
+# There are too few labels to hold any out, so `tune_evidence` chooses the prior precision by the
+# marginal likelihood. `uncertainty` splits the entropy of a prediction into the part that more
+# labels would remove (`epistemic`, which is the mutual information) and the rest.
 
 
 # %%
@@ -61,7 +61,7 @@ for row, title, indices in (
 plt.show()
 
 # %% [markdown]
-# ## Ten images per round, against a random choice
+# ## Ten images per round, compared with random selection
 
 
 # %%
@@ -93,3 +93,9 @@ ax.legend(frameon=False)
 plt.show()
 gain = (curves["BALD"] - curves["random"])[:, -1]
 print("BALD minus random at 120 labels, for each seed:", [round(float(g), 3) for g in gain])
+
+# %% [markdown]
+# ## Next steps
+#
+# - Compare the scores of uncertainty: [Scores](../method.md#scores-of-uncertainty).
+# - Add the new labels without a new fit: [Add new data](../how-to/new-data.md).

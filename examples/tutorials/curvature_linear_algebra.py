@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Curvature as linear algebra
 #
-# The Hessian of a network with D parameters has D² entries, too many to store. Its products with
-# vectors cost about two gradients, and traces, eigenvalues, spectra and solutions of linear systems
-# can be computed from products.
+# The Hessian of a network with D parameters has D² entries, which are too many to store. But
+# multiplying it by a vector costs only about two gradients, and such products are enough to compute
+# traces, eigenvalues, spectra and solutions of linear systems.
 #
 # ## A trained network
 
@@ -42,8 +42,8 @@ print(H.shape, float(v @ (H @ v)), float(v @ (G @ v)))
 # %% [markdown]
 # ## Traces with standard errors
 #
-# Estimates carry their standard error and the number of products. K-FAC has a structure, so its
-# trace is exact and free.
+# Estimates carry their standard error and the number of products. K-FAC stores its matrix in a
+# structured form, so its trace is exact and needs no products.
 
 # %%
 from laplace_debias.linalg import trace
@@ -60,8 +60,8 @@ print(f"K-FAC: {float(trace(KFAC(model, loss, data))):.3f}")
 # %% [markdown]
 # ## The spectrum
 #
-# A few eigenvalues are large, and most are close to zero. The Hessian has negative ones, the GGN
-# has none.
+# A few eigenvalues are large, and most are close to zero. The Hessian also has negative
+# eigenvalues; the GGN has none.
 
 # %%
 from laplace_debias.linalg import eigsh, spectral_density
@@ -83,9 +83,9 @@ plt.show()
 # ## Why mini-batches are biased
 #
 # Take the top eigenvectors of the GGN of 64 examples, and measure the curvature along them twice:
-# on the same 64 examples, and on other ones. The first is what a mini-batch reports about itself.
-# It is too large, because the directions were chosen to be extreme on this batch. This is why
-# `Laplace` can take directions from one batch and magnitudes from another.
+# on the same 64 examples, and on other ones. The first measurement is what a fit to the mini-batch
+# would use. It is too large, because the directions were chosen for their extreme curvature on this
+# very batch. This is why `Laplace` can take directions from one batch and magnitudes from another.
 
 # %%
 own, others = slice(0, 64), slice(64, 1000)
@@ -116,3 +116,9 @@ loss(model(x), y).backward()
 gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 solution = cg(G + 0.01 * Identity(len(gradient)), -gradient)
 print(solution.status, solution.num_matvecs, "products")
+
+# %% [markdown]
+# ## Next steps
+#
+# - See all operators and algorithms: [Linear algebra](../linear_algebra.md).
+# - Read why mini-batches are biased: [Why mini-batches are biased](../explanation/mini-batches.md).

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Your first posterior
 #
-# You have a trained classifier and a data loader. In ten minutes you fit a Laplace approximation,
-# look at its calibration, and see whether it notices inputs that are unlike the training data.
+# You have a trained classifier and a data loader. In the next ten minutes you will fit a Laplace
+# approximation, check whether its probabilities are calibrated, and see whether it recognises
+# inputs that are unlike the training data.
 #
 # ## A trained network
 #
-# Any `nn.Module` will do. This one is trained on 500 handwritten digits of 8 × 8 pixels. One label
-# in ten is random, as labels of people can be.
+# Any `nn.Module` will do; this one is trained on 500 handwritten digits of 8 × 8 pixels. One label
+# in ten is random, to imitate the mistakes of human annotators.
 
 # %%
 import matplotlib.pyplot as plt
@@ -35,9 +36,11 @@ model = model.eval()
 # %% [markdown]
 # ## Fit and tune
 #
-# `fit` reads the training data once and estimates how sharply the loss rises around the trained
-# weights. `tune` then chooses the prior precision, and the formula that turns outputs into
-# probabilities, on held-out examples. The model is not changed.
+# A [Laplace approximation](../explanation/laplace.md) is a Gaussian distribution around the trained
+# weights, the *posterior*. `fit` reads the training data once and estimates how sharply the loss
+# rises around these weights: the sharper, the narrower the posterior. `tune` then uses held-out
+# examples to choose how wide the posterior is (the prior precision) and how outputs become
+# probabilities (the link and a temperature). Neither changes the model.
 
 # %%
 from laplace_debias import Laplace
@@ -58,9 +61,9 @@ print(f"prior precision {tuned.prior_precision:.3g}")
 # %% [markdown]
 # ## Is it calibrated?
 #
-# Among the predictions made with a confidence of 80 %, about 80 % should be right. A reliability
-# diagram shows the accuracy of the predictions in each bin of confidence. Points below the diagonal
-# belong to overconfident predictions.
+# A network is *calibrated* if about 80 % of the predictions made with a confidence of 80 % are
+# right. A reliability diagram shows the accuracy of the predictions in each bin of confidence.
+# Points below the diagonal belong to overconfident predictions.
 
 # %%
 from laplace_debias.metrics import nll, reliability_curve
@@ -80,8 +83,8 @@ plt.show()
 # %% [markdown]
 # ## Does it notice unfamiliar inputs?
 #
-# Digits with shuffled pixels are as bright as a digit, but show none. The entropy of a prediction
-# is 0 if the network is certain, and log 10 = 2.3 nats if it guesses. The AUROC is the probability
+# Images with shuffled pixels are as bright as digits, but show none. The entropy of a prediction is
+# 0 if the network is certain, and log 10 = 2.3 nats if it guesses. The AUROC is the probability
 # that a shuffled digit has a higher entropy than a digit.
 
 # %%
@@ -104,8 +107,8 @@ plt.show()
 # %% [markdown]
 # ## Is the difference significant?
 #
-# `evaluate` computes every metric with a 95 % interval, and `compare` pairs two reports example by
-# example.
+# `evaluate` computes every metric with a 95 % interval, and `compare` computes the difference of
+# two reports, paired example by example.
 
 # %%
 from laplace_debias.metrics import compare
@@ -121,7 +124,7 @@ for name in ("accuracy", "nll", "overconfidence", "auroc_shuffled"):
 
 # %% [markdown]
 # The posterior has a better NLL and separates shuffled digits from digits. With clean labels and
-# plentiful data the gain is small or nil: [Does it help?](../does-it-help.md) shows where it
+# plenty of data, the gain is small or zero: [Does it help?](../does-it-help.md) shows where it
 # helped in a study of small problems.
 #
 # ## Keep it
@@ -130,3 +133,10 @@ for name in ("accuracy", "nll", "overconfidence", "auroc_shuffled"):
 la.save("posterior.safetensors")  # no pickle
 restored = Laplace.load("posterior.safetensors", model)
 print((restored.predict(test_images).probs - probs).abs().max().item())
+
+# %% [markdown]
+# ## Next steps
+#
+# - Use your own data: [Use your own batches and models](../how-to/batches.md).
+# - Choose weights, curvature and data: [Choosing a posterior](../choosing.md).
+# - Read what is computed: [What a Laplace approximation does](../explanation/laplace.md).

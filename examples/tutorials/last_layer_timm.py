@@ -2,8 +2,8 @@
 # # An ImageNet network: the last layer
 #
 # A posterior over the last layer needs one forward pass over the training data, and its predictions
-# cost hardly more than the network's. This works for every classifier of timm and torchvision,
-# whatever they call their last layer.
+# cost hardly more than the network's. This works for every classifier in timm and torchvision,
+# whatever its last layer is called.
 #
 # The network here is timm's smallest EfficientNet, trained briefly on a few digits, so that the
 # notebook downloads nothing. With your own weights, `timm.create_model(name, checkpoint_path=...)`
@@ -35,7 +35,7 @@ model = model.eval()
 # %% [markdown]
 # ## Fit, tune, compare
 #
-# `params="last_layer"` follows the outputs back to the layer that computes them.
+# `params="last_layer"` finds the layer that computes the outputs, so you need not know its name.
 
 # %%
 from laplace_debias import Laplace
@@ -55,7 +55,7 @@ print(compare(posterior_report, network_report))
 
 # %% [markdown]
 # Each row is the posterior's value minus the network's, with a 95 % interval over the same images.
-# The report of the command line does the same for your own data in one line:
+# `laplace-debias report` makes the same comparison for your own data, in one command:
 #
 # ```bash
 # laplace-debias report --timm resnet18 --checkpoint net.safetensors --data folder \
@@ -84,3 +84,9 @@ with torch.no_grad():
     forward_time = median_milliseconds(model)
 predict_time = median_milliseconds(la.predict)
 print(f"prediction / forward pass: {predict_time / forward_time:.1f}")
+
+# %% [markdown]
+# ## Next steps
+#
+# - Write a report on your own images: [Use the command line](../how-to/command-line.md).
+# - Deploy the posterior: [Serve predictions](../how-to/serving.md).

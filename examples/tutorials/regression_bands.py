@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Regression with error bars
 #
-# A regression network returns one number. A posterior adds two kinds of uncertainty: the noise of
-# the targets, and the uncertainty of the network itself, which grows where there are no data.
+# A regression network returns a single number. A posterior adds two kinds of uncertainty: the noise
+# of the targets, and the uncertainty of the network itself, which grows where there are no data.
 #
 # ## Data with a gap
 
@@ -34,7 +34,7 @@ model = model.eval()
 # %%
 from laplace_debias import Laplace
 
-# `tune_evidence` replaces sigma.
+# sigma=1.0 is only a starting value; `tune_evidence` estimates the noise.
 la = Laplace(model, likelihood="regression", curvature="full", sigma=1.0)
 la.fit(DataLoader(TensorDataset(x, y), batch_size=20))
 tuned = la.tune_evidence(sigma=True)
@@ -43,9 +43,9 @@ print(f"noise {float(tuned.sigma):.3f} (true: 0.150), prior precision {tuned.pri
 # %% [markdown]
 # ## Two bands
 #
-# `functional` returns mean and covariance of the network's outputs, without the noise of the
-# targets. `marginals` is the predictive distribution of a new target, noise included; its quantiles
-# are prediction intervals.
+# `functional` returns the mean and the covariance of the network's outputs, without the noise of
+# the targets. `marginals` returns the predictive distribution of new targets, which includes the
+# noise; its quantiles are prediction intervals.
 
 # %%
 grid = torch.linspace(-6, 8, 400)[:, None]
@@ -73,8 +73,9 @@ ax.legend(frameon=False, ncols=2, loc="lower left")
 plt.show()
 
 # %% [markdown]
-# At the data both bands are narrow, and the outer one is as wide as the noise. In the gap and
-# outside of the data the inner band widens: many networks that fit these data disagree there.
+# Near the data both bands are narrow, and the width of the outer band is that of the noise. In the
+# gap and beyond the data, the inner band widens, because networks that fit the data equally well
+# disagree there.
 
 # %%
 for name, place in {"at the data": -2.5, "in the gap": 0.0, "outside": 8.0}.items():
@@ -82,7 +83,7 @@ for name, place in {"at the data": -2.5, "in the gap": 0.0, "outside": 8.0}.item
     print(f"standard deviation of the output {name} (x = {place}): {float(variance.sqrt()):.3f}")
 
 # %% [markdown]
-# ## How wide is right? The prior precision
+# ## How wide should the band be? The prior precision
 #
 # A small prior precision lets the parameters vary far from the trained ones, which widens the band
 # away from the data. The log marginal likelihood compares the values.
@@ -104,3 +105,9 @@ for ax, precision in zip(axes, (0.01, float(tuned.prior_precision), 100.0)):
         xlabel="x",
     )
 plt.show()
+
+# %% [markdown]
+# ## Next steps
+#
+# - Get intervals for your own data: [Get intervals for a regression](../how-to/regression.md).
+# - Get intervals with guaranteed coverage: [Conformal intervals](../how-to/conformal.md).

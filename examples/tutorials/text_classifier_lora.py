@@ -1,15 +1,15 @@
 # %% [markdown]
 # # A fine-tuned text classifier (LoRA)
 #
-# Adapters are few, the base network is frozen: a posterior over the adapters is cheap for a network
-# of any size. This notebook fine-tunes a tiny DistilBERT with random weights on made-up reviews, so
-# that it downloads nothing. With your own model,
+# With LoRA, the base network is frozen and the adapters have few parameters, so a posterior over
+# the adapters is cheap for a network of any size. This notebook fine-tunes a tiny DistilBERT with
+# random weights on made-up reviews, so that it downloads nothing. With your own model,
 # `AutoModelForSequenceClassification.from_pretrained(...)` replaces the configuration.
 #
 # ## Reviews
 #
-# A review praises or blames. One label in ten is wrong. Later we ask about reviews that do both,
-# which the training data do not contain.
+# Each review either praises a film or pans it, and one label in ten is wrong. Later we will ask the
+# model about mixed reviews, which the training data do not contain.
 
 # %%
 import random
@@ -78,12 +78,12 @@ model = model.eval()
 model.print_trainable_parameters()
 
 # %% [markdown]
-# ## A posterior over what was trained
+# ## A posterior over the adapters and the head
 #
-# The batches of Hugging Face's collators are read as they are. Frozen parameters are never part of
-# the posterior, so that it covers the adapters and the head. `params=lambda name, parameter:
-# "lora_" in name` would leave out the head. The network itself is evaluated before `tune` sets a
-# temperature.
+# You can pass the batches of Hugging Face's collators unchanged. Frozen parameters are never part
+# of the posterior, so it covers the adapters and the classification head.
+# `params=lambda name, parameter: "lora_" in name` would leave out the head. The network itself is
+# evaluated before `tune` sets a temperature.
 
 # %%
 from laplace_debias import Laplace
@@ -115,3 +115,10 @@ for name, batches in {"clear reviews": test, "mixed reviews": mixed}.items():
 ax.set(xlabel="entropy (nats); log 2 = 0.69 is a guess", ylabel="reviews")
 ax.legend(frameon=False, loc="upper center")
 plt.show()
+
+# %% [markdown]
+# ## Next steps
+#
+# - Fit a model that Hugging Face's Trainer trains:
+#   [Integrations](../integrations.md#hugging-face-trainer-and-hub).
+# - Predict single tokens: [Use a language model](../how-to/language-models.md).

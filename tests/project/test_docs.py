@@ -364,7 +364,7 @@ def test_the_files_and_names_to_change_exist():
 def test_messages_in_troubleshooting_are_those_of_the_package():
     """Messages are broken into lines in the source, wherever the lines end."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    rows = page.split("## By message")[1].splitlines()[6:]
+    rows = page.split("## By error message")[1].splitlines()[6:]
     quoted = [part for row in rows for part in re.findall(r"`([^`]+)`", row.split("|")[1])]
     sources = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "laplace_debias").rglob("*.py")

@@ -20,8 +20,8 @@ PACKAGE = "laplace_debias"
 # is the package of its `__init__.py`.
 LAYERS = (
     {"commands": "the command line: one file per command"},
-    {"assessment": "is a network's uncertainty any good: methods compared, the run folder"},
-    {"sources": "anybody's network and data, from names and paths"},
+    {"assessment": "comparison of uncertainty methods; the run folder"},
+    {"sources": "networks and data, loaded from names and paths"},
     {
         PACKAGE: "the public names",
         "integrations": "adapters to other libraries",
