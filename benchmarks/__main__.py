@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -151,7 +152,7 @@ def _page(folder: Path) -> str | None:
 
 def _set_up(result: results.Result) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result.versions.items())
-    return f"{result.network}, float32; {result.machine}; {versions}."
+    return textwrap.fill(f"{result.network}, float32; {result.machine}; {versions}.", 150)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_each_cell_of_the_table_is_true(curvature, tmp_path):
         "one prior precision per block": lambda: fitted("all").tune_evidence(per="block"),
         "thin": lambda: fitted("all").thin(inputs),
         "export (last layer)": lambda: la.export(tmp_path / "program.pt2", inputs),
-        "prior of further training": lambda: Laplace(
+        "usable as a prior for further training": lambda: Laplace(
             network, curvature=curvature, params=la.param_names, prior=posterior_as_prior(la)
         ).fit(loader),
     }

@@ -45,10 +45,10 @@ def names_of_a_user():
     }
 
 
-def lines_where_you_work():
-    """The lines of code in the README's table of other libraries, by library."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## Where you work")[2].partition("\n## ")[0]
+def lines_of_integrations():
+    """The lines of code in the table of docs/integrations.md, by library."""
+    text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    section = text.partition("## Two lines per library")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|`]+) \| (`.*) \|$", section, re.MULTILINE)
     return [
         pytest.param("\n".join(re.findall(r"`([^`]+)`", cell)), id=library)
@@ -105,8 +105,8 @@ def process_group_of_a_user(folder):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("lines", lines_where_you_work())
-def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lines", lines_of_integrations())
+def test_the_lines_of_integrations_run(lines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     user = names_of_a_user()
     inputs = torch.randn(60, 4)
@@ -140,18 +140,18 @@ def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         if "fully_shard" in lines:
             names |= stack.enter_context(process_group_of_a_user(tmp_path))
-        exec(compile(lines, "README.md", "exec"), names)
+        exec(compile(lines, "integrations.md", "exec"), names)
 
 
-def test_every_integration_has_lines_in_the_readme():
-    lines = "\n".join(case.values[0] for case in lines_where_you_work())
+def test_every_integration_has_lines_on_its_page():
+    lines = "\n".join(case.values[0] for case in lines_of_integrations())
     files = (ROOT / "laplace_debias/integrations").glob("*.py")
     modules = {path.stem for path in files if "imports_of_extra(" in path.read_text("utf-8")}
     assert {name for name in modules if f"integrations.{name} " in lines} == modules
 
 
-def test_every_library_that_tests_use_has_lines_in_the_readme():
-    libraries = {case.id for case in lines_where_you_work()}
+def test_every_library_that_tests_use_has_lines_on_the_page():
+    libraries = {case.id for case in lines_of_integrations()}
     assert libraries >= {
         "scikit-learn",
         "skorch",
