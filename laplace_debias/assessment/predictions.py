@@ -22,7 +22,8 @@ from laplace_debias.assessment.recalibration import Recalibration
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
+from laplace_debias.curvature.network.calling import call
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.laplace import Laplace, links
 from laplace_debias.laplace.prediction.decomposition import scores_of_moments, uncertainty_of_draws
 from laplace_debias.laplace.prediction.predictive import mean_logits

@@ -1,4 +1,4 @@
-"""Locks, and torch's global generator, which threads of a process share.
+"""Locks, shared settings, and torch's global generator, which threads of a process share.
 
 Nothing here is needed where each call works on tensors and copies of its own. It is needed for what
 torch keeps once for all threads: the level of forward-mode differentiation, and the generator on
@@ -8,6 +8,10 @@ draws to augment.
 """
 
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, copy_context
 from typing import Any
 
 import torch
@@ -63,3 +67,56 @@ class Randomness:
         self._state = torch.get_rng_state()
         torch.set_rng_state(self._outer)
         GLOBAL_GENERATOR.release()
+
+
+# For all shared settings: it is locked only for the moment of a change.
+_SETTINGS = threading.RLock()
+
+
+class SharedSetting:
+    """A setting of the process that several threads may change at once.
+
+    A context manager that saves a value, sets another and restores the first is wrong here: when
+    two threads overlap, the second one saves what the first one has set, and restores that for
+    good. So the first thread to come sets, and the last one to leave restores.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
+        self._make = make
+        # By the thread, how many contexts it has entered that have not been left.
+        self._holders = Counter[int]()
+        self._entered: tuple[AbstractContextManager, Context] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Make the setting for the duration of a context."""
+        # A context that was abandoned is left by whichever thread frees it.
+        thread = threading.get_ident()
+        self._enter(thread)
+        try:
+            yield
+        finally:
+            self._leave(thread)
+
+    def is_made_by_this_thread(self) -> bool:
+        """Whether the thread that calls it is within the setting, and not only another one."""
+        return threading.get_ident() in self._holders
+
+    def _enter(self, thread: int) -> None:
+        with _SETTINGS:
+            if self._entered is None:
+                # Another thread may be the one to leave: context variables must not mind.
+                manager = self._make()
+                context = copy_context()
+                context.run(manager.__enter__)
+                self._entered = manager, context
+            self._holders[thread] += 1
+
+    def _leave(self, thread: int) -> None:
+        with _SETTINGS:
+            self._holders[thread] -= 1
+            if not self._holders[thread]:
+                del self._holders[thread]
+            if not self._holders and self._entered is not None:
+                (manager, context), self._entered = self._entered, None
+                context.run(manager.__exit__, None, None, None)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, Hessian
-from laplace_debias.curvature.network.inputs import layer_by_layer
+from laplace_debias.curvature.network.calling import layer_by_layer
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
-from laplace_debias.curvature.network.inputs import SharedSetting, quiet
-from laplace_debias.system.threads import Lock
+from laplace_debias.curvature.network.calling import quiet
+from laplace_debias.system.threads import Lock, SharedSetting
 
 THREADS = 4
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layer_rules import Block, layer_rule
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap, not_batched
-from laplace_debias.curvature.network.inputs import Inputs, as_columns, quiet
+from laplace_debias.curvature.network.calling import as_columns, quiet
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.quantised import is_quantised
 

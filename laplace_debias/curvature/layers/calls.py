@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.inputs import call, differentiable, quiet
+from laplace_debias.curvature.network.calling import call, differentiable, quiet
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 

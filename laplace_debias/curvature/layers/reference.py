@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import (
     Inputs,
-    call,
     join,
     move,
     num_examples,

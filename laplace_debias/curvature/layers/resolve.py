@@ -29,7 +29,8 @@ from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.reference import FIRST_EXAMPLES, Reference, find_references
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
+from laplace_debias.curvature.network.calling import call
+from laplace_debias.curvature.network.inputs import Inputs, join, num_examples, take
 from laplace_debias.curvature.network.outputs import (
     are_repeated,
     check_outputs,

@@ -30,14 +30,8 @@ from laplace_debias.curvature.layers.several_columns import (
     has_python_functions,
     vmapped_or_stacked,
 )
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    call,
-    num_examples,
-    quiet,
-    take,
-    without_subclass,
-)
+from laplace_debias.curvature.network.calling import call, quiet
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take, without_subclass
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import (
     SavedAttributes,

@@ -18,7 +18,7 @@ from laplace_debias.curvature.losses.base import (
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 from laplace_debias.curvature.losses.likelihoods.base import RESHAPE_TARGETS, columns_of
 from laplace_debias.curvature.losses.likelihoods.gaussian import check_finite_floats
-from laplace_debias.curvature.network.inputs import quiet
+from laplace_debias.curvature.network.calling import quiet
 
 REDUCTIONS = ("mean", "sum")
 

@@ -14,11 +14,7 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    mark_of,
-    move,
-)
+from laplace_debias.curvature.network.inputs import Inputs, mark_of, move
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import process_group
 from laplace_debias.system.threads import Randomness

@@ -13,14 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.curvature.layer_rules import layer_rule
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    call,
-    like,
-    logits_of,
-    num_examples,
-    take,
-)
+from laplace_debias.curvature.network.calling import call, logits_of
+from laplace_debias.curvature.network.inputs import Inputs, like, num_examples, take
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.memory import is_out_of_memory

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.inputs import logits_of, move, take
+from laplace_debias.curvature.network.calling import logits_of
+from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.quantised import device_of_model
 from laplace_debias.curvature.network.shared_copy import shared_copy

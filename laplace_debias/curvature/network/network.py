@@ -10,15 +10,9 @@ from torch.func import functional_call
 
 from laplace_debias.curvature.network.batch_reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.calling import call, differentiable, returned_outputs
 from laplace_debias.curvature.network.fingerprints import sum_of_bits
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    call,
-    differentiable,
-    move,
-    returned_outputs,
-    take,
-)
+from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import wide, widened
 from laplace_debias.curvature.network.quantised import device_of_model, is_kept
@@ -190,7 +184,7 @@ class Network:
 
 
 class _Call(nn.Module):
-    """The model under the convention of `inputs.call`, for `functional_call`."""
+    """The model under the convention of `calling.call`, for `functional_call`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.inputs import Inputs, call, logits_of, mixing_error
+from laplace_debias.curvature.network.calling import call, logits_of, mixing_error
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import ROOM, is_out_of_memory

@@ -9,7 +9,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
 from laplace_debias.curvature.layer_rules import layer_rule
-from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.calling import call
+from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.quantised import (
     can_require_grad,

@@ -11,12 +11,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from laplace_debias.curvature.losses import Labels, OutputLoss
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    quiet,
-    tensors_of,
-    with_tensors,
-)
+from laplace_debias.curvature.network.calling import quiet
+from laplace_debias.curvature.network.inputs import Inputs, tensors_of, with_tensors
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.operators.tracing import Program, Tensors, UntraceableError, trace
 from laplace_debias.system.memory import is_out_of_memory

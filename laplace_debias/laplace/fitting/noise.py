@@ -12,7 +12,8 @@ from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.curvature.network.inputs import call, move, take
+from laplace_debias.curvature.network.calling import call
+from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.network.outputs import (
     Faults,
     check_outputs,

@@ -18,8 +18,9 @@ from laplace_debias.curvature.losses.likelihoods import (
 )
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.dataset_size import TrainingSize
-from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.curvature.network.validation import validate_model

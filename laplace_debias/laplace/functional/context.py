@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.chosen_positions import (
     ChosenPositions,
     Positions,
     choose_positions,
 )
-from laplace_debias.curvature.network.inputs import Inputs, Record, call
+from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
 from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.functional.request import output_indices

@@ -5,14 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.func import jacrev, vmap
 
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    Record,
-    call,
-    differentiable,
-    tensors_of,
-    with_tensors,
-)
+from laplace_debias.curvature.network.calling import call, differentiable
+from laplace_debias.curvature.network.inputs import Inputs, Record, tensors_of, with_tensors
 from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from laplace_debias.curvature.network.inputs import Inputs, call, differentiable, quiet, take
+from laplace_debias.curvature.network.calling import call, differentiable, quiet
+from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.operators.linearisation import (
     are_adjoint,

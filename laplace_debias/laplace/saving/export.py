@@ -18,13 +18,12 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.calling import call, returned_outputs
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     OneArgument,
     Record,
-    call,
     join,
-    returned_outputs,
     take,
     tensors_of,
 )

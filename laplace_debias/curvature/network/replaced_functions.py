@@ -1,0 +1,115 @@
+"""Functions in place of those of torch whose derivatives are missing or wrong."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Keeps the row of `padding_idx` fixed in every derivative, as it is in training.
+
+    torch's forward derivatives have that row, and so have those of a table for each example.
+    """
+    rows = F.embedding(input, weight, padding_idx, *args, **kwargs)
+    if padding_idx is None:
+        return rows
+    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Look rows up, then reduce them bag by bag: torch's own has one derivative only."""
+    if max_norm is not None:  # Which changes the table in place.
+        return F.embedding_bag(
+            input,
+            weight,
+            offsets,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            per_sample_weights,
+            include_last_offset,
+            padding_idx,
+        )
+    entries = torch.arange(input.numel(), device=input.device)
+    if offsets is None:
+        num_bags = input.shape[0]
+        bags = entries.div(max(input.shape[1], 1), rounding_mode="floor")
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+        num_bags = len(starts)
+        bags = torch.searchsorted(starts, entries.to(starts.dtype), right=True) - 1
+    rows = F.embedding(input.flatten(), weight)
+    counts = torch.ones_like(bags)
+    if padding_idx is not None:
+        counts = (input.flatten() != padding_idx % len(weight)).to(bags.dtype)
+    sums = rows.new_zeros(num_bags, weight.shape[1])
+    if mode == "max":
+        # Entries of padding go into a bag of their own.
+        bags = torch.where(counts > 0, bags, num_bags)
+        sums = rows.new_zeros(num_bags + 1, weight.shape[1])
+        index = bags.unsqueeze(1).expand_as(rows)
+        return sums.scatter_reduce(0, index, rows, "amax", include_self=False)[:-1]
+    factors = counts.to(rows.dtype)
+    if per_sample_weights is not None:
+        factors = factors * per_sample_weights.flatten()
+    sums = sums.index_add(0, bags, rows * factors.unsqueeze(1))
+    if mode == "sum":
+        return sums
+    sizes = torch.zeros(num_bags, dtype=counts.dtype, device=counts.device)
+    sizes = sizes.index_add(0, bags, counts).clamp_min(1)
+    return sums / sizes.unsqueeze(1)
+
+
+def _pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
+    """Distances between every two rows, in the order of `F.pdist`."""
+    first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return torch.linalg.vector_norm(input[first] - input[second], p, -1)
+
+
+# Instead of torch's own, of which not all derivatives are there or right. Arguments have torch's
+# names, as they may be passed by name; `compute_mode` of distances changes their speed alone.
+_IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.embedding: _embedding,
+    # No forward derivative, and no second one.
+    F.embedding_bag: _embedding_bag,
+    F.pdist: _pairwise_distances,
+    # No second derivative.
+    F.hardsigmoid: lambda input, inplace=False: (
+        input.add_(3).clamp_(0, 6).div_(6) if inplace else F.relu6(input + 3) / 6
+    ),
+    # Wrong gradients of several examples, and along several columns, at once.
+    torch.cdist: lambda x1, x2, p=2.0, compute_mode=None: torch.linalg.vector_norm(
+        x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1
+    ),
+    # A second derivative that is not symmetric.
+    torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
+}
+
+
+class ReplacedFunctions(TorchFunctionMode):
+    """Runs the functions of `_IN_PLACE_OF`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return _IN_PLACE_OF.get(func, func)(*args, **(kwargs or {}))
