@@ -248,8 +248,8 @@ def evaluate_numbers(
 
     Raises:
         TypeError: If an argument is not a tensor.
-        ValueError: If values are not finite, shapes do not match, or `level` is not between 0 and
-            1.
+        ValueError: If values are not finite, shapes do not match, a standard deviation is negative,
+            or `level` is not between 0 and 1.
 
     Example:
         >>> import torch
@@ -262,6 +262,11 @@ def evaluate_numbers(
     """
     check_level(level)
     check_real({"mean": mean, "standard_deviation": standard_deviation, "targets": targets})
+    if standard_deviation.min() < 0:
+        raise ValueError(
+            f"The smallest entry of `standard_deviation` is {standard_deviation.min():.4g}, but no "
+            "entry may be negative. Pass the standard deviations of the predictive."
+        )
     means = mean.double()
     deviations = standard_deviation.double()
     statistics = {"nll": _nll_of_log_probs(log_probs, len(means))}

@@ -13,7 +13,7 @@ from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.likelihoods import likelihood_from_settings
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.sources.splits import Splits, split_indices
+from laplace_debias.sources.splits import SPLIT_NAMES, Splits, split_indices
 from laplace_debias.sources.table_files import table_files, table_splits
 
 _KINDS = (
@@ -100,9 +100,6 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
     )
 
 
-_SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-
-
 def _opened(
     root: Path,
     classes: tuple[str, ...],
@@ -143,7 +140,7 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
     there are no splits. No image is decoded.
     """
     folders: dict[str, Path] = {}
-    for split, names in _SPLITS.items():
+    for split, names in SPLIT_NAMES.items():
         folder = next((root / name for name in names if (root / name).is_dir()), None)
         if folder is not None:
             folders[split] = folder

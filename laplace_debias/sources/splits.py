@@ -27,6 +27,8 @@ from laplace_debias.sources.settings import SourceSettings, nearest
 ExampleSource = Dataset[Any] | Iterable[Any]
 """Examples one by one, or batches of them."""
 
+SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+"""The names that a folder or a file of each split may have."""
 USUAL_BATCH = 64
 
 

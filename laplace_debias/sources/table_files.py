@@ -11,6 +11,7 @@ from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, L
 from laplace_debias.sources.likelihoods import likelihood_from_settings, task_name
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.splits import (
+    SPLIT_NAMES,
     Columns,
     Examples,
     Splits,
@@ -32,12 +33,11 @@ def table_files(path: Path) -> dict[str, Path] | None:
     """
     if path.suffix in SUFFIXES and path.is_file():
         return {"all": path}
-    files = {
-        split: path / f"{split}{suffix}"
-        for split in ("train", "val", "test")
-        for suffix in SUFFIXES
-        if (path / f"{split}{suffix}").is_file()
-    }
+    files: dict[str, Path] = {}
+    for split, names in SPLIT_NAMES.items():
+        for file in (path / f"{name}{suffix}" for name in names for suffix in SUFFIXES):
+            if file.is_file():
+                files[split] = file
     return files or None
 
 

@@ -127,6 +127,14 @@ def test_other_scores_are_evaluated_and_compared():
     assert difference["auroc"].value == pytest.approx(2 * expected["auroc"] - 1, abs=1e-6)
 
 
+def test_numbers_have_no_negative_standard_deviation():
+    mean, y = torch.randn(2, 20)
+    deviations = torch.ones(20)
+    deviations[3] = -1.0
+    with pytest.raises(ValueError, match="is -1, but no entry may be negative"):
+        metrics.evaluate_numbers(mean, deviations, y, log_probs=-y.abs())
+
+
 def test_every_metric_of_a_report_is_described():
     a, _, labels = predictions()
     mean, y = torch.randn(2, 20)

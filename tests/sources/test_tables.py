@@ -86,6 +86,16 @@ def test_parts_in_a_folder_and_text_as_classes(here):
     assert one.task == "binary"
 
 
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_validation_rows_of_a_folder_are_found_by_any_usual_name(here, name):
+    folder = here / "parts"
+    folder.mkdir()
+    for split, rows in {"train": slice(0, 20), name: slice(20, 29), "test": slice(29, 40)}.items():
+        table().iloc[rows].drop(columns="kind").to_csv(folder / f"{split}.csv", index=False)
+    found = loaded(data=folder, target="price", model_args={"inputs": 3, "outputs": 1})
+    assert len(every(found.validation)[0]) == 9
+
+
 def test_out_of_distribution_rows_need_no_target(here):
     data = table().drop(columns="kind")
     data.to_csv(here / "t.csv", index=False)

@@ -15,7 +15,6 @@ from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale
 
 Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry, such as `torch.rsqrt`."""
-"""A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
 
 
 @dataclass(eq=False, repr=False)
