@@ -64,17 +64,17 @@ class BatchReader:
     _positions: "LabelPositions | None" = dataclasses.field(default=None, init=False)
     _is_independent_of_targets: bool = dataclasses.field(default=False, init=False)
 
-    def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> Batch:
+    def __call__(self, batch: Any, name: str = "A batch", takes_weights: bool = False) -> Batch:
         """Read a batch as inputs and targets, with as many targets as inputs.
 
-        Targets that a batch lacks are zeros. If it `weighs`, a batch may be a triple, whose third
-        entry are the examples' weights.
+        Targets that a batch lacks are zeros. With `takes_weights`, the third entry of a batch may be
+        the weights of its examples.
         """
         weights = None
         if self.hook is not None:
             batch = self.hook(batch)
         elif isinstance(batch, (tuple, list)) and len(batch) == 3:
-            if not weighs:
+            if not takes_weights:
                 raise TypeError(
                     f"{name} has three entries. Weights of examples as the third entry are not "
                     "supported here. Pass pairs (inputs, targets). If the third entry is something "

@@ -136,7 +136,7 @@ class Stream:
         counts_any: Whether any of a batch's targets contributes to the loss. If it is passed, some
             targets of each pass must.
         description: The data's name in errors.
-        weighs: Whether a batch may have weights of its examples as a third entry.
+        takes_weights: Whether a batch may have weights of its examples as a third entry.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Stream:
         progress: str | None = None,
         counts_any: Callable[[Tensor], bool] | None = None,
         description: str = "data",
-        weighs: bool = False,
+        takes_weights: bool = False,
     ) -> None:
         check_batches(source)
         check_generator(generator)
@@ -163,7 +163,7 @@ class Stream:
         self.progress = progress
         self.counts_any = counts_any
         self.description = description
-        self.weighs = weighs
+        self.takes_weights = takes_weights
         self._first: list[Batch] = []
         self._started_pass: Iterator[Batch] | None = None
         self.randomness: AbstractContextManager[object] = nullcontext()
@@ -184,7 +184,7 @@ class Stream:
     def first(self) -> list[Batch]:
         """Return a list with the first batch, or an empty list if there is none."""
         if self._started_pass is None and not self._first:
-            started_pass = self.in_step()
+            started_pass = self.unchecked_pass()
             self._first = list(islice(started_pass, 1))
             self._started_pass = started_pass
         return self._first
@@ -193,7 +193,7 @@ class Stream:
         """Read the data once; at least one target must contribute to the loss."""
         num_batches = 0
         any_counts = False
-        for batch in self.in_step():
+        for batch in self.unchecked_pass():
             num_batches += 1
             if self.counts_any is not None and not any_counts:
                 any_counts = self.counts_any(batch.targets)
@@ -208,7 +208,7 @@ class Stream:
                 "contributes to the loss."
             )
 
-    def in_step(self) -> Iterator[Batch]:
+    def unchecked_pass(self) -> Iterator[Batch]:
         """Read the data without a check at its end, where all processes take the same steps.
 
         It is an error if several workers each read all of a stream.
@@ -247,7 +247,7 @@ class Stream:
                 users_batch = next(steps, _END)
             if users_batch is _END:
                 return
-            batch = self.read(users_batch, f"Batch {number}", self.weighs)
+            batch = self.read(users_batch, f"Batch {number}", self.takes_weights)
             if number <= 2 and num_workers > 1:
                 # The first batches of two workers, which come in turn.
                 marks.add(mark_of(batch.inputs, batch.targets))

@@ -62,7 +62,7 @@ class Network:
         example = None
         if data is not None and params == LAST_LAYER:
             example = move(
-                first_inputs(self.stream(data, weighs=True)), device_of_model(plain), None
+                first_inputs(self.stream(data, takes_weights=True)), device_of_model(plain), None
             )
         self.names = select_parameters(plain, params, example)
         check_parameters(plain, self.names)
@@ -75,10 +75,14 @@ class Network:
         self.refresh()
 
     def stream(
-        self, data: Batches, generator: torch.Generator | None = None, *, weighs: bool = False
+        self,
+        data: Batches,
+        generator: torch.Generator | None = None,
+        *,
+        takes_weights: bool = False,
     ) -> Stream:
-        """Read data as pairs, or if it `weighs` as triples too, without moving them."""
-        return Stream(data, self._read, generator, weighs=weighs)
+        """Read data as batches, without moving them; with `takes_weights` they may have weights."""
+        return Stream(data, self._read, generator, takes_weights=takes_weights)
 
     @property
     def model(self) -> nn.Module:

@@ -162,7 +162,7 @@ class KFAC(Permuted):
         network = Network(model, "all" if params is None else params, data, batch)
         tap = Tap(network.model)
         factor_data = LossData(
-            network.stream(data, generator, weighs=True),
+            network.stream(data, generator, takes_weights=True),
             network,
             loss,
             reduction,
@@ -171,7 +171,7 @@ class KFAC(Permuted):
         magnitude_data = factor_data
         if magnitudes is not None:
             magnitude_data = LossData(
-                network.stream(magnitudes, generator, weighs=True),
+                network.stream(magnitudes, generator, takes_weights=True),
                 network,
                 loss,
                 reduction,

@@ -100,7 +100,7 @@ class NetworkOperator(LinearOperator):
     """
 
     # Whether batches may have weights of their examples.
-    _weighs = True
+    _takes_weights = True
     # Seeds the order of the data, and the labels of an operator that draws its own.
     _generator: torch.Generator | None = None
 
@@ -125,7 +125,7 @@ class NetworkOperator(LinearOperator):
         network = self._network
         self._ranks = process_group()
         self._ranks.require_same(model=lambda: checksum(network.model))
-        stream = network.stream(data, self._generator, weighs=self._weighs)
+        stream = network.stream(data, self._generator, takes_weights=self._takes_weights)
         self._data = Data(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
@@ -259,7 +259,7 @@ class Jacobian(NetworkOperator):
     """
 
     # Its rows are the outputs, which no weight multiplies.
-    _weighs = False
+    _takes_weights = False
 
     def __init__(
         self,

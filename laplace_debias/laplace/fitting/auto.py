@@ -155,7 +155,7 @@ class Auto(Scheme):
         (data,) = prepared.streams
         last_round: Round | None
         if self.after is None:
-            sampler = ImportanceSampler(context, data.in_step(), self.forward_ratio)
+            sampler = ImportanceSampler(context, data.unchecked_pass(), self.forward_ratio)
             last_round = None
             rounds: list[tuple[int, float]] = []
             seconds_before = 0.0

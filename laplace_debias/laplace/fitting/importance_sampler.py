@@ -194,7 +194,9 @@ class ImportanceSampler:
         later.context = context
         later._forward_ratio = forward_ratio
         later._forward = ForwardPasses(context)
-        later.numbered = enumerate(islice(data.in_step(), num_skipped, None), start=num_skipped + 1)
+        later.numbered = enumerate(
+            islice(data.unchecked_pass(), num_skipped, None), start=num_skipped + 1
+        )
         # The same blocks are other objects in the later fit.
         later_block = dict(zip(self.context.blocks, context.blocks, strict=True))
         later.folds = [copy(fold) for fold in self.folds]

@@ -291,7 +291,7 @@ class Predictor(ABC):
 
         def read(data: Batches, *, needs_targets: bool) -> RepeatedExamples:
             stream = state.spec.stream(
-                data, state.device, generator, bar, weighs=True, needs_targets=needs_targets
+                data, state.device, generator, bar, takes_weights=True, needs_targets=needs_targets
             )
             return RepeatedExamples(stream)
 

@@ -90,7 +90,7 @@ class ModelSpec:
         generator: torch.Generator | None = None,
         progress: str | None = None,
         *,
-        weighs: bool = False,
+        takes_weights: bool = False,
         needs_targets: bool = True,
     ) -> Stream:
         """Read data as pairs on a device; see `BatchReader` and `Stream` for the arguments."""
@@ -102,7 +102,7 @@ class ModelSpec:
             device=device,
             target_device=device,
             progress=progress,
-            weighs=weighs,
+            takes_weights=takes_weights,
         )
 
     def fit_stream(
@@ -129,5 +129,5 @@ class ModelSpec:
             progress=progress,
             counts_any=self.likelihood.counts_any,
             description=description,
-            weighs=True,
+            takes_weights=True,
         )
