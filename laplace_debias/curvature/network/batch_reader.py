@@ -67,8 +67,8 @@ class BatchReader:
     def __call__(self, batch: Any, name: str = "A batch", takes_weights: bool = False) -> Batch:
         """Read a batch as inputs and targets, with as many targets as inputs.
 
-        Targets that a batch lacks are zeros. With `takes_weights`, the third entry of a batch may be
-        the weights of its examples.
+        Targets that a batch lacks are zeros. With `takes_weights`, the third entry of a batch may
+        be the weights of its examples.
         """
         weights = None
         if self.hook is not None:
