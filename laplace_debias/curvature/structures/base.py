@@ -131,11 +131,6 @@ class CurvatureStructure(ABC):
         return False
 
     @property
-    def num_inducing(self) -> int | None:
-        """The number of inducing inputs; None for all examples, or for a structure without them."""
-        return None
-
-    @property
     def inducing_mark(self) -> int | str | None:
         """The number of inducing inputs, or a text that changes with them."""
         return None

@@ -95,11 +95,6 @@ class GpCurvature(DenseCurvature):
         return isinstance(self.inducing, int)
 
     @property
-    def num_inducing(self) -> int | None:
-        """The number of inducing inputs; None for all examples."""
-        return len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
-
-    @property
     def inducing_mark(self) -> int | str | None:
         """The number of inducing inputs, or a text that changes with them."""
         if isinstance(self.inducing, Tensor):
@@ -288,7 +283,7 @@ class GpCurvature(DenseCurvature):
 
     def _num_rows(self, context: FitContext) -> int | None:
         """M·C, the rows of the Jacobian at the inducing inputs; None if it is unknown."""
-        num_inputs = self.num_inducing
+        num_inputs = len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
         if num_inputs is None:
             num_inputs = context.num_examples
         return None if num_inputs is None else num_inputs * context.num_outputs
