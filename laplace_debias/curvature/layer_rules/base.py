@@ -42,9 +42,11 @@ class Site(NamedTuple):
         return " and ".join(path or "the model" for path in self.paths)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Block:
     """One curvature block: a layer's weight matrix, bias or scale.
+
+    Its name identifies it among the blocks of a model: blocks of one name are equal.
 
     A convolution's groups of channels share no parameter and no output, so the curvature of its
     weight is block-diagonal in itself, with one matrix for each group, all of one shape. They are
@@ -85,6 +87,12 @@ class Block:
     rank: int | None = None
     is_vector: bool = False
     is_one_hot: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Block) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     @cached_property
     def size(self) -> int:

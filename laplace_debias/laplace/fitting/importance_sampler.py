@@ -197,12 +197,6 @@ class ImportanceSampler:
         later.numbered = enumerate(
             islice(data.unchecked_pass(), num_skipped, None), start=num_skipped + 1
         )
-        # The same blocks are other objects in the later fit.
-        later_block = dict(zip(self.context.blocks, context.blocks, strict=True))
-        later.folds = [copy(fold) for fold in self.folds]
-        for fold in later.folds:
-            fold.gradients = {later_block[block]: G for block, G in fold.gradients.items()}
-            fold.inputs = {later_block[block]: A for block, A in fold.inputs.items()}
         return later
 
     def until(self, target: int) -> "ImportanceSampler":
