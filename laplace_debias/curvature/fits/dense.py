@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ from laplace_debias.linalg.results import Status
 from laplace_debias.operators import Dense, LinearOperator
 
 Rows = Float[Tensor, "rows parameters"]
+Sums = TypeVar("Sums", bound=Tensor | list[Tensor])
 
 DENSE_BLOCK = "parameters"
 """The one block's name."""
@@ -42,14 +43,14 @@ _LANCZOS_SHARE = 16
 _LANCZOS_ROUNDINGS = 10
 
 
-class RowAccumulator(Accumulator):
+class RowAccumulator(Accumulator, Generic[Sums]):
     """An accumulator that joins the blocks' Jacobian rows to rows of all parameters.
 
-    For these `Σ rowᵀ row = N·C`. A subclass has the sums: a tensor, or a list of tensors that may
-    be joined.
+    For these `Σ rowᵀ row = N·C`. What is summed depends on the subclass: a tensor, or a list of
+    tensors that may be joined.
     """
 
-    def __init__(self, context: FitContext, sums: Any) -> None:
+    def __init__(self, context: FitContext, sums: Sums) -> None:
         super().__init__(context)
         self.num_parameters = sum(block.size for block in context.blocks)
         self.row_bytes = self.num_parameters * context.dtype.itemsize
@@ -58,7 +59,7 @@ class RowAccumulator(Accumulator):
         self._parts: dict[Block, Tensor] = {}
 
     @property
-    def sums(self) -> Any:
+    def sums(self) -> Sums:
         """The sum, or the list of tensors that are kept."""
         return self._sums[DENSE_BLOCK]
 
@@ -99,7 +100,7 @@ class RowAccumulator(Accumulator):
         check_finite({b: torch.cat(extremes) for b, extremes in self._extremes.items() if extremes})
 
 
-class MomentMatrix(RowAccumulator):
+class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
     """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process.
 
     On one process few rows are kept instead, because these are decomposed in less time than the
@@ -118,37 +119,34 @@ class MomentMatrix(RowAccumulator):
         if not are_few(sum(map(len, self.sums)), self.num_parameters):
             self._multiply_out()
 
-    def _multiply_out(self) -> None:
-        """Replace kept rows by their products."""
-        kept_rows = self.sums
-        if isinstance(kept_rows, Tensor):
-            return
+    def _multiply_out(self) -> Float[Tensor, "D D"]:
+        """Return the matrix, which replaces rows that are kept."""
+        if isinstance(self.sums, Tensor):
+            return self.sums
         matrix = torch.zeros(
             self.num_parameters,
             self.num_parameters,
             dtype=self.context.factor_dtype,
             device=self.context.device,
         )
-        if kept_rows:
+        if self.sums:
             # All at once, because a resumed fit has the same rows in other parts.
-            add_moments(matrix, torch.cat(kept_rows))
+            add_moments(matrix, torch.cat(self.sums))
         self._sums[DENSE_BLOCK] = matrix
+        return matrix
 
     def reduce(self) -> None:
         """Check that the matrix is finite, and add those of all processes on the first one."""
         super().reduce()
-        if self.context.ranks.size > 1:
-            self._multiply_out()
-        if isinstance(self.sums, Tensor):
-            matrix = _finite(self._sums.pop(DENSE_BLOCK))
+        if self.context.ranks.size > 1 or isinstance(self.sums, Tensor):
+            matrix = _finite(self._multiply_out())
             self._sums = self.context.ranks.sum_to_owners({DENSE_BLOCK: matrix}, _ON_FIRST)
 
     def scale_and_add(self, scale: float, weight: float, operator: LinearOperator) -> None:
         """Multiply the sum by a number, and add the weighted matrix of an operator."""
         if self._sums:
-            self._multiply_out()
-            matrix = operator.to_dense().to(self.sums)
-            self.sums.mul_(scale).add_(matrix, alpha=weight)
+            matrix = self._multiply_out()
+            matrix.mul_(scale).add_(operator.to_dense().to(matrix), alpha=weight)
 
     def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
         """Compute the eigenpairs of the mean for all processes, overwriting the sum."""
@@ -163,7 +161,7 @@ class MomentMatrix(RowAccumulator):
         return self.context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
-class KeptRows(RowAccumulator):
+class KeptRows(RowAccumulator[list[Tensor]]):
     """An accumulator that keeps all rows, which `reduce` joins to one tensor per process."""
 
     def __init__(self, context: FitContext) -> None:
@@ -180,7 +178,7 @@ class KeptRows(RowAccumulator):
 
     def _join(self) -> Rows:
         """Return all rows, of which there may be none; the list is emptied."""
-        rows: list[Rows] = self.sums
+        rows = self.sums
         if not rows:
             return torch.zeros(
                 0,
@@ -210,7 +208,7 @@ class LeadingRows(KeptRows):
             self.sums[:] = [(U * values.sqrt()).T]
 
 
-class SquaresAlong(RowAccumulator):
+class SquaresAlong(RowAccumulator[Tensor]):
     """An accumulator of the squared coordinates of rows along directions."""
 
     def __init__(self, context: FitContext, U: Float[Tensor, "parameters k"]) -> None:
@@ -227,7 +225,7 @@ class SquaresAlong(RowAccumulator):
         self.context.ranks.sum([self.sums])
 
 
-class CountedRows(RowAccumulator):
+class CountedRows(RowAccumulator[list[Tensor]]):
     """An accumulator that counts the bytes of all rows, and keeps none."""
 
     def __init__(self, context: FitContext) -> None:

@@ -250,7 +250,7 @@ class CoordinatesAlong(LinearOperator):
         return self.directions.coordinates(rows).T.to(matrix)
 
 
-class ProjectedMoments(RowAccumulator):
+class ProjectedMoments(RowAccumulator[Tensor]):
     """Sums `Uᵀ rowsᵀ rows U`, `[k, k]`; after `reduce` over all processes."""
 
     def __init__(self, context: FitContext, directions: InducingDirections) -> None:
