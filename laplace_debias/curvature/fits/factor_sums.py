@@ -4,7 +4,7 @@ Several processes sum each block's factors at one of them, its owner, which deco
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,77 +107,77 @@ class SideSums:
         rows[:] = [total.rows]
         traces[block] = torch.as_tensor(total.residual_trace).to(new_rows)
 
-    def reduce(self) -> Mapping[Block, Factor]:
-        """Check that the sums are finite, and add those of all processes at each block's owner.
 
-        Returns:
-            The sums of all processes, for the blocks that this process owns.
-        """
-        context = self._context
-        few_rows = self._join_few_rows()
-        factors: dict[Block, Factor] = {**self.sums, **few_rows}
-        factors = {block: factors[block] for block in context.blocks if block in factors}
-        check_finite(factors)
-        if context.ranks.size == 1:
-            return factors
-        owners = owners_of_blocks(context)
-        matrices = with_all_blocks(context, self.sums)
-        factors = {**few_rows, **context.ranks.sum_to_owners(matrices, owners)}
-        own_blocks = [b for b in context.blocks if b in factors and owners[b] == context.ranks.rank]
-        return {block: factors[block] for block in own_blocks}
+def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]:
+    """Check that sums are finite, and add those of all processes at each block's owner.
 
-    def _join_few_rows(self) -> dict[Block, GramFactor]:
-        """Return the rows of all processes, where these are so few that no matrix is made of them.
-
-        The other rows are added to the matrices.
-        """
-        context = self._context
-        rows = self.rows
-        counts_and_traces: list[tuple[int | None, float]] = []
-        for block in context.blocks:
-            num_rows = None if block in self.sums else sum(map(len, rows.get(block, [])))
-            trace = float(self.residual_traces.get(block, 0.0))
-            counts_and_traces.append((num_rows, trace))
-        by_block = zip(*context.ranks.exchange(counts_and_traces), strict=True)
-        traces: dict[Block, float] = {}
-        joined: list[Tensor] = []
-        for block, pairs in zip(context.blocks, by_block, strict=True):
-            key = FactorKey(block, self.side)
-            counts, block_traces = zip(*pairs, strict=True)
-            are_few = None not in counts and 0 < 2 * sum(counts) <= key.size
-            if are_few or key.is_streamed:
-                traces[block] = sum(block_traces)
-                no_rows = torch.zeros(0, *block.groups, key.size, device=context.device)
-                joined.append(torch.cat([no_rows.to(context.dtype), *rows.pop(block, [])]))
-            elif block in rows:
-                self._add_matrix(block, moments(torch.cat(rows.pop(block))))
-        factors = {}
-        rows_of_all = context.ranks.on_all(joined) if traces else []
-        for (block, trace), block_rows in zip(traces.items(), rows_of_all or [], strict=True):
-            max_rows = FactorKey(block, self.side).max_rows
-            factor = GramFactor(block_rows.to(context.factor_dtype), trace, max_rows)
-            factors[block] = factor.compressed()
+    Returns:
+        The sums of all processes, for the blocks that this process owns.
+    """
+    few_rows = _join_few_rows(context, sums)
+    factors: dict[Block, Factor] = {**sums.sums, **few_rows}
+    factors = {block: factors[block] for block in context.blocks if block in factors}
+    check_finite(factors)
+    if context.ranks.size == 1:
         return factors
+    owners = owners_of_blocks(context)
+    matrices = with_all_blocks(context, sums.sums)
+    factors = {**few_rows, **context.ranks.sum_to_owners(matrices, owners)}
+    own_blocks = [b for b in context.blocks if b in factors and owners[b] == context.ranks.rank]
+    return {block: factors[block] for block in own_blocks}
 
 
-class FactorAccumulator(Accumulator):
-    """An accumulator of the blocks' factors.
+def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFactor]:
+    """Return the rows of all processes, where these are so few that no matrix is made of them.
+
+    The other rows are added to the matrices.
+    """
+    rows = sums.rows
+    counts_and_traces: list[tuple[int | None, float]] = []
+    for block in context.blocks:
+        num_rows = None if block in sums.sums else sum(map(len, rows.get(block, [])))
+        trace = float(sums.residual_traces.get(block, 0.0))
+        counts_and_traces.append((num_rows, trace))
+    by_block = zip(*context.ranks.exchange(counts_and_traces), strict=True)
+    traces: dict[Block, float] = {}
+    joined: list[Tensor] = []
+    for block, pairs in zip(context.blocks, by_block, strict=True):
+        key = FactorKey(block, sums.side)
+        counts, block_traces = zip(*pairs, strict=True)
+        are_few = None not in counts and 0 < 2 * sum(counts) <= key.size
+        if are_few or key.is_streamed:
+            traces[block] = sum(block_traces)
+            no_rows = torch.zeros(0, *block.groups, key.size, device=context.device)
+            joined.append(torch.cat([no_rows.to(context.dtype), *rows.pop(block, [])]))
+        elif block in rows:
+            sums.add(block, moments(torch.cat(rows.pop(block))))
+    factors = {}
+    rows_of_all = context.ranks.on_all(joined) if traces else []
+    for (block, trace), block_rows in zip(traces.items(), rows_of_all or [], strict=True):
+        max_rows = FactorKey(block, sums.side).max_rows
+        factor = GramFactor(block_rows.to(context.factor_dtype), trace, max_rows)
+        factors[block] = factor.compressed()
+    return factors
+
+
+Sums = TypeVar("Sums", bound=SideSums)
+
+
+class SidedAccumulator(Accumulator, Generic[Sums]):
+    """An accumulator of what is measured on the factors of each side.
 
     Attributes:
         G: The sums of G.
         A: The sums of A.
-        reduced: After `reduce`, G and A summed over all processes, for the blocks that this process
-            owns.
     """
 
     needs_positions = True
     takes_single_columns = True
 
-    def __init__(self, context: FitContext) -> None:
+    def __init__(self, context: FitContext, G: Sums, A: Sums) -> None:
         super().__init__(context)
-        self.G = SideSums(context, Side.G)
-        self.A = SideSums(context, Side.A)
-        self.reduced: tuple[Mapping[Block, Factor], Mapping[Block, Factor]] = ({}, {})
+        self.G = G
+        self.A = A
 
     @property
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
@@ -209,9 +209,19 @@ class FactorAccumulator(Accumulator):
         if not block.is_vector:
             self.A.add_zero(block)
 
+
+class FactorAccumulator(SidedAccumulator[SideSums]):
+    """An accumulator of the blocks' factors."""
+
+    def __init__(self, context: FitContext) -> None:
+        super().__init__(context, SideSums(context, Side.G), SideSums(context, Side.A))
+        self._factors_G: Mapping[Block, Factor] = {}
+        self._factors_A: Mapping[Block, Factor] = {}
+
     def reduce(self) -> None:
         """Check that the sums are finite, and add those of all processes at each block's owner."""
-        self.reduced = (self.G.reduce(), self.A.reduce())
+        self._factors_G = sum_at_owners(self.context, self.G)
+        self._factors_A = sum_at_owners(self.context, self.A)
 
     def factors(self, weight: float) -> FactorSums:
         """Return G and A of the blocks that this process owns.
@@ -219,11 +229,10 @@ class FactorAccumulator(Accumulator):
         Args:
             weight: The sum of all examples' weights, once for each of which G is multiplied by 1.
         """
-        factors_G, factors_A = self.reduced
         factors: FactorSums = {}
-        for block, G in factors_G.items():
+        for block, G in self._factors_G.items():
             if not block.is_vector:
-                factors[block] = (G, factors_A[block])
+                factors[block] = (G, self._factors_A[block])
                 continue
             A = torch.full(
                 (*block.groups, 1, 1),

@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.directions import Eigenbasis, num_remaining, outer, trace_along
 from laplace_debias.curvature.fits.factor_keys import Side
-from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, SideSums
+from laplace_debias.curvature.fits.factor_sums import SidedAccumulator, SideSums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
@@ -102,7 +102,7 @@ class ProjectedSums(SideSums):
         curvature = directional_curvature(factor.to(self._context.factor_dtype), U)
         add_to(self.projected, block, curvature)
 
-    def reduce(self) -> Mapping[Block, Factor]:
+    def reduce(self) -> None:
         """Project the summed factors, block by block, and add the results of all processes."""
         for block in self._directions:
             if block in self.sums:
@@ -112,21 +112,22 @@ class ProjectedSums(SideSums):
                 self._project(block, GramFactor(rows))
         check_finite(self.projected)
         self.projected = sum_over_processes(self._context, self.projected)
-        return self.projected
 
 
-class DirectionalCurvature(FactorAccumulator):
+class DirectionalCurvature(SidedAccumulator[ProjectedSums]):
     """An accumulator of the factors' curvature along directions from other data."""
 
-    G: ProjectedSums
-    A: ProjectedSums
-
     def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
-        super().__init__(context)
         directions_G = {block: basis.U_G for block, basis in bases.items()}
         directions_A = {block: basis.U_A for block, basis in bases.items()}
-        self.G = ProjectedSums(context, Side.G, directions_G)
-        self.A = ProjectedSums(context, Side.A, directions_A)
+        G = ProjectedSums(context, Side.G, directions_G)
+        A = ProjectedSums(context, Side.A, directions_A)
+        super().__init__(context, G, A)
+
+    def reduce(self) -> None:
+        """Project the factors, and add the curvatures of all processes."""
+        self.G.reduce()
+        self.A.reduce()
 
 
 def directional_curvature(

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_keys import Side
-from laplace_debias.curvature.fits.factor_sums import FactorSums, SideSums, factor_sums
+from laplace_debias.curvature.fits.factor_sums import (
+    FactorSums,
+    SideSums,
+    factor_sums,
+    sum_at_owners,
+)
 from laplace_debias.curvature.fits.forward_passes import ForwardPasses
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -226,7 +231,8 @@ class ImportanceSampler:
             read = reduce(operator.add, ranks.exchange(own_totals[index].as_numbers()))
             if read.num_examples:
                 fold.totals = fold.totals + read
-                fold.inputs = _sum_of_both(fold.inputs, fold_inputs.reduce())
+                factors_A = sum_at_owners(self.context, fold_inputs)
+                fold.inputs = _sum_of_both(fold.inputs, factors_A)
             if drawn[index].total:
                 # Random labels depend on the index among the examples that were drawn.
                 examples = drawn[index].as_fold(self.context.cotangents.fisher.is_random)
