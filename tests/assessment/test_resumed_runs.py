@@ -18,7 +18,7 @@ from laplace_debias import Laplace
 from laplace_debias.assessment import assess, assessing
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE, method_of
 from laplace_debias.curvature.fits import checkpoint, chunks
-from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.checkpoint import SavedPass
 from laplace_debias.runs import folder as run_folder
 from laplace_debias.runs.folder import RunFolder, read_json
 from laplace_debias.sources import SourceSettings, image_files
@@ -121,16 +121,16 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
 
 def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
-    save, batches = Checkpoint.save, []
+    save, batches = SavedPass.save, []
 
     def breaking(self, *seen):
         save(self, *seen)
-        batches.append(self._folder.name)
+        batches.append(self._path.parent.name)
         if len(batches) == 2:
             raise Broken
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "save", breaking)
+        patch.setattr(SavedPass, "save", breaking)
         with pytest.raises(Broken):
             run(loaded, tmp_path / "run")
         assert set(batches) == {"last-layer.fit"}

@@ -11,7 +11,7 @@ import pytest
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
 from laplace_debias.curvature.fits import checkpoint
-from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.checkpoint import SavedPass
 
 SOURCE = [
     *("--model=stopped_nets:build", "--data=examples.paper.data:digits_parts"),
@@ -75,7 +75,7 @@ def stopped(arguments, folder, monkeypatch, capsys):
         folder: Where its state is.
     """
     assert main(arguments("alone")) == 0
-    save, calls = Checkpoint.save, []
+    save, calls = SavedPass.save, []
 
     def interrupted(self, *arguments):
         save(self, *arguments)
@@ -84,7 +84,7 @@ def stopped(arguments, folder, monkeypatch, capsys):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
-    monkeypatch.setattr(Checkpoint, "save", interrupted)
+    monkeypatch.setattr(SavedPass, "save", interrupted)
     resumed = [*arguments("resumed"), f"--resume={folder}"]
     capsys.readouterr()
     assert main(resumed) == 130

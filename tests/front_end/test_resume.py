@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, posterior_as_prior
 from laplace_debias.curvature.fits import checkpoint, dense
-from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.checkpoint import SavedPass
 from laplace_debias.system.files import bytes_of
 
 SIZE, BATCH = 50, 7
@@ -79,15 +79,14 @@ X = data()[:5][0]
 def skipped(monkeypatch):
     """Counts the batches that were not computed with again."""
     counted = []
-    has = Checkpoint.has
+    remaining = SavedPass.remaining
 
-    def counting(self, batch):
-        found = has(self, batch)
-        if found:
-            counted.append(batch.num_examples)
-        return found
+    def counting(self, batches):
+        left = list(remaining(self, batches))
+        counted.extend(batches[: len(batches) - len(left)])
+        return left
 
-    monkeypatch.setattr(Checkpoint, "has", counting)
+    monkeypatch.setattr(SavedPass, "remaining", counting)
     return counted
 
 
@@ -217,7 +216,7 @@ def test_folds(folder, skipped, curvature, monkeypatch):
         return la.fit(loader(), "crossfit", SIZE, generator(), folds=3, resume=folder)
 
     expected = fitted()
-    save, calls = Checkpoint.save, []
+    save, calls = SavedPass.save, []
 
     def failing(self, *arguments):
         save(self, *arguments)
@@ -226,7 +225,7 @@ def test_folds(folder, skipped, curvature, monkeypatch):
             raise BrokenError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "save", failing)
+        patch.setattr(SavedPass, "save", failing)
         with pytest.raises(BrokenError):
             fitted(folder)
     assert_same(fitted(folder), expected)

@@ -35,7 +35,7 @@ from laplace_debias.curvature import (
     Jacobian,
 )
 from laplace_debias.curvature.fits import checkpoint, chunks, factors, gram_factor
-from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.checkpoint import SavedPass
 from laplace_debias.laplace.fitting.schemes import Full
 from laplace_debias.linalg import eigsh, trace
 
@@ -552,15 +552,16 @@ def break_off(rank, curvature, options, folder, stops):
 def resumed(rank, curvature, options, folder, seed=3):
     """The curvature of a fit, and how many batches of its last pass were in the sums."""
     skipped = {}
-    has = Checkpoint.has
+    remaining = SavedPass.remaining
 
-    def counting(self, pair):
-        found = has(self, pair)
-        skipped[self._number] = skipped.get(self._number, 0) + found
-        return found
+    def counting(self, batches):
+        left = list(remaining(self, batches))
+        num_skipped = len(batches) - len(left)
+        skipped[self._number] = skipped.get(self._number, 0) + num_skipped
+        return left
 
     batches_apart = mock.patch.object(chunks, "_JOINED_BYTES", 0)
-    with batches_apart, mock.patch.object(Checkpoint, "has", counting):
+    with batches_apart, mock.patch.object(SavedPass, "remaining", counting):
         la = laplace(curvature, **options)
         la.fit(broken_or_whole(None, seed), generator=generator(5), resume=folder)
     return la.posterior.curvature.to_dense(), skipped[max(skipped)] if skipped else 0

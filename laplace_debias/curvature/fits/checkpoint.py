@@ -10,15 +10,14 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,
@@ -48,6 +47,17 @@ class Resumable(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the sums of a `state_dict`."""
+
+
+class Marked(Protocol):
+    """A batch with a text that depends on the order and on every entry of its examples."""
+
+    @property
+    def mark(self) -> str:
+        """The text."""
+
+
+MarkedBatch = TypeVar("MarkedBatch", bound=Marked)
 
 
 @dataclass(frozen=True)
@@ -93,25 +103,110 @@ class PassState:
         return cls(num_batches, digest, DataTotals(**progress), sums)
 
 
-class NoCheckpoint:
-    """The checkpoint of a fit that saves nothing."""
+class UnsavedPass:
+    """A pass over data that is not saved.
 
-    def begin(self, _: Resumable) -> DataTotals:
-        """Begin a pass."""
-        return DataTotals()
+    Attributes:
+        totals: The totals of the batches that are in the sums.
+    """
 
-    def has(self, _: Batch) -> bool:
-        """Return False: no batch is in the sums already."""
-        return False
+    def __init__(self) -> None:
+        self.totals = DataTotals()
 
-    def save(self, _: DataTotals, __: Callable[[], None]) -> None:
+    def remaining(self, batches: Iterable[MarkedBatch]) -> Iterator[MarkedBatch]:
+        """Yield all batches."""
+        yield from batches
+
+    def save(self, _: Callable[[], None]) -> None:
         """Save nothing."""
 
     def end(self) -> None:
         """End the pass."""
 
 
-NO_CHECKPOINT = NoCheckpoint()
+class SavedPass:
+    """A pass over data that is saved in a file, and continues from it.
+
+    Args:
+        sums: What the pass sums. The sums in the file are restored.
+        path: The file, which need not exist.
+        number: The number of the pass in the fit, from 1.
+
+    Attributes:
+        totals: The totals of the batches that are in the sums.
+    """
+
+    def __init__(self, sums: Resumable, path: Path, number: int) -> None:
+        self._sums = sums
+        self._path = path
+        self._number = number
+        self._last_saved = time.monotonic()
+        self._num_read = 0
+        self._digest = hashlib.blake2b(digest_size=8)
+        state = PassState(0, "", DataTotals(), {})
+        if path.exists():
+            state = PassState.read(path)
+            sums.load_state_dict(state.sums)
+        self._num_saved = state.num_batches
+        self._saved_digest = state.digest
+        self.totals = state.totals
+
+    def remaining(self, batches: Iterable[MarkedBatch]) -> Iterator[MarkedBatch]:
+        """Read the next batches, and yield those that are not in the sums yet.
+
+        Raises:
+            ValueError: If the batches up to the last one in the sums are not those in the sums.
+        """
+        for batch in batches:
+            self._num_read += 1
+            self._digest.update(batch.mark.encode())
+            is_last_saved = self._num_read == self._num_saved
+            if is_last_saved and self._digest.hexdigest() != self._saved_digest:
+                self._raise_different_batches("the saved sums contain different batches")
+            if self._num_read > self._num_saved:
+                yield batch
+
+    def save(self, check: Callable[[], None]) -> None:
+        """Save the sums of all batches that were read, at most once per minute.
+
+        If `check` raises, nothing is saved. If the disk is full, a warning is given and the fit
+        continues.
+        """
+        if time.monotonic() - self._last_saved < EVERY:
+            return
+        check()
+        sums = self._sums.state_dict()
+        state = PassState(self._num_read, self._digest.hexdigest(), self.totals, sums)
+        try:
+            state.write(self._path)
+        except OSError as error:
+            # The fit may have taken days.
+            warn(
+                f"The state of the fit was not saved ({error}). The fit continues, but cannot be "
+                "resumed from this point."
+            )
+        self._last_saved = time.monotonic()
+
+    def end(self) -> None:
+        """End the pass.
+
+        Raises:
+            ValueError: If the data has fewer batches than the sums.
+        """
+        if self._num_read < self._num_saved:
+            self._raise_different_batches(
+                f"the data has {self._num_read} batches, but the saved sums contain "
+                f"{self._num_saved}"
+            )
+
+    def _raise_different_batches(self, difference: str) -> None:
+        raise ValueError(
+            f"{self._path.parent} contains the state of an earlier fit, which read "
+            f"different batches (in pass {self._number} over the data, {difference}). "
+            "Use the same data in the same order, or choose a different folder. If "
+            "the loader shuffles, call the fit with `generator=` to get the same "
+            "order."
+        )
 
 
 class Checkpoint:
@@ -155,63 +250,11 @@ class Checkpoint:
                 temporary.write_text(new_identity, encoding="utf-8")
         ranks.exchange(None)
 
-    def begin(self, sums: Resumable) -> DataTotals:
-        """Begin the next pass: restore the saved sums, and return the saved totals."""
+    def begin(self, sums: Resumable) -> SavedPass:
+        """Begin the next pass, and restore its saved sums."""
         self._number += 1
-        self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
-        self._sums = sums
-        self._last_saved = time.monotonic()
-        self._num_read = 0
-        self._digest = hashlib.blake2b(digest_size=8)
-        state = PassState(0, "", DataTotals(), {})
-        if self._path.exists():
-            state = PassState.read(self._path)
-            sums.load_state_dict(state.sums)
-        self._num_saved = state.num_batches
-        self._saved_digest = state.digest
-        return state.totals
-
-    def has(self, batch: Batch) -> bool:
-        """Whether the next batch is in the sums already.
-
-        Raises:
-            ValueError: If the batches up to this one are not those in the sums.
-        """
-        self._num_read += 1
-        self._digest.update(batch.mark.encode())
-        is_last_saved = self._num_read == self._num_saved
-        if is_last_saved and self._digest.hexdigest() != self._saved_digest:
-            self._raise_different_batches("the saved sums contain different batches")
-        return self._num_read <= self._num_saved
-
-    def save(self, totals: DataTotals, check: Callable[[], None]) -> None:
-        """Save the sums after a batch, at most once per minute.
-
-        If `check` raises, nothing is saved. If the disk is full, a warning is given and the fit
-        continues.
-        """
-        if time.monotonic() - self._last_saved < EVERY:
-            return
-        check()
-        sums = self._sums.state_dict()
-        state = PassState(self._num_read, self._digest.hexdigest(), totals, sums)
-        try:
-            state.write(self._path)
-        except OSError as error:
-            # The fit may have taken days.
-            warn(
-                f"The state of the fit was not saved ({error}). The fit continues, but cannot be "
-                "resumed from this point."
-            )
-        self._last_saved = time.monotonic()
-
-    def end(self) -> None:
-        """End the pass."""
-        if self._num_read < self._num_saved:
-            self._raise_different_batches(
-                f"the data has {self._num_read} batches, but the saved sums contain "
-                f"{self._num_saved}"
-            )
+        path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
+        return SavedPass(sums, path, self._number)
 
     def remove(self) -> None:
         """Remove the state of a fit that has ended, and the folder if nothing else is in it."""
@@ -223,15 +266,6 @@ class Checkpoint:
                     path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-
-    def _raise_different_batches(self, difference: str) -> None:
-        raise ValueError(
-            f"{self._folder} contains the state of an earlier fit, which read "
-            f"different batches (in pass {self._number} over the data, {difference}). "
-            "Use the same data in the same order, or choose a different folder. If "
-            "the loader shuffles, call the fit with `generator=` to get the same "
-            "order."
-        )
 
 
 def _read_identity(path: Path) -> dict[str, Any]:

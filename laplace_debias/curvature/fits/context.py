@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace_debias.curvature.fits.checkpoint import NO_CHECKPOINT, Checkpoint, NoCheckpoint
+from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.backends import Backend
@@ -31,7 +31,7 @@ class FitContext:
         memory_bound: Bytes that one chunk's output gradients may take; None for the default of
             `granted`.
         ranks: The processes that share the data.
-        checkpoint: The folder that saves passes over the data, or none.
+        checkpoint: The folder that saves passes over the data; None if they are not saved.
         example: The inputs of one example of the data.
         num_examples: The number of examples that the fit reads; None if it is unknown.
     """
@@ -42,7 +42,7 @@ class FitContext:
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
-    checkpoint: Checkpoint | NoCheckpoint = NO_CHECKPOINT
+    checkpoint: Checkpoint | None = None
     example: Inputs | None = None
     num_examples: int | None = None
 

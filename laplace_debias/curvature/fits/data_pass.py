@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from laplace_debias.curvature.fits.accumulators import Accumulator
+from laplace_debias.curvature.fits.checkpoint import SavedPass, UnsavedPass
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.batch import Batch
@@ -32,6 +33,11 @@ class _NumberedBatch:
     def num_examples(self) -> int:
         """The number of examples."""
         return self.batch.num_examples
+
+    @property
+    def mark(self) -> str:
+        """A text that depends on the order and on every entry of the examples."""
+        return self.batch.mark
 
     def copied(self) -> "_NumberedBatch":
         """Copy the tensors of the batch."""
@@ -86,23 +92,23 @@ class _DataPass:
         self._accumulator = accumulator
         self._runner: ChunkRunner | None = None
         self._faults = Faults()
-        self._totals = DataTotals()
+        checkpoint = accumulator.context.checkpoint
+        self._saved: SavedPass | UnsavedPass = UnsavedPass()
+        if checkpoint is not None:
+            self._saved = checkpoint.begin(accumulator)
 
     def run(self, data: FitData, first_index: int) -> DataTotals:
         """Read the data to its end, and return the totals over all processes."""
-        context = self._accumulator.context
-        checkpoint = context.checkpoint
-        self._totals = checkpoint.begin(self._accumulator)
         for group in self._groups(_numbered(data, first_index)):
-            # The checkpoint counts a batch when it is asked for it. No batch of a later group may
-            # be counted before these are saved.
-            unsaved = [batch for batch in group if not checkpoint.has(batch.batch)]
-            if unsaved:
-                self._run_batches(unsaved)
-                checkpoint.save(self._totals, self._faults.read)
+            # A batch that `remaining` has read counts as summed. So a group is read as a whole, and
+            # saved before the next one is read.
+            remaining = list(self._saved.remaining(group))
+            if remaining:
+                self._run_batches(remaining)
+                self._saved.save(self._faults.read)
         self._faults.read()
-        checkpoint.end()
-        totals = self._totals.over(context.ranks)
+        self._saved.end()
+        totals = self._saved.totals.over(self._accumulator.context.ranks)
         self._accumulator.reduce()
         return totals
 
@@ -159,7 +165,7 @@ class _DataPass:
     def _run_batch(self, batch: _NumberedBatch) -> None:
         assert self._runner is not None
         with self._faults.during_batch(batch.number):
-            self._runner.run(batch.batch, batch.first_index, self._totals)
+            self._runner.run(batch.batch, batch.first_index, self._saved.totals)
 
 
 def _numbered(data: FitData, first_index: int) -> Iterator[_NumberedBatch]:
