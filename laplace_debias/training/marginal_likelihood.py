@@ -490,11 +490,10 @@ def log_marginal_likelihood(
     if not log_factor.requires_grad and float(log_factor) == 0:
         return fitted.log_marginal_likelihood(deltas)
     share = (-2 * log_factor).exp()
-    nll = nll_with_noise(fitted, log_factor)
     size = sum(posterior.curvature.sizes)
     log_det = size * share.log() + posterior.log_det_precision(deltas / share)
-    normaliser = 0.5 * size * math.log(2 * math.pi)
-    return -nll / posterior.temperature + posterior.log_prior(deltas) + normaliser - 0.5 * log_det
+    nll = nll_with_noise(fitted, log_factor)
+    return posterior.log_marginal_likelihood(nll, deltas, log_det)
 
 
 def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:

@@ -248,12 +248,8 @@ class FittedPosterior:
         delta = posterior.prior.precision if prior_precision is None else prior_precision
         delta = real(delta, "prior_precision", posterior.mean.device)
         check_prior_precision(delta.detach(), len(self.parameters.block_names))
-        normaliser = 0.5 * sum(posterior.curvature.sizes) * math.log(2 * math.pi)
-        return (
-            -self.nll / posterior.temperature
-            + posterior.log_prior(delta)
-            + normaliser
-            - 0.5 * posterior.log_det_precision(delta)
+        return posterior.log_marginal_likelihood(
+            self.nll, delta, posterior.log_det_precision(delta)
         )
 
 

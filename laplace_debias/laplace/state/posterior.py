@@ -279,6 +279,25 @@ class GaussianPosterior:
         constant = sum(self.curvature.sizes) * math.log(2 * math.pi)
         return 0.5 * (log_det - quadratic - constant)
 
+    def log_marginal_likelihood(
+        self,
+        nll: float | Float[Tensor, ""],
+        prior_precision: Tensor,
+        log_det_precision: Float[Tensor, ""],
+    ) -> Float[Tensor, ""]:
+        r"""Compute the Laplace approximation of log p(D), float64.
+
+        $$-\tfrac1T\ell + \log p(\theta^*) + \tfrac D2\log 2\pi - \tfrac12\log\det P$$
+
+        Args:
+            nll: The negative log-likelihood ℓ of the N examples at θ*.
+            prior_precision: δ, one number or one per block.
+            log_det_precision: log det P for this δ.
+        """
+        normaliser = 0.5 * sum(self.curvature.sizes) * math.log(2 * math.pi)
+        log_joint = -nll / self.temperature + self.log_prior(prior_precision)
+        return log_joint + normaliser - 0.5 * log_det_precision
+
     def squared_distances(self) -> Float[Tensor, " blocks"]:
         """Compute ‖θ* − μ‖² for every block, float64."""
         displacements = self._in_block_order(self.displacement).repeat(self.num_copies)
