@@ -65,6 +65,11 @@ class GridMetrics:
         """Return the indices of the prior precisions that are finite."""
         return range(len(self.prior_precisions) - (1 if self.links else 0))
 
+    @property
+    def has_errors(self) -> bool:
+        """Whether there are several examples, which standard errors need."""
+        return len(self.counts) > 1
+
     def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:
         """Return the setting with the lowest metric among these points and links.
 

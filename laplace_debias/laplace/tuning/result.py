@@ -1,6 +1,7 @@
 """The result of a search for the prior precision."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +13,52 @@ Row = dict[str, Any]
 
 LOG_EVIDENCE = "log_marginal_likelihood"
 """The metric that is maximised when tuning uses no validation data."""
-
-
-_COLUMNS = ("name", "prior_precision", "temperature", "difference", "half_width")
 _WIDE = 1e6
 """Ratio of the ends of a range that is certain to contain a trained network's best value."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A setting that a search compares with its choice.
+
+    Attributes:
+        name: Its name, for example `"temperature scaling"`.
+        prior_precision: The prior precision; None without a posterior.
+        link: The link.
+        value: The metric.
+        difference: The metric minus that of the choice.
+        half_width: Half the width of the paired 95 % interval of the difference.
+    """
+
+    name: str
+    prior_precision: float | None
+    link: Link
+    value: float
+    difference: float
+    half_width: float
 
 
 class Comparison(list[Row]):
     """The rows of `Tuning.compared`, which print as a table."""
 
+    def __init__(self, metric: str, alternatives: Sequence[Alternative]) -> None:
+        self.metric = metric
+        super().__init__(
+            {
+                "name": alternative.name,
+                "prior_precision": alternative.prior_precision,
+                "temperature": alternative.link.temperature,
+                metric: alternative.value,
+                "difference": alternative.difference,
+                "half_width": alternative.half_width,
+            }
+            for alternative in alternatives
+        )
+
     def __repr__(self) -> str:
         if not self:
             return "[]"
-        metric = next(name for name in self[0] if name not in _COLUMNS)
-        lines = [["", "prior precision", "temperature", metric, "difference", "± (95 %)"]]
+        lines = [["", "prior precision", "temperature", self.metric, "difference", "± (95 %)"]]
         for row in self:
             delta = row["prior_precision"]
             lines.append(
@@ -34,7 +66,7 @@ class Comparison(list[Row]):
                     row["name"],
                     "none" if delta is None else f"{delta:.3g}",
                     f"{row['temperature']:.3g}",
-                    f"{row[metric]:.4g}",
+                    f"{row[self.metric]:.4g}",
                     f"{row['difference']:+.2g}",
                     f"{row['half_width']:.2g}",
                 ]
@@ -65,10 +97,8 @@ class Tuning:
         notes: Remarks on the search, for example that it ended at a limit.
         link: The link from logits to probabilities that was tuned with the prior precision; None
             for the marginal likelihood and for a regression.
-        compared: A row for each of the network, temperature scaling, and every link at T = 1 and at
-            its best T, at its best prior precision of the grid: its `name`, `prior_precision` (None
-            without a posterior), `temperature`, the metric, the `difference` from the choice and
-            the paired `half_width` of its 95 % interval. It prints as a table.
+        alternatives: The network, temperature scaling, and every link at T = 1 and at its best T,
+            at its best prior precision of the grid; empty if no links were compared.
     """
 
     prior_precision: float | list[float]
@@ -79,11 +109,20 @@ class Tuning:
     flat: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
     link: Link | None = None
-    compared: Comparison = field(default_factory=Comparison)
+    alternatives: tuple[Alternative, ...] = ()
 
     def __float__(self) -> float:
         """The prior precision; a `TypeError` if there are several."""
         return float(self.prior_precision)  # type: ignore[arg-type]
+
+    @property
+    def compared(self) -> Comparison:
+        """A row for each of the alternatives, which print as a table.
+
+        A row contains its `name`, `prior_precision` (None without a posterior), `temperature`, the
+        metric, the `difference` from the choice and the paired `half_width` of its 95 % interval.
+        """
+        return Comparison(self.metric, self.alternatives)
 
     @property
     def all_alike(self) -> bool:
@@ -136,26 +175,18 @@ class Tuning:
             )
         return sentence
 
-    def _is_chosen(self, row: Row) -> bool:
-        """Whether a row of `compared` is the choice itself."""
-        return (
-            self.link is not None
-            and row["name"].startswith(self.link.name)
-            and row["temperature"] == self.link.temperature
-            and row["prior_precision"] == self.prior_precision
-        )
-
     @property
     def message(self) -> str:
         """The result as a sentence."""
         sentences = [self._summary]
         if self._flatness:
             sentences.append(self._flatness)
-        if self.compared:
+        if self.alternatives:
+            choice = (self.prior_precision, self.link)
             differences = [
-                f"{row['name']}: {row['difference']:+.2g} ± {row['half_width']:.2g}"
-                for row in self.compared
-                if not self._is_chosen(row)
+                f"{other.name}: {other.difference:+.2g} ± {other.half_width:.2g}"
+                for other in self.alternatives
+                if (other.prior_precision, other.link) != choice
             ]
             sentences.append(
                 "Scores of the alternatives minus the score of this choice, with 95 % intervals: "
@@ -168,7 +199,7 @@ class Tuning:
         lines = [self._summary]
         if self._flatness:
             lines.append(self._flatness)
-        if self.compared:
+        if self.alternatives:
             lines.append("Alternatives, and how much higher (worse) they score:")
             lines.append(str(self.compared))
         return "\n".join([*lines, *self.notes])

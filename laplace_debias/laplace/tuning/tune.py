@@ -8,12 +8,12 @@ covariances are cheap: there only temperatures around the best are evaluated.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
@@ -34,7 +34,7 @@ from laplace_debias.laplace.tuning.grid_metrics import (
     evaluate_grid,
 )
 from laplace_debias.laplace.tuning.output_noise import tune_output_noise
-from laplace_debias.laplace.tuning.result import Comparison, Row, Tuning
+from laplace_debias.laplace.tuning.result import Alternative, Row, Tuning
 from laplace_debias.laplace.tuning.temperature_search import search_temperatures
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import process_group
@@ -243,81 +243,52 @@ def links_to_try(default: Link | None, link: str | Link | None) -> list[Link]:
     return [simplest, *(combination for combination in combinations if combination != simplest)]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The setting that a search chooses.
+
+    Attributes:
+        setting: The indices of its prior precision and of its link.
+        flat: The indices of the prior precisions around it, itself included, that are not worse by
+            more than a paired standard error.
+    """
+
+    setting: tuple[int, int]
+    flat: range
+
+
 def choose(table: GridMetrics, metric: str) -> tuple[Tuning, int]:
     """Choose a link and a prior precision.
 
     Returns:
         The choice, without σ, and the index of its prior precision.
     """
-    links = table.links
-    points = table.finite_points
-    link = table.choose_link()
-    best, is_worse = _choose_point(table, link)
-    values = table.values[:, link]
-    errors = table.standard_errors(table.sums[:, link]).tolist()
-    has_errors = len(table.counts) > 1
-    rows: list[Row] = []
-    for point in points:
-        row: Row = {
-            "prior_precision": table.prior_precisions[point],
-            metric: float(values[point]),
-        }
-        if table.sigma_factors is not None:
-            row["sigma_factor"] = float(table.sigma_factors[point])
-        if has_errors:
-            row["standard_error"] = errors[point]
-        rows.append(row)
-    low = best
-    while low > 0 and not is_worse[low - 1]:
-        low -= 1
-    high = best
-    while high < points[-1] and not is_worse[high + 1]:
-        high += 1
-    not_worse = table.prior_precisions[low : high + 1]
-    is_flat = has_errors and len(not_worse) == len(points)
-    best_delta = table.prior_precisions[best]
-    notes = []
-    if len(points) > 1 and not is_flat:
-        notes += _notes_on_grid_ends(
-            best_delta,
-            is_first=best == 0,
-            is_last=best == points[-1],
-            with_noise=table.sigma_factors is not None,
-        )
-    if len(links) > 1:
-        notes += _notes_on_temperature_ends(links[link])
-    if best > 0 and not values[best - 1].isfinite():
-        notes.append(
-            "The best prior precision is the smallest one at which the metric is finite, "
-            f"{best_delta:.3g}. To try smaller ones, convert the model to a wider dtype."
-        )
-    comparison = Comparison()
-    if len(links) > 1:
-        comparison = _compare(table, (best, link), metric)
-        notes += _notes_on_lower_scores(comparison, len(table.counts), link == 0, errors[best])
+    choice = _choose_setting(table)
+    point, link = choice.setting
+    flat = table.prior_precisions[choice.flat.start : choice.flat.stop]
+    alternatives = _alternatives(table, choice.setting) if len(table.links) > 1 else ()
     tuning = Tuning(
-        prior_precision=best_delta,
+        prior_precision=table.prior_precisions[point],
         metric=metric,
-        value=float(values[best]),
-        table=sorted(rows, key=itemgetter("prior_precision")),
-        flat=(min(not_worse), max(not_worse)) if has_errors else None,
-        notes=tuple(notes),
-        link=links[link] if links else None,
-        compared=comparison,
+        value=float(table.values[choice.setting]),
+        table=_rows(table, link, metric),
+        flat=(min(flat), max(flat)) if table.has_errors else None,
+        notes=tuple(_notes(table, choice, alternatives)),
+        link=table.links[link] if table.links else None,
+        alternatives=alternatives,
     )
-    return tuning, best
+    return tuning, point
 
 
-def _choose_point(table: GridMetrics, link: int) -> tuple[int, Bool[Tensor, " points"]]:
-    """Choose the prior precision for a link.
+def _choose_setting(table: GridMetrics) -> Choice:
+    """Choose the link, and the prior precision for it.
 
-    It is the one with the lowest value; of several equal ones, the middle of their longest run. At
-    a temperature other than 1, which can itself soften the predictions, it is the smallest prior
-    precision that is tied with the lowest value: as wide a posterior as the data allow.
-
-    Returns:
-        Its index, and which prior precisions are worse by more than a paired standard error.
+    The prior precision is the one with the lowest value; of several equal ones, the middle of their
+    longest run. At a temperature other than 1, which can itself soften the predictions, it is the
+    smallest prior precision that is tied with the lowest value: as wide a posterior as the data
+    allow.
     """
+    link = table.choose_link()
     num_points = len(table.finite_points)
     values = table.values[:num_points, link]
     sums = table.sums[:num_points, link]
@@ -341,59 +312,130 @@ def _choose_point(table: GridMetrics, link: int) -> tuple[int, Bool[Tensor, " po
     # With a temperature, a larger prior precision may have a lower value than the chosen one. The
     # comparisons are written so that NaN counts as worse.
     is_near = (values - values[best]).abs() <= table.standard_errors(sums - sums[best])
-    return best, ~is_near & ~(values < values[best])
+    is_worse = ~is_near & ~(values < values[best])
+    low = best
+    while low > 0 and not is_worse[low - 1]:
+        low -= 1
+    high = best
+    while high < num_points - 1 and not is_worse[high + 1]:
+        high += 1
+    return Choice((best, link), range(low, high + 1))
 
 
-def _compare(table: GridMetrics, best: tuple[int, int], metric: str) -> Comparison:
+def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
+    """List the metric by a link at every prior precision, ascending, as `Tuning.table`."""
+    errors = table.standard_errors(table.sums[:, link]).tolist()
+    rows: list[Row] = []
+    for point in table.finite_points:
+        row: Row = {
+            "prior_precision": table.prior_precisions[point],
+            metric: float(table.values[point, link]),
+        }
+        if table.sigma_factors is not None:
+            row["sigma_factor"] = float(table.sigma_factors[point])
+        if table.has_errors:
+            row["standard_error"] = errors[point]
+        rows.append(row)
+    return sorted(rows, key=itemgetter("prior_precision"))
+
+
+def _alternatives(table: GridMetrics, choice: tuple[int, int]) -> tuple[Alternative, ...]:
     """Compare the choice with the network, temperature scaling and every link."""
     points = table.finite_points
     infinity = range(len(points), len(points) + 1)  # The network, without a posterior.
     indices_by_formula = dict[str, list[int]]()
     for index, link in enumerate(table.links):
         indices_by_formula.setdefault(link.name, []).append(index)
-    alternatives = {
+    settings = {
         "network": table.lowest(infinity, [0]),
         "temperature scaling": table.lowest(infinity, range(len(table.links))),
     }
     for formula, indices in indices_by_formula.items():
-        alternatives[formula] = table.lowest(points, [table.links.index(Link(formula))])
-        alternatives[f"{formula}, tempered"] = table.lowest(points, indices)
-    comparison = Comparison()
-    for name, setting in alternatives.items():
+        settings[formula] = table.lowest(points, [table.links.index(Link(formula))])
+        settings[f"{formula}, tempered"] = table.lowest(points, indices)
+    alternatives = []
+    for name, setting in settings.items():
         point, link_index = setting
         delta = table.prior_precisions[point]
-        paired_error = float(table.standard_errors(table.sums[setting] - table.sums[best]))
-        comparison.append(
-            {
-                "name": name,
-                "prior_precision": None if delta == math.inf else delta,
-                "temperature": table.links[link_index].temperature,
-                metric: float(table.values[setting]),
-                "difference": float(table.values[setting] - table.values[best]),
-                "half_width": 1.96 * paired_error,
-            }
+        paired_error = float(table.standard_errors(table.sums[setting] - table.sums[choice]))
+        alternatives.append(
+            Alternative(
+                name,
+                prior_precision=None if delta == math.inf else delta,
+                link=table.links[link_index],
+                value=float(table.values[setting]),
+                difference=float(table.values[setting] - table.values[choice]),
+                half_width=1.96 * paired_error,
+            )
         )
-    return comparison
+    return tuple(alternatives)
+
+
+def _notes(
+    table: GridMetrics, choice: Choice, alternatives: Sequence[Alternative]
+) -> Iterator[str]:
+    """Explain a choice at an end of what was tried, and why a lower score was not chosen."""
+    point, link = choice.setting
+    num_points = len(table.finite_points)
+    is_flat = table.has_errors and len(choice.flat) == num_points
+    if num_points > 1 and not is_flat:
+        yield from _notes_on_grid_ends(table, point)
+    if len(table.links) > 1:
+        yield from _notes_on_temperature_ends(table.links[link])
+    if point > 0 and not table.values[point - 1, link].isfinite():
+        yield (
+            "The best prior precision is the smallest one at which the metric is finite, "
+            f"{table.prior_precisions[point]:.3g}. To try smaller ones, convert the model to a "
+            "wider dtype."
+        )
+    if alternatives:
+        yield from _notes_on_lower_scores(table, choice.setting, alternatives)
+
+
+def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
+    """Note that the best prior precision is the first or the last of the grid."""
+    delta = table.prior_precisions[point]
+    at_this_noise = "" if table.sigma_factors is None else " (sigma then stays as it is now)"
+    if point == 0:
+        yield (
+            f"The best value is the smallest that was tried, {delta:.3g}. {_TUNE_AGAIN} smaller "
+            f"ones{at_this_noise}."
+        )
+    elif point == table.finite_points[-1]:
+        yield (
+            f"The best value is the largest that was tried, {delta:.3g}. {_TUNE_AGAIN} larger "
+            f"ones{at_this_noise}, or predict with method='map', which has no uncertainty of the "
+            "parameters."
+        )
+
+
+def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
+    """Note that a link's temperature is the lowest or the highest of those tried."""
+    temperature = link.temperature
+    if temperature == TEMPERATURES[0]:
+        end = "smallest"
+        reason = "The posterior is wide, or the network is strongly under-confident."
+    elif temperature == TEMPERATURES[-1]:
+        end = "largest"
+        reason = "Check that these data are like those of the fit."
+    else:
+        return
+    yield (
+        f"The best temperature, {temperature:g}, is the {end} of those tried. {reason} To try "
+        f"other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
+    )
 
 
 def _notes_on_lower_scores(
-    comparison: Comparison, num_examples: int, is_default: bool, standard_error: float
-) -> list[str]:
-    """Explain why an alternative that scores lower is not taken; empty if none does.
-
-    Args:
-        comparison: The alternatives.
-        num_examples: Number of examples with a target that counts.
-        is_default: Whether the default link at temperature 1 is taken.
-        standard_error: Standard error of the metric of the choice.
-    """
-    lowest = min(comparison, key=itemgetter("difference"))
-    if not -lowest["difference"] > TIE_IN_STANDARD_ERRORS * standard_error:
-        return []
-    lower_score = (
-        f'The score of "{lowest["name"]}" is better (lower by {-lowest["difference"]:.2g}), but '
-        "this option was not chosen."
-    )
+    table: GridMetrics, choice: tuple[int, int], alternatives: Sequence[Alternative]
+) -> Iterator[str]:
+    """Explain why an alternative that scores lower is not taken, if there is one."""
+    lowest = min(alternatives, key=attrgetter("difference"))
+    standard_error = float(table.standard_errors(table.sums[choice]))
+    if not -lowest.difference > TIE_IN_STANDARD_ERRORS * standard_error:
+        return
+    num_examples = len(table.counts)
+    is_default = choice[1] == 0
     if num_examples < MIN_EXAMPLES and is_default:
         rule = (
             f"With fewer than {MIN_EXAMPLES} examples (here {num_examples}), tune keeps the "
@@ -409,40 +451,7 @@ def _notes_on_lower_scores(
             "If scores are tied, tune chooses the smallest prior precision, so that the posterior "
             "has an effect."
         )
-    return [f"{lower_score} {rule}"]
-
-
-def _notes_on_grid_ends(
-    delta: float, *, is_first: bool, is_last: bool, with_noise: bool
-) -> list[str]:
-    """Note that the best prior precision is the first or the last of the grid."""
-    at_this_noise = " (sigma then stays as it is now)" if with_noise else ""
-    if is_first:
-        return [
-            f"The best value is the smallest that was tried, {delta:.3g}. {_TUNE_AGAIN} smaller "
-            f"ones{at_this_noise}."
-        ]
-    if is_last:
-        return [
-            f"The best value is the largest that was tried, {delta:.3g}. {_TUNE_AGAIN} larger "
-            f"ones{at_this_noise}, or predict with method='map', which has no uncertainty of the "
-            "parameters."
-        ]
-    return []
-
-
-def _notes_on_temperature_ends(link: Link) -> list[str]:
-    """Note that a link's temperature is the lowest or the highest of those tried."""
-    temperature = link.temperature
-    if temperature == TEMPERATURES[0]:
-        end = "smallest"
-        reason = "The posterior is wide, or the network is strongly under-confident."
-    elif temperature == TEMPERATURES[-1]:
-        end = "largest"
-        reason = "Check that these data are like those of the fit."
-    else:
-        return []
-    return [
-        f"The best temperature, {temperature:g}, is the {end} of those tried. {reason} To try "
-        f"other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
-    ]
+    yield (
+        f'The score of "{lowest.name}" is better (lower by {-lowest.difference:.2g}), but '
+        f"this option was not chosen. {rule}"
+    )
