@@ -49,6 +49,7 @@ class Resumable(Protocol):
         """Restore the sums of a `state_dict`."""
 
 
+@runtime_checkable
 class Marked(Protocol):
     """A batch with a text that depends on the order and on every entry of its examples."""
 
