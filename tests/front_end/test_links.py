@@ -13,7 +13,8 @@ from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, MultiLabel
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
-from laplace_debias.laplace.links import BRIDGES, FORMULAS, exact, pairwise
+from laplace_debias.laplace.links import BRIDGES, FORMULAS, exact
+from laplace_debias.laplace.pairwise import pairwise
 
 same = torch.testing.assert_close
 WITHOUT_THE_COMMON_PART = pytest.mark.parametrize("formula", [pairwise, exact])

@@ -12,7 +12,8 @@ from laplace_debias import Laplace, Link, Mixture
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.links import pairwise, tempered_pairwise, tempered_probit
+from laplace_debias.laplace.links import tempered_probit
+from laplace_debias.laplace.pairwise import _PAIRS_AT_ONCE, pairwise, tempered_pairwise
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.tuning import tune
 
@@ -44,7 +45,7 @@ def dense_pairwise(mean, covariance, temperature):
 @pytest.mark.parametrize("pairs_at_once", [1, 50, 2**20])
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)])
 def test_every_temperature_is_that_of_the_formula_in_any_blocks(batch, pairs_at_once, monkeypatch):
-    monkeypatch.setitem(links._PAIRS_AT_ONCE, "cpu", pairs_at_once)
+    monkeypatch.setitem(_PAIRS_AT_ONCE, "cpu", pairs_at_once)
     mean, covariance = moments(6, batch)
     logits = tempered_pairwise(mean, covariance, TEMPERATURES)
     assert logits.shape == (len(TEMPERATURES), *mean.shape)

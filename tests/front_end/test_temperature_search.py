@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.laplace import links
+from laplace_debias.laplace import links, pairwise
 from laplace_debias.laplace.functional.last_layer import recorded_inputs, squared_differences
 from laplace_debias.laplace.prediction import predictive
 from laplace_debias.laplace.tuning import tune
@@ -128,7 +128,7 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
     deltas = torch.full((len(inputs.heads),), delta, dtype=torch.float64)
     variances = torch.cat(inputs.eigen_variances(deltas), 1)
     matrix = squared_differences(inputs.heads)
-    first, second = links.pairs_of_outputs(num_classes, x.device)
+    first, second = pairwise.pairs_of_outputs(num_classes, x.device)
     dense_covariances = []
     for n, phi in enumerate(la._fitted.spec.model[:-1](x).detach()):
         J = torch.cat([torch.kron(identity, phi.unsqueeze(0)), identity], 1)
@@ -136,10 +136,10 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
         differences = J[first] - J[second]
         dense = differences @ torch.linalg.solve(precision, differences.T)
         torch.testing.assert_close(variances[n] @ matrix, dense.diagonal(), rtol=1e-10, atol=1e-14)
-    monkeypatch.setattr(links, "_UNORDERED_PAIRS_AT_ONCE", 50)  # Several blocks of examples.
+    monkeypatch.setattr(pairwise, "_UNORDERED_PAIRS_AT_ONCE", 50)  # Several blocks of examples.
     for factor in (1, 1e4):  # The exponentials of the second one overflow.
         mean = factor * inputs.mean
-        logits = links.pairwise_of_directions(mean, variances, matrix, [0.5, 3.0])
+        logits = pairwise.pairwise_of_directions(mean, variances, matrix, [0.5, 3.0])
         for T, actual in zip([0.5, 3.0], logits, strict=True):
             for mu, covariance, values in zip(mean, dense_covariances, actual, strict=True):
                 diagonal = covariance.diagonal()
@@ -152,7 +152,7 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
 
 @pytest.mark.parametrize("num_outputs", [1, 2, 3, 6, 7])
 def test_every_two_outputs_are_paired_once_or_in_both_orders(num_outputs):
-    first, second = links.pairs_of_outputs(num_outputs, torch.device("cpu"))
+    first, second = pairwise.pairs_of_outputs(num_outputs, torch.device("cpu"))
     pairs = list(zip(first.tolist(), second.tolist(), strict=True))
     unordered = {frozenset(pair) for pair in pairs}
     assert unordered == {frozenset(pair) for pair in itertools.combinations(range(num_outputs), 2)}

@@ -46,6 +46,7 @@ LAYERS = (
         "laplace.wrong_names": "messages for misspelt attributes, and for laplace-torch's names",
     },
     {
+        "laplace.pairwise": "the mean-field softmax, from the differences of every two logits",
         "quadratic": "quadratic models of a loss",
         "optim": "Hessian-free optimisation",
     },

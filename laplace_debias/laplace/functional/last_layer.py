@@ -32,7 +32,7 @@ from laplace_debias.laplace.functional.dense import moments_class
 from laplace_debias.laplace.functional.factored_covariance import CovarianceFactor, FactoredOutputs
 from laplace_debias.laplace.functional.linear_head import LinearHead, MomentKind
 from laplace_debias.laplace.functional.request import check_covariance
-from laplace_debias.laplace.links import pairs_of_outputs
+from laplace_debias.laplace.pairwise import pairs_of_outputs
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 

@@ -32,6 +32,7 @@ from laplace_debias.laplace.functional.factored_covariance import FactoredOutput
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
 from laplace_debias.laplace.links import Link, tempered
+from laplace_debias.laplace.pairwise import pairwise_of_differences
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.posterior import standard_normal
 from laplace_debias.operators.eigh import eigh
@@ -185,7 +186,7 @@ class LinkedFit:
             moments = self._difference_variances(x, method)
             if moments is not None:
                 assert self.link is not None
-                logits = links.pairwise_of_differences(*moments, [self.link.temperature])[0]
+                logits = pairwise_of_differences(*moments, [self.link.temperature])[0]
                 return self.likelihood.predictive(logits, None)
             mean, covariances = _moments_for_links(
                 self.fitted,

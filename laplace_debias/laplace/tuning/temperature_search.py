@@ -23,12 +23,8 @@ from laplace_debias.laplace.functional.last_layer import (
     recorded_inputs,
     squared_differences,
 )
-from laplace_debias.laplace.links import (
-    MOST_CLASSES,
-    Link,
-    pairwise_of_directions,
-    required_moments,
-)
+from laplace_debias.laplace.links import MOST_CLASSES, Link, required_moments
+from laplace_debias.laplace.pairwise import pairwise_of_directions
 from laplace_debias.laplace.prediction.evaluation import concatenate_batches
 from laplace_debias.laplace.prediction.predictive import tempered_predictives
 from laplace_debias.laplace.state.fitted import FittedPosterior

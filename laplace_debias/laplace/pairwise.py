@@ -1,0 +1,281 @@
+"""The mean-field softmax of Gaussian logits, which compares every two classes.
+
+It is computed at several temperatures at once, in blocks of examples that fit into the processor's
+cache, from any form of the variances of the differences between logits.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# The logistic function at x is close to the normal distribution function at x / √(8/π).
+_SCALE = 8 / math.pi
+# Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
+_FEW_PAIRS = 2**11
+# Pairs of classes that are computed together, by device type.
+_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
+# Pairs of classes that are computed together on a CPU in only one order, in memory that is reused.
+_UNORDERED_PAIRS_AT_ONCE = 2**18
+
+Logits = Float[Tensor, "*batch classes"]
+Covariance = Float[Tensor, "*batch classes classes"]
+
+
+def pairwise(mean: Logits, covariance: Covariance) -> Logits:
+    r"""Compute the mean-field softmax with the full covariance of the logits.
+
+    $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
+    s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares every two classes by the
+    probit of their difference. A part that all logits share cancels. For two classes, the result is
+    the binary probit.
+
+    Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
+    application to uncertainty estimation".
+    """
+    return tempered_pairwise(mean, covariance, [1.0])[0]
+
+
+def tempered_pairwise(
+    mean: Logits, covariance: Covariance, temperatures: Sequence[float]
+) -> Float[Tensor, "temperatures *batch classes"]:
+    r"""Compute `pairwise` of the logits divided by each temperature T.
+
+    All temperatures share the differences of the means and their variances, since
+    $(\mu_k - \mu_i) / T / \sqrt{1 + \tfrac\pi8 s_{ki} / T^2} =
+    (\mu_k - \mu_i) / \sqrt{T^2 + \tfrac\pi8 s_{ki}}$.
+    """
+    num_classes = mean.shape[-1]
+    means = mean.reshape(-1, num_classes)
+    covariances = covariance.reshape(-1, num_classes, num_classes)
+    logits = _pairwise_in_blocks(means, covariances, difference_variances, temperatures)
+    return logits.reshape(len(temperatures), *mean.shape)
+
+
+def pairwise_of_differences(
+    mean: Float[Tensor, "batch classes"],
+    variances: Float[Tensor, "batch classes classes"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `tempered_pairwise` from the variances of the differences of every two logits."""
+    return _pairwise_in_blocks(mean, variances, lambda block: block, temperatures)
+
+
+def pairwise_of_directions(
+    mean: Float[Tensor, "batch classes"],
+    variances: Float[Tensor, "batch directions"],
+    squared_differences: Float[Tensor, "directions pairs"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `tempered_pairwise` from the variances along directions that all examples share.
+
+    Args:
+        mean: The means of the logits.
+        variances: The variance along each direction.
+        squared_differences: The squared difference of two outputs along each direction, with a
+            column for each of the `pairs_of_outputs`.
+        temperatures: The temperatures.
+    """
+    has_fast_exponentials = mean.device.type == "cpu" and not variances.requires_grad
+    if has_fast_exponentials and _exponentials_are_finite(mean, temperatures):
+        return _pairwise_of_pairs(mean, variances, squared_differences, temperatures)
+    num_classes = mean.shape[-1]
+    first, second = pairs_of_outputs(num_classes, mean.device)
+
+    def matrices(
+        block: Float[Tensor, "block directions"],
+    ) -> Float[Tensor, "block classes classes"]:
+        pair_variances = block @ squared_differences
+        symmetric = pair_variances.new_zeros(len(block), num_classes, num_classes)
+        symmetric[:, first, second] = pair_variances
+        symmetric[:, second, first] = pair_variances
+        return symmetric
+
+    return _pairwise_in_blocks(mean, variances, matrices, temperatures)
+
+
+def pairs_of_outputs(
+    num_outputs: int, device: torch.device
+) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+    """Return the indices of every two outputs, in cyclic order.
+
+    Each output is paired with the next one, then with the one after that, up to half of the
+    outputs further on; the first output follows the last. If the number of outputs is even, the
+    pairs that are half of them apart occur twice, once in each order.
+    """
+    outputs = torch.arange(num_outputs, device=device)
+    shifts = torch.arange(1, num_outputs // 2 + 1, device=device).unsqueeze(1)
+    first = outputs.expand(len(shifts), -1)
+    return first.flatten(), ((first + shifts) % num_outputs).flatten()
+
+
+def difference_variances(
+    covariances: Float[Tensor, "*batch classes classes"],
+) -> Float[Tensor, "*batch classes classes"]:
+    """Compute the variances of the differences of every two logits."""
+    # In double precision: a large common variance leaves the differences their digits.
+    sigma = covariances.double()
+    variances = sigma.diagonal(dim1=-2, dim2=-1)
+    differences = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
+    return differences.clamp_min_(0).to(covariances.dtype)
+
+
+def _pairwise_in_blocks(
+    means: Float[Tensor, "batch classes"],
+    moments: Float[Tensor, "batch ..."],
+    variances: Callable[[Float[Tensor, "block ..."]], Float[Tensor, "block classes classes"]],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `tempered_pairwise` of a few examples at a time.
+
+    Args:
+        means: The means of the logits.
+        moments: The second moments of each example.
+        variances: From the moments of some examples to the variances of the differences of every
+            two logits.
+        temperatures: The temperatures.
+    """
+    # A few examples at a time, so that their pairs of classes stay in the processor's cache. A
+    # program takes any number of examples, so it has no loop over blocks of them.
+    num_examples = max(1, _PAIRS_AT_ONCE[means.device.type] // means.shape[-1] ** 2)
+    if torch.compiler.is_exporting() or len(means) <= num_examples:
+        return _pairwise_block(means, variances(moments), temperatures)
+    logits = means.new_empty(len(temperatures), *means.shape)
+    for start in range(0, len(means), num_examples):
+        examples = slice(start, start + num_examples)
+        block = variances(moments[examples])
+        logits[:, examples] = _pairwise_block(means[examples], block, temperatures)
+    return logits
+
+
+def _pairwise_block(
+    means: Float[Tensor, "block classes"],
+    variances: Float[Tensor, "block classes classes"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures block classes"]:
+    r"""Compute `tempered_pairwise` of a block of examples at once.
+
+    With $c = 8/\pi$ the exponents are $\sqrt{c}\,(\mu_i - \mu_k) / \sqrt{c T^2 + s_{ki}}$.
+
+    Args:
+        means: The means of the logits.
+        variances: The variances $s_{ki}$ of the differences of every two logits.
+        temperatures: The temperatures.
+    """
+    differences = means.unsqueeze(-2) - means.unsqueeze(-1)
+    needs_gradients = variances.requires_grad or differences.requires_grad
+    # An exported program cannot branch on the sizes and the values of tensors.
+    can_branch = not (needs_gradients or torch.compiler.is_exporting())
+    if (
+        differences.device.type == "cpu"
+        and can_branch
+        and variances.numel() * len(temperatures) > _FEW_PAIRS
+        and _exponentials_are_finite(means, temperatures)
+    ):
+        return _unshifted_pairwise(differences, variances, temperatures)
+    differences = differences * math.sqrt(_SCALE)
+    logits = []
+    for temperature in temperatures:
+        # The root is not changed in place: gradients need it.
+        exponents = (variances + _SCALE * temperature**2).rsqrt_() * differences
+        # An exponent on the diagonal is zero, so that only the logarithm of the sum is left there.
+        logits.append(exponents.log_softmax(-1).diagonal(dim1=-2, dim2=-1))
+    # A single temperature is common, and needs no copy.
+    return torch.stack(logits) if len(logits) > 1 else logits[0].unsqueeze(0)
+
+
+def _unshifted_pairwise(
+    differences: Float[Tensor, "block classes classes"],
+    variances: Float[Tensor, "block classes classes"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures block classes"]:
+    r"""Compute the logits without the maximum of the exponents, if no exponential can overflow.
+
+    Powers of 2 take a third of the time of `exp` where that is computed by MKL on AMD processors.
+
+    Args:
+        differences: $\mu_i - \mu_k$ in row k and column i.
+        variances: $s_{ki}$.
+        temperatures: The temperatures.
+    """
+    log_2_differences = differences * (math.sqrt(_SCALE) / math.log(2))
+    terms = torch.empty_like(variances)
+    sums = []
+    for temperature in temperatures:
+        torch.add(variances, _SCALE * temperature**2, out=terms)
+        sums.append(terms.rsqrt_().mul_(log_2_differences).exp2_().sum(-1))
+    return torch.stack(sums).log_().neg_()
+
+
+def _exponentials_are_finite(
+    means: Float[Tensor, "batch classes"], temperatures: Sequence[float]
+) -> bool:
+    """Whether sums of the exponentials of the differences of logits are finite.
+
+    The reciprocals of the exponentials then are finite, too.
+    """
+    if means.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(means)
+    spread = (float(highest) - float(lowest)) / min(temperatures)
+    return spread < math.log(torch.finfo(means.dtype).max / means.shape[-1]) - 1
+
+
+def _pairwise_of_pairs(
+    means: Float[Tensor, "batch classes"],
+    variances: Float[Tensor, "batch directions"],
+    squared_differences: Float[Tensor, "directions pairs"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `pairwise_of_directions` from exponentials of every two classes in one order only.
+
+    The exponential of the other order is the reciprocal. It belongs to the second class of the
+    pair, so it is written as many columns further on as the two classes are apart. The means are
+    those for which `_exponentials_are_finite`.
+    """
+    batch, num_classes = means.shape
+    num_shifts = num_classes // 2
+    # The pairs that are half of an even number of classes apart occur in both orders.
+    num_mirrored = (num_classes - 1) // 2
+    width = num_classes + num_mirrored
+    most_examples = _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes)
+    num_blocks = math.ceil(batch / max(1, most_examples))
+    block_size = math.ceil(batch / max(1, num_blocks))  # Blocks of nearly the same size.
+    log_2_means = means * (math.sqrt(_SCALE) / math.log(2))
+    # The first classes follow the last one.
+    cyclic_means = torch.cat([log_2_means, log_2_means[:, :num_shifts]], 1)
+    second_means = cyclic_means.unfold(1, num_classes, 1)[:, 1:]
+    # Every block of examples uses the same memory, which stays in the processor's cache.
+    pair_variances = means.new_empty(block_size, num_shifts * num_classes)
+    all_differences = means.new_empty(block_size, num_shifts, num_classes)
+    all_terms = torch.empty_like(all_differences)
+    # Only the entries of `shifted` are written, so that the others stay zero.
+    all_reciprocals = means.new_zeros(block_size, num_mirrored, width)
+    all_shifted = all_reciprocals.as_strided(
+        (block_size, num_mirrored, num_classes), (num_mirrored * width, width + 1, 1), 1
+    )
+    sums = means.new_empty(len(temperatures), batch, num_classes)
+    for block in range(num_blocks):
+        examples = slice(block * block_size, min((block + 1) * block_size, batch))
+        size = examples.stop - examples.start
+        torch.mm(variances[examples], squared_differences, out=pair_variances[:size])
+        block_variances = pair_variances[:size].unflatten(1, (num_shifts, num_classes))
+        differences = all_differences[:size]
+        torch.sub(second_means[examples], log_2_means[examples].unsqueeze(1), out=differences)
+        terms = all_terms[:size]
+        mirrored_terms = terms[:, :num_mirrored]
+        reciprocals = all_reciprocals[:size]
+        shifted = all_shifted[:size]
+        for temperature, total in zip(temperatures, sums[:, examples], strict=True):
+            torch.add(block_variances, _SCALE * temperature**2, out=terms)
+            terms.rsqrt_().mul_(differences).exp2_()
+            torch.reciprocal(mirrored_terms, out=shifted)
+            mirrored_sums = reciprocals.sum(1)
+            torch.sum(terms, 1, out=total)
+            total += mirrored_sums[:, :num_classes]
+            total[:, :num_mirrored] += mirrored_sums[:, num_classes:]
+    # The exponential of the difference of a class and itself is 1.
+    return sums.add_(1).log_().neg_()
