@@ -28,7 +28,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.links import FORMULAS, Formula, Link
+from laplace_debias.laplace.links import FORMULAS, Formula, Link, at_temperatures
 from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
 from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose, links_to_try
 from laplace_debias.metrics import auroc
@@ -304,7 +304,9 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=Path("results/links.json"))
     options = parser.parse_args()
-    FORMULAS["projected"] = Formula(projected, "differences")
+    FORMULAS["projected"] = Formula(
+        at_temperatures(projected), at_temperatures(probit), "differences"
+    )
     found = {}
     if options.checkpoint:
         cache(options.cache, options.kind, options.checkpoint, options.examples)

@@ -19,7 +19,7 @@ from torch.quasirandom import SobolEngine
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.likelihoods.base import probit
-from laplace_debias.laplace.pairwise import Covariance, Logits, pairwise, tempered_pairwise
+from laplace_debias.laplace.pairwise import Covariance, Logits, pairwise
 from laplace_debias.operators.eigh import eigh
 
 MOST_CLASSES = 100
@@ -42,8 +42,7 @@ def tempered_probit(
     """
     is_matrix = covariance.ndim > mean.ndim
     variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-    squares = torch.tensor(temperatures, dtype=mean.dtype, device=mean.device).square()
-    squares = squares.view(-1, *[1] * mean.ndim)
+    squares = _stacked(temperatures, mean).square()
     return mean / (squares + math.pi / 8 * variances).sqrt_()
 
 
@@ -66,6 +65,16 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     z = normal_points(mean.shape[-1]).to(mu)
     log_p = (mu + torch.einsum("...ij,sj->s...i", root, z)).log_softmax(-1)
     return (torch.logsumexp(log_p, 0) - math.log(len(z))).to(mean.dtype)
+
+
+def exact_sigmoid(mean: Logits, covariance: Float[Tensor, "..."]) -> Logits:
+    """Compute `exact` of each label: the choice between its logit and zero."""
+    is_matrix = covariance.ndim > mean.ndim
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+    both_means = torch.stack([torch.zeros_like(mean), mean], -1)
+    both_variances = torch.stack([torch.zeros_like(mean), variances], -1)
+    log_probs = exact(both_means, torch.diag_embed(both_variances))
+    return log_probs[..., 1] - log_probs[..., 0]
 
 
 def bridge(mean: Logits, covariance: Covariance) -> Logits:
@@ -118,25 +127,67 @@ RequiredMoments = Literal["variances", "differences", "covariance"]
 the covariances of differences between outputs."""
 
 
+LogitsAtTemperatures = Callable[
+    [Logits, Float[Tensor, "..."], Sequence[float]], Float[Tensor, "temperatures *batch classes"]
+]
+"""From the mean and the required moments of Gaussian logits, which are divided by each temperature,
+to logits of probabilities."""
+
+
+def at_temperatures(
+    formula: Callable[[Logits, Float[Tensor, "..."]], Logits],
+) -> LogitsAtTemperatures:
+    """Apply a formula to the moments divided by each temperature."""
+
+    def logits(
+        mean: Logits, covariance: Float[Tensor, "..."], temperatures: Sequence[float]
+    ) -> Float[Tensor, "temperatures *batch classes"]:
+        means = mean / _stacked(temperatures, mean)
+        squares = _stacked([T * T for T in temperatures], covariance)
+        return formula(means, covariance / squares)
+
+    return logits
+
+
+def _stacked(numbers: Sequence[float], like: Tensor) -> Float[Tensor, "numbers ..."]:
+    """Return numbers along a dimension before those of a tensor."""
+    # Filled on the device: copies from the host would wait for the device, and would be constants
+    # of an exported program.
+    return torch.stack([like.new_full([1] * like.ndim, number) for number in numbers])
+
+
 @dataclass(frozen=True)
 class Formula:
-    """A formula for the expected softmax of Gaussian logits.
+    """A formula for the expected probabilities of Gaussian logits.
 
     Attributes:
-        logits: From the mean and the required moments to logits of probabilities.
-        required_moments: The part of the covariance that the formula uses.
+        softmax: The logits of classes.
+        sigmoid: The logits of labels, each of which applies or not.
+        required_moments: The part of the covariance that `softmax` uses.
     """
 
-    logits: Callable[[Logits, Float[Tensor, "..."]], Logits]
+    softmax: LogitsAtTemperatures
+    sigmoid: LogitsAtTemperatures
     required_moments: RequiredMoments
+
+    def logits(
+        self,
+        likelihood: Likelihood,
+        mean: Logits,
+        covariance: Float[Tensor, "..."],
+        temperatures: Sequence[float],
+    ) -> Float[Tensor, "temperatures *batch classes"]:
+        """Compute the logits of the probabilities at each temperature."""
+        formula = self.softmax if likelihood.activation == "softmax" else self.sigmoid
+        return formula(mean, covariance, temperatures)
 
 
 FORMULAS = {
-    "pairwise": Formula(pairwise, "differences"),
-    "probit": Formula(probit, "variances"),
-    "exact": Formula(exact, "differences"),
-    "bridge": Formula(bridge, "covariance"),
-    "bridge_norm": Formula(bridge_norm, "covariance"),
+    "pairwise": Formula(pairwise, at_temperatures(probit), "differences"),
+    "probit": Formula(tempered_probit, tempered_probit, "variances"),
+    "exact": Formula(at_temperatures(exact), at_temperatures(exact_sigmoid), "differences"),
+    "bridge": Formula(at_temperatures(bridge), at_temperatures(probit), "covariance"),
+    "bridge_norm": Formula(at_temperatures(bridge_norm), at_temperatures(probit), "covariance"),
 }
 """The formulas by name. `"probit"` (MacKay, 1992) shrinks each logit by its own variance."""
 BRIDGES = ("bridge", "bridge_norm")
@@ -177,17 +228,7 @@ class Link:
     ) -> Logits:
         """Compute the logarithms of the probabilities."""
         mean, covariance = tempered_moments(self, mean, covariance)
-        if likelihood.activation == "softmax":
-            return FORMULAS[self.name].logits(mean, covariance)
-        if self.name != "exact":
-            return probit(mean, covariance)
-        # A label that applies or not is a choice between its logit and zero.
-        is_matrix = covariance.ndim > mean.ndim
-        variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-        both_means = torch.stack([torch.zeros_like(mean), mean], -1)
-        both_variances = torch.stack([torch.zeros_like(mean), variances], -1)
-        log_probs = exact(both_means, torch.diag_embed(both_variances))
-        return log_probs[..., 1] - log_probs[..., 0]
+        return FORMULAS[self.name].logits(likelihood, mean, covariance, [1.0])[0]
 
 
 def tempered(link: Link | None, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -268,17 +309,10 @@ def tempered_predictive(
     Without a covariance every formula is the softmax, or the sigmoid.
     """
     if covariance is None:
-        name = "probit"
-        covariance = torch.zeros_like(mean)
-    if name == "pairwise" and likelihood.activation == "softmax":
-        logits = tempered_pairwise(mean, covariance, temperatures)
-        return likelihood.predictive(logits, None)
-    if name == "probit":
-        return likelihood.predictive(tempered_probit(mean, covariance, temperatures), None)
-    T = torch.tensor(temperatures, dtype=torch.float64, device=mean.device)
-    means = mean / T.to(mean.dtype).view(-1, *[1] * mean.ndim)
-    squares = T.square().to(mean.dtype).view(-1, *[1] * covariance.ndim)
-    return predictive(likelihood, Link(name), means, covariance / squares)
+        logits = tempered_probit(mean, torch.zeros_like(mean), temperatures)
+    else:
+        logits = FORMULAS[name].logits(likelihood, mean, covariance, temperatures)
+    return likelihood.predictive(logits, None)
 
 
 @lru_cache(maxsize=8)

@@ -25,28 +25,23 @@ Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
 
 
-def pairwise(mean: Logits, covariance: Covariance) -> Logits:
-    r"""Compute the mean-field softmax with the full covariance of the logits.
+def pairwise(
+    mean: Logits, covariance: Covariance, temperatures: Sequence[float]
+) -> Float[Tensor, "temperatures *batch classes"]:
+    r"""Compute the mean-field softmax of the logits divided by each temperature T.
 
+    At T = 1 it is
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
     s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares every two classes by the
     probit of their difference. A part that all logits share cancels. For two classes, the result is
     the binary probit.
 
-    Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
-    application to uncertainty estimation".
-    """
-    return tempered_pairwise(mean, covariance, [1.0])[0]
-
-
-def tempered_pairwise(
-    mean: Logits, covariance: Covariance, temperatures: Sequence[float]
-) -> Float[Tensor, "temperatures *batch classes"]:
-    r"""Compute `pairwise` of the logits divided by each temperature T.
-
     All temperatures share the differences of the means and their variances, since
     $(\mu_k - \mu_i) / T / \sqrt{1 + \tfrac\pi8 s_{ki} / T^2} =
     (\mu_k - \mu_i) / \sqrt{T^2 + \tfrac\pi8 s_{ki}}$.
+
+    Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
+    application to uncertainty estimation".
     """
     num_classes = mean.shape[-1]
     means = mean.reshape(-1, num_classes)
@@ -60,7 +55,7 @@ def pairwise_of_differences(
     variances: Float[Tensor, "batch classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `tempered_pairwise` from the variances of the differences of every two logits."""
+    """Compute `pairwise` from the variances of the differences of every two logits."""
     return _pairwise_in_blocks(mean, variances, lambda block: block, temperatures)
 
 
@@ -70,7 +65,7 @@ def pairwise_of_directions(
     squared_differences: Float[Tensor, "directions pairs"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `tempered_pairwise` from the variances along directions that all examples share.
+    """Compute `pairwise` from the variances along directions that all examples share.
 
     Args:
         mean: The means of the logits.
@@ -129,7 +124,7 @@ def _pairwise_in_blocks(
     variances: Callable[[Float[Tensor, "block ..."]], Float[Tensor, "block classes classes"]],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `tempered_pairwise` of a few examples at a time.
+    """Compute `pairwise` of a few examples at a time.
 
     Args:
         means: The means of the logits.
@@ -156,7 +151,7 @@ def _pairwise_block(
     variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
-    r"""Compute `tempered_pairwise` of a block of examples at once.
+    r"""Compute `pairwise` of a block of examples at once.
 
     With $c = 8/\pi$ the exponents are $\sqrt{c}\,(\mu_i - \mu_k) / \sqrt{c T^2 + s_{ki}}$.
 

@@ -93,14 +93,14 @@ def test_the_required_moments_suffice():
     covariance = root @ root.mT
     common = torch.randn(3, 4, 1, generator=generator, dtype=torch.float64)
     for formula in FORMULAS.values():
-        expected = formula.logits(mean, covariance).softmax(-1)
+        expected = formula.softmax(mean, covariance, [1.0])[0].softmax(-1)
         if formula.required_moments == "variances":
             changed = covariance.diagonal(dim1=-2, dim2=-1)
         elif formula.required_moments == "covariance":
             continue
         else:
             changed = covariance + common + common.mT
-        actual = formula.logits(mean, changed).softmax(-1)
+        actual = formula.softmax(mean, changed, [1.0])[0].softmax(-1)
         torch.testing.assert_close(actual, expected)
 
 

@@ -13,7 +13,7 @@ from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import tempered_probit
-from laplace_debias.laplace.pairwise import _PAIRS_AT_ONCE, pairwise, tempered_pairwise
+from laplace_debias.laplace.pairwise import _PAIRS_AT_ONCE, pairwise
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.tuning import tune
 
@@ -47,7 +47,7 @@ def dense_pairwise(mean, covariance, temperature):
 def test_every_temperature_is_that_of_the_formula_in_any_blocks(batch, pairs_at_once, monkeypatch):
     monkeypatch.setitem(_PAIRS_AT_ONCE, "cpu", pairs_at_once)
     mean, covariance = moments(6, batch)
-    logits = tempered_pairwise(mean, covariance, TEMPERATURES)
+    logits = pairwise(mean, covariance, TEMPERATURES)
     assert logits.shape == (len(TEMPERATURES), *mean.shape)
     rows = mean.reshape(-1, 6)
     matrices = covariance.reshape(-1, 6, 6)
@@ -55,13 +55,13 @@ def test_every_temperature_is_that_of_the_formula_in_any_blocks(batch, pairs_at_
         for row, matrix, actual in zip(rows, matrices, values.reshape(-1, 6), strict=True):
             expected = dense_pairwise(row, matrix, temperature)
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(pairwise(mean, covariance), logits[1], rtol=0, atol=0)
+    torch.testing.assert_close(pairwise(mean, covariance, [1.0])[0], logits[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("factor", [1e2, 1e4])  # Only the second one's exponentials overflow.
 def test_logits_that_differ_by_any_amount_keep_every_class(factor):
     mean, covariance = moments(6, (3,))
-    logits = tempered_pairwise(factor * mean, covariance, TEMPERATURES)
+    logits = pairwise(factor * mean, covariance, TEMPERATURES)
     for temperature, values in zip(TEMPERATURES, logits, strict=True):
         for row, matrix, actual in zip(factor * mean, covariance, values, strict=True):
             expected = dense_pairwise(row, matrix, temperature)
@@ -80,7 +80,7 @@ def test_the_probit_of_every_temperature_is_that_of_the_divided_logits(is_matrix
 
 def test_single_precision_keeps_its_digits_beside_a_large_common_variance():
     mean, covariance = moments(6, (5,), torch.float32)
-    logits = tempered_pairwise(mean, covariance, TEMPERATURES)
+    logits = pairwise(mean, covariance, TEMPERATURES)
     assert logits.dtype == torch.float32
     for temperature, values in zip(TEMPERATURES, logits, strict=True):
         for row, matrix, actual in zip(mean, covariance, values, strict=True):
