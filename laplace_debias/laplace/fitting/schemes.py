@@ -88,7 +88,7 @@ class Scheme(ABC):
         """Estimate a regression's noise from the streams of the sources."""
         sources: list[Iterable[Batch]] = []
         for stream in streams:
-            # The first pair of an iterator is not lost, the others would be.
+            # The first batch of an iterator is not lost; the others would be.
             is_read_once = isinstance(stream.source, Iterator)
             sources.append(stream.first if is_read_once else stream)
         return estimate_noise(context, sources)
