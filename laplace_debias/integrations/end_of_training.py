@@ -58,22 +58,23 @@ def _indices_of_run(loader: Any) -> list[int] | None:
     """Return the examples that the run draws from; None for the whole data set.
 
     In a training run of several processes, the loader's sampler is within another one, which
-    divides the examples.
+    divides the examples. A weighted sampler draws from the whole data set.
     """
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", loader.sampler)
-    if isinstance(sampler, (RandomSampler, SequentialSampler)):
+    if isinstance(sampler, (RandomSampler, SequentialSampler, WeightedRandomSampler)):
         return None
     ranks = process_group()
     if not isinstance(sampler, DistributedSampler):
         indices_by_rank = ranks.exchange(list(sampler))
         return sorted(set(itertools.chain.from_iterable(indices_by_rank)))
+    # The data set, or Lightning's wrapper of a sampler, whose entries are the sampler's indices.
     inner: Any = sampler.dataset
-    if inner is loader.dataset:
+    wrapped = getattr(inner, "_sampler", None)
+    if wrapped is None or isinstance(wrapped, WeightedRandomSampler):
         return None
-    # Lightning's wrapper of a sampler: its data set consists of the sampler's indices.
     return ranks.from_rank([inner[number] for number in range(len(inner))], 0)
 
 

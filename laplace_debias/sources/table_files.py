@@ -35,9 +35,10 @@ def table_files(path: Path) -> dict[str, Path] | None:
         return {"all": path}
     files: dict[str, Path] = {}
     for split, names in SPLIT_NAMES.items():
-        for file in (path / f"{name}{suffix}" for name in names for suffix in SUFFIXES):
-            if file.is_file():
-                files[split] = file
+        candidates = [path / f"{name}{suffix}" for name in names for suffix in reversed(SUFFIXES)]
+        file = next(filter(Path.is_file, candidates), None)
+        if file is not None:
+            files[split] = file
     return files or None
 
 

@@ -454,3 +454,12 @@ def test_adapters_that_are_active_again_have_the_same_posterior(tmp_path):
     model.set_adapter("b")
     with pytest.raises(RuntimeError, match=r"\['b'\].*\['a'\]"):
         again.predict(x)
+
+
+@pytest.mark.parametrize("value", [3, True, torch.ones(2), [1, 2], {"a": 1}])
+def test_an_attribute_that_is_called_like_one_of_peft_means_nothing(value):
+    model = nn.Sequential(nn.Linear(3, 2)).eval()
+    model.active_adapter = value
+    x = torch.randn(6, 3)
+    la = Laplace(model).fit([(x, torch.arange(6) % 2)])
+    assert la.predict(x).probs.shape == (6, 2)

@@ -57,6 +57,18 @@ def test_everything_is_as_on_the_cpu(curvature, mode, tmp_path):
 
 
 @on_a_gpu
+def test_weights_on_the_cpu_are_those_of_examples_on_the_gpu():
+    weights = torch.arange(64.0) % 3
+    found = []
+    for device in ("cpu", DEVICE):
+        la, x, y = fitted(device)
+        report = la.evaluate([(x, y, weights)])
+        la.fit([(x, y, weights)], num_data=int(weights.sum()))
+        found.append([report["nll"].value, float(la.log_marginal_likelihood())])
+    assert found[1] == pytest.approx(found[0], rel=1e-7)
+
+
+@on_a_gpu
 def test_products_in_tf32_are_refused(request):
     request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
     torch.set_float32_matmul_precision("high")

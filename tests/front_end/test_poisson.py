@@ -426,3 +426,19 @@ def test_rates_out_of_range_are_refused():
     nn.init.constant_(model[2].bias, 1e3)
     with pytest.raises(ValueError, match=r"rate exp\(1e\+03\) is out of the range.*logarithms"):
         Laplace(model, "poisson").fit_batches([examples()])
+
+
+def test_counts_of_a_certain_rate_are_those_of_torch():
+    """Without a covariance no integral is computed, and the same seed draws the same counts."""
+    torch.manual_seed(0)
+    outputs = torch.randn(50, 2, dtype=torch.float64)
+    certain = Poisson().predictive(outputs, None)
+    expected = PoissonDistribution(outputs.exp())
+    counts = torch.poisson(outputs.exp())
+    torch.testing.assert_close(certain.base_dist.log_prob(counts), expected.log_prob(counts))
+    cdf = torch.from_numpy(scipy.stats.poisson.cdf(counts, outputs.exp()))
+    torch.testing.assert_close(certain.base_dist.cdf(counts), cdf)
+    torch.manual_seed(1)
+    drawn = certain.sample((3,))
+    torch.manual_seed(1)
+    assert torch.equal(drawn, expected.sample((3,)))

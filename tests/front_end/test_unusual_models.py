@@ -132,6 +132,13 @@ def test_two_parameters_in_the_same_memory_are_refused(make, frozen):
     assert Laplace(model, params=["1.weight"])
 
 
+def test_a_frozen_part_of_a_parameter_is_not_the_parameter():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    model.frozen = nn.Parameter(model[0].weight.detach()[:1], requires_grad=False)
+    data = [(torch.randn(6, 3), torch.arange(6) % 2)]
+    assert "frozen" not in Laplace(model).fit_batches(data).param_names
+
+
 def test_other_parameters_than_those_in_the_same_memory_are_bayesian():
     """A layer of PEFT has tensors in nested dictionaries that are computed from others."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

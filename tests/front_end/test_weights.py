@@ -127,6 +127,15 @@ def test_bad_weights_are_refused(weights: object, error: type[Exception], said: 
         torch.testing.assert_close(value, state[name], rtol=0, atol=0)
 
 
+def test_a_batch_without_weights_counts_once_beside_one_with_weights():
+    x, y = data()
+    ones = torch.ones(6, dtype=torch.float64)
+    options = {"num_data": 12, "folds": 2}
+    mixed = Laplace(perceptron()).fit_batches([(x[:6], y[:6]), (x[6:], y[6:], 2 * ones)], **options)
+    both = [(x[:6], y[:6], ones), (x[6:], y[6:], 2 * ones)]
+    assert_same(mixed, Laplace(perceptron()).fit_batches(both, **options))
+
+
 def test_a_fold_without_weight_is_refused():
     x, y = data()
     with pytest.raises(ValueError, match="fold"):

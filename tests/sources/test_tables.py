@@ -96,6 +96,16 @@ def test_validation_rows_of_a_folder_are_found_by_any_usual_name(here, name):
     assert len(every(found.validation)[0]) == 9
 
 
+def test_the_first_usual_name_of_validation_rows_counts(here):
+    folder = here / "both"
+    folder.mkdir()
+    parts = {"train": (0, 20), "val": (20, 25), "validation": (25, 32), "test": (32, 40)}
+    for split, (start, stop) in parts.items():
+        table().iloc[start:stop].drop(columns="kind").to_csv(folder / f"{split}.csv", index=False)
+    found = loaded(data=folder, target="price", model_args={"inputs": 3, "outputs": 1})
+    assert len(every(found.validation)[0]) == 5
+
+
 def test_out_of_distribution_rows_need_no_target(here):
     data = table().drop(columns="kind")
     data.to_csv(here / "t.csv", index=False)

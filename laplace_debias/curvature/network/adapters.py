@@ -38,15 +38,15 @@ def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
         # The layers have the first attribute. The model itself, which has the second one, uses it
         # to select among several prompts.
         active = getattr(module, "_active_adapter", vars(module).get("active_adapter"))
-        if active is None:
-            continue
-        names = (active,) if isinstance(active, str) else tuple(active)
+        names = (active,) if isinstance(active, str) else active
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            continue  # Another library, or the user, may call something else by this name.
         is_disabled = getattr(module, "_disable_adapters", False)
         states[path] = AdapterState(
-            active=names,
+            active=tuple(names),
             is_disabled=bool(is_disabled or getattr(module, "_adapters_disabled", False)),
             merged=tuple(getattr(module, "merged_adapters", ())),
-            scales=_scales(getattr(module, "scaling", None), names),
+            scales=_scales(getattr(module, "scaling", None), tuple(names)),
         )
     return states
 

@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.inputs import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Some examples of the data.
 
@@ -36,8 +36,9 @@ class Batch:
     def joined(cls, batches: "Sequence[Batch]") -> "Batch":
         """Concatenate the examples of several batches. Those without weights count once."""
         weights = None
-        if any(batch.weights is not None for batch in batches):
-            weights = torch.cat([batch.weights_or_ones for batch in batches])
+        weighted = [batch.weights for batch in batches if batch.weights is not None]
+        if weighted:
+            weights = torch.cat([batch.weights_or_ones.to(weighted[0].device) for batch in batches])
         return cls(
             join([batch.inputs for batch in batches]),
             torch.cat([batch.targets for batch in batches]),
@@ -70,7 +71,11 @@ class Batch:
 
     def take(self, examples: slice | Tensor) -> "Batch":
         """Select examples by a slice, by their indices, or by a mask."""
-        weights = None if self.weights is None else self.weights[examples]
+        weights = self.weights
+        if weights is not None:
+            # The weights may be on the CPU while the inputs and targets are on a device.
+            on_device = examples.to(weights.device) if isinstance(examples, Tensor) else examples
+            weights = weights[on_device]
         return Batch(take(self.inputs, examples), self.targets[examples], weights)
 
     def copied(self) -> "Batch":

@@ -371,7 +371,9 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
     parameters = inspect.signature(candidate.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    # PEFT's models pass on what they are given. Those of transformers have such arguments, too, but
+    # a wrapper of the user may take other entries of the batch itself.
+    takes_any = any(name.startswith("peft.") for name in names)
     inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
     marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)

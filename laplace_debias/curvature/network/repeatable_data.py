@@ -23,7 +23,7 @@ _NO_PART = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedBatch(Batch):
     """A batch of repeatable data, on the model's device.
 

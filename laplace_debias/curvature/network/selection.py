@@ -269,12 +269,12 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
-    """Require that no other parameter has the memory of a Bayesian one.
+    """Require that no other parameter has all of the memory of a Bayesian one.
 
     Training changes such parameters together, but derivatives take them for independent ones. A
     parameter that several modules hold, and is one object, is no such case.
     """
-    owners: dict[tuple[torch.device, int], str] = {}
+    owners: dict[tuple[torch.device, int, int], str] = {}
     bayesian = {id(model.get_parameter(name)) for name in names}
     # The Bayesian parameters come first, so that each of the others is compared with them.
     parameters = sorted(model.named_parameters(), key=lambda item: id(item[1]) not in bayesian)
@@ -284,7 +284,7 @@ def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
         address = parameter.data_ptr()
         if not address:
             continue  # A tensor without memory, such as one of a subclass.
-        owner = owners.setdefault((parameter.device, address), name)
+        owner = owners.setdefault((parameter.device, address, parameter.numel()), name)
         if owner != name and id(model.get_parameter(owner)) in bayesian:
             raise NotImplementedError(
                 f"{owner} and {name} are two parameters in the same memory, so they always have "

@@ -93,7 +93,7 @@ class ModelSpec:
         takes_weights: bool = False,
         needs_targets: bool = True,
     ) -> Stream:
-        """Read data as pairs on a device; see `BatchReader` and `Stream` for the arguments."""
+        """Read data as batches on a device; see `BatchReader` and `Stream` for the arguments."""
         read = self.read_batch if needs_targets else replace(self.read_batch, needs_targets=False)
         return Stream(
             data,
@@ -113,7 +113,7 @@ class ModelSpec:
         description: str = "data",
         progress: str | None = None,
     ) -> Stream:
-        """Read data of a fit as pairs, of which at least one target must count.
+        """Read data of a fit as batches, of which at least one target must count.
 
         Targets come on the device if their values decide what a fit does. A fit moves the inputs
         itself, since it looks for padding on the CPU.

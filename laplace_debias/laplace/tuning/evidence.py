@@ -229,7 +229,7 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     block_deltas = torch.zeros(len(blocks), dtype=torch.float64)
     rows: list[Row] = []
     without_curvature = []
-    without_distance = []
+    without_distance: dict[str, float] = {}
     for name, block_indices in groups.items():
         group = [blocks[index] for index in block_indices]
         multiplicities = [
@@ -241,14 +241,15 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         h = posterior.data_weight * magnitudes
         squared_distance = squared_distances[block_indices].double().sum().cpu()
         num_parameters = sum(block.shape[0] for block in group)
-        ends = search_range(torch.tensor(num_parameters).double(), squared_distance)
-        low, high = map(float, ends)
+        low, high = map(
+            float, search_range(torch.tensor(num_parameters).double(), squared_distance)
+        )
         delta = _best_delta(h, counts, float(squared_distance), (low, high))
         if delta == low:
             without_curvature.append(name)
             delta = together
         elif delta == high:
-            without_distance.append(name)
+            without_distance[name] = high
         block_deltas[block_indices] = delta
         rows.append(
             {
@@ -267,10 +268,11 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
             f"parameters together, {together:.3g}."
         )
     if without_distance:
+        ends = ", ".join(f"{end:g}" for end in sorted(set(without_distance.values())))
         notes.append(
             f"{', '.join(without_distance)}: the parameters are almost equal to the prior's "
             "mean, so the marginal likelihood keeps increasing with the prior precision. The prior "
-            f"precision is set to the end of the search range, {BOUNDS[1]:g}."
+            f"precision is set to the end of the search range, {ends}."
         )
     value = float(fitted.log_marginal_likelihood(block_deltas))
     return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=tuple(notes))

@@ -231,8 +231,11 @@ class PoissonLogNormal(_Counts):
         """Draw counts."""
         with torch.no_grad():
             shape = self._extended_shape(sample_shape)
-            noise = torch.randn(shape, dtype=self.log_mean.dtype, device=self.log_mean.device)
-            return torch.poisson((self.log_mean + self.log_variance.sqrt() * noise).exp())
+            log_rates = self.log_mean.expand(shape)
+            if self.log_variance.any():
+                noise = torch.randn(shape, dtype=log_rates.dtype, device=log_rates.device)
+                log_rates = log_rates + self.log_variance.sqrt() * noise
+            return torch.poisson(log_rates.exp())
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Compute the log-probability of a count."""
@@ -242,23 +245,28 @@ class PoissonLogNormal(_Counts):
             value.double(), self.log_mean.double(), self.log_variance.double()
         )
         is_certain = variance == 0
+        log_prob = counts * mean - mean.exp()
+        # The predictive of the network itself has no variance, and needs no integral.
+        if not is_certain.all():
+            integral = self._log_integral(counts, mean, torch.where(is_certain, 1.0, variance))
+            log_prob = torch.where(is_certain, log_prob, integral)
+        return (log_prob - (counts + 1).lgamma()).to(self.log_mean.dtype)
+
+    def _log_integral(self, counts: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Compute log E[λʸ exp(-λ)] for a log-normal rate λ, where the variance is positive."""
         # The integrand is log-concave. Its mode f lies below these two points, on Newton's side;
         # the second solves exp(f) = y + (m - f) / v without the f on the right.
-        safe = torch.where(is_certain, 1.0, variance)
         mode = torch.minimum(
             torch.maximum(mean, counts.clamp_min(1).log()),
-            (counts + mean.clamp_min(0) / safe).clamp_min(1).log(),
+            (counts + mean.clamp_min(0) / variance).clamp_min(1).log(),
         )
         for _ in range(_NUM_NEWTON_STEPS):
-            slope = mode.exp() - counts + (mode - mean) / safe
-            mode = mode - slope / (mode.exp() + 1 / safe)
-        at_mode = counts * mode - mode.exp() - 0.5 * (mode - mean).square() / safe
-        _, falls, weights = _around_mode(mode.unsqueeze(-1), 1 / safe.unsqueeze(-1))
+            slope = mode.exp() - counts + (mode - mean) / variance
+            mode = mode - slope / (mode.exp() + 1 / variance)
+        at_mode = counts * mode - mode.exp() - 0.5 * (mode - mean).square() / variance
+        _, falls, weights = _around_mode(mode.unsqueeze(-1), 1 / variance.unsqueeze(-1))
         integral = (weights * (-falls).exp()).sum(-1)
-        log_prob = at_mode - 0.5 * (2 * math.pi * safe).log() + integral.log()
-        certain = counts * mean - mean.exp()
-        log_prob = torch.where(is_certain, certain, log_prob) - (counts + 1).lgamma()
-        return log_prob.to(self.log_mean.dtype)
+        return at_mode - 0.5 * (2 * math.pi * variance).log() + integral.log()
 
     def _cdf(self, counts: Tensor) -> Tensor:
         r"""Compute the probability of at most y by quadrature.
@@ -270,6 +278,8 @@ class PoissonLogNormal(_Counts):
         tensors = torch.broadcast_tensors(
             counts.floor(), self.log_mean.double(), self.log_variance.double()
         )
+        if not self.log_variance.any():
+            return poisson_cdf(tensors[0], tensors[1].exp())
         counts, mean, variance = (tensor.unsqueeze(-1) for tensor in tensors)
         gamma_shape = counts.clamp_min(0) + 1
         nodes, weights = (tensor.to(mean) for tensor in _hermite())
