@@ -352,8 +352,8 @@ class Conformal:
         if set(state) != {"level", "quantiles", "settings"}:
             raise ValueError(
                 f"The state has the entries {sorted(state)}. Pass what `Conformal.state_dict()` "
-                "returned, with 'level', 'quantiles' and 'settings'. States of earlier versions lack "
-                "the settings: call `calibrate` again."
+                "returned, with 'level', 'quantiles' and 'settings'. States of earlier versions "
+                "lack the settings: call `calibrate` again."
             )
         for name, value in self._settings.items():
             saved = state["settings"].get(name)
