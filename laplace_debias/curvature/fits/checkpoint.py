@@ -129,7 +129,7 @@ class SavedPass:
     """A pass over data that is saved in a file, and continues from it.
 
     Args:
-        sums: What the pass sums. The sums in the file are restored.
+        sums: The sums of the pass, which are restored from the file.
         path: The file, which need not exist.
         number: The number of the pass in the fit, from 1.
 

@@ -46,8 +46,8 @@ _LANCZOS_ROUNDINGS = 10
 class RowAccumulator(Accumulator, Generic[Sums]):
     """An accumulator that joins the blocks' Jacobian rows to rows of all parameters.
 
-    For these `Σ rowᵀ row = N·C`. What is summed depends on the subclass: a tensor, or a list of
-    tensors that may be joined.
+    For these `Σ rowᵀ row = N·C`. The type of the sums depends on the subclass: a tensor, or a list
+    of tensors that may be joined.
     """
 
     def __init__(self, context: FitContext, sums: Sums) -> None:

@@ -34,7 +34,7 @@ class Batch:
 
     @classmethod
     def joined(cls, batches: "Sequence[Batch]") -> "Batch":
-        """Concatenate the examples of several batches. Those without weights count once."""
+        """Concatenate several batches. Examples without weights count once."""
         weights = None
         weighted = [batch.weights for batch in batches if batch.weights is not None]
         if weighted:

@@ -371,8 +371,8 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
     parameters = inspect.signature(candidate.forward).parameters
-    # PEFT's models pass on what they are given. Those of transformers have such arguments, too, but
-    # a wrapper of the user may take other entries of the batch itself.
+    # PEFT's models pass on what they are given. The models of transformers also have such
+    # arguments, but a wrapper of the user may take other entries of the batch itself.
     takes_any = any(name.startswith("peft.") for name in names)
     inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
