@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.network.batch import AnyBatch
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,
@@ -47,18 +48,6 @@ class Resumable(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the sums of a `state_dict`."""
-
-
-@runtime_checkable
-class Marked(Protocol):
-    """A batch with a text that depends on the order and on every entry of its examples."""
-
-    @property
-    def mark(self) -> str:
-        """The text."""
-
-
-MarkedBatch = TypeVar("MarkedBatch", bound=Marked)
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,7 @@ class UnsavedPass:
     def __init__(self) -> None:
         self.totals = DataTotals()
 
-    def remaining(self, batches: Iterable[MarkedBatch]) -> Iterator[MarkedBatch]:
+    def remaining(self, batches: Iterable[AnyBatch]) -> Iterator[AnyBatch]:
         """Yield all batches."""
         yield from batches
 
@@ -152,7 +141,7 @@ class SavedPass:
         self._saved_digest = state.digest
         self.totals = state.totals
 
-    def remaining(self, batches: Iterable[MarkedBatch]) -> Iterator[MarkedBatch]:
+    def remaining(self, batches: Iterable[AnyBatch]) -> Iterator[AnyBatch]:
         """Read the next batches, and yield those that are not in the sums yet.
 
         Raises:

@@ -1,7 +1,7 @@
 """One pass over data: batches become records of the blocks, and an accumulator sums them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,48 +15,30 @@ from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.outputs import Faults
 
 
-@dataclass(frozen=True)
-class _NumberedBatch:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _NumberedBatch(Batch):
     """A batch of a pass.
 
     Attributes:
-        batch: The examples.
         number: The number of the batch in the user's data, from 1; None if it has none.
         first_index: The index of the first example among all examples of the fit.
     """
 
-    batch: Batch
     number: int | None
     first_index: int
 
-    @property
-    def num_examples(self) -> int:
-        """The number of examples."""
-        return self.batch.num_examples
-
-    @property
-    def mark(self) -> str:
-        """A text that depends on the order and on every entry of the examples."""
-        return self.batch.mark
-
-    def copied(self) -> "_NumberedBatch":
-        """Copy the tensors of the batch."""
-        return replace(self, batch=self.batch.copied())
-
-    def precedes(self, other: "_NumberedBatch") -> bool:
+    def precedes(self, batch: "_NumberedBatch") -> bool:
         """Whether the two batches can be concatenated.
 
         They are plain tensors without weights, and their examples have one shape and consecutive
         indices.
         """
-        batch = self.batch
-        following = other.batch
         return (
-            self.first_index + self.num_examples == other.first_index
+            self.first_index + self.num_examples == batch.first_index
+            and self.weights is None
             and batch.weights is None
-            and following.weights is None
-            and _have_one_form(batch.inputs, following.inputs)
-            and _have_one_form(batch.targets, following.targets)
+            and _have_one_form(self.inputs, batch.inputs)
+            and _have_one_form(self.targets, batch.targets)
         )
 
 
@@ -137,9 +119,9 @@ class _DataPass:
     def _num_joined_examples(self, batch: _NumberedBatch) -> int:
         """Return the number of examples up to which a batch is run together with others."""
         if self._runner is None:
-            self._runner = ChunkRunner(self._accumulator, batch.batch.inputs)
+            self._runner = ChunkRunner(self._accumulator, batch.inputs)
         with self._faults.during_batch(batch.number):
-            return self._runner.num_joined_examples(batch.batch.inputs)
+            return self._runner.num_joined_examples(batch.inputs)
 
     def _run_batches(self, batches: list[_NumberedBatch]) -> None:
         """Run batches that can be concatenated."""
@@ -153,8 +135,13 @@ class _DataPass:
 
         After an error they are run one after the other: its message has the number of the batch.
         """
-        examples = Batch.joined([batch.batch for batch in batches])
-        joined = _NumberedBatch(examples, None, batches[0].first_index)
+        examples = Batch.joined(batches)
+        joined = _NumberedBatch(
+            inputs=examples.inputs,
+            targets=examples.targets,
+            number=None,
+            first_index=batches[0].first_index,
+        )
         try:
             self._run_batch(joined)
         except Exception:
@@ -165,7 +152,7 @@ class _DataPass:
     def _run_batch(self, batch: _NumberedBatch) -> None:
         assert self._runner is not None
         with self._faults.during_batch(batch.number):
-            self._runner.run(batch.batch, batch.first_index, self._saved.totals)
+            self._runner.run(batch, batch.first_index, self._saved.totals)
 
 
 def _numbered(data: FitData, first_index: int) -> Iterator[_NumberedBatch]:
@@ -174,4 +161,10 @@ def _numbered(data: FitData, first_index: int) -> Iterator[_NumberedBatch]:
     for index, batch in enumerate(data):
         index_in_fit = first_index + data.first_index(index, num_read)
         num_read += batch.num_examples
-        yield _NumberedBatch(batch, data.batch_number(index), index_in_fit)
+        yield _NumberedBatch(
+            inputs=batch.inputs,
+            targets=batch.targets,
+            weights=batch.weights,
+            number=data.batch_number(index),
+            first_index=index_in_fit,
+        )

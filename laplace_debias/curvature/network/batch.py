@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,8 @@ from laplace_debias.curvature.network.inputs import (
     tensors_of,
     with_tensors,
 )
+
+AnyBatch = TypeVar("AnyBatch", bound="Batch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +35,14 @@ class Batch:
     targets: Tensor
     weights: Float[Tensor, " batch"] | None = None
 
-    @classmethod
-    def joined(cls, batches: "Sequence[Batch]") -> "Batch":
+    @staticmethod
+    def joined(batches: "Sequence[Batch]") -> "Batch":
         """Concatenate several batches. Examples without weights count once."""
         weights = None
         weighted = [batch.weights for batch in batches if batch.weights is not None]
         if weighted:
             weights = torch.cat([batch.weights_or_ones.to(weighted[0].device) for batch in batches])
-        return cls(
+        return Batch(
             join([batch.inputs for batch in batches]),
             torch.cat([batch.targets for batch in batches]),
             weights,
@@ -78,7 +81,7 @@ class Batch:
             weights = weights[on_device]
         return Batch(take(self.inputs, examples), self.targets[examples], weights)
 
-    def copied(self) -> "Batch":
+    def copied(self: AnyBatch) -> AnyBatch:
         """Copy the tensors, since a loader may write the next batch into the same memory."""
         return replace(
             self,
