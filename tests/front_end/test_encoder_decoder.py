@@ -16,6 +16,18 @@ VOCABULARY = 11
 # T5's attention computes its softmax in single precision.
 TOLERANCE = 1e-6
 SIZES = {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0}
+TWO_STACKS = SIZES | {
+    "d_model": 4,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 4,
+    "decoder_ffn_dim": 4,
+    "max_position_embeddings": 8,
+    "dropout": 0.0,
+}
+"""An encoder and a decoder of one layer each."""
 T5 = {
     "d_model": 4,
     "d_kv": 2,
@@ -103,16 +115,7 @@ def test_t5_with_padding_in_some_batches_has_the_dense_curvature(lengths):
 def bart():
     torch.manual_seed(0)
     config = transformers.BartConfig(
-        **SIZES,
-        d_model=4,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=4,
-        decoder_ffn_dim=4,
-        max_position_embeddings=8,
-        dropout=0.0,
+        **TWO_STACKS,
         bos_token_id=0,
         eos_token_id=2,
         forced_eos_token_id=2,
@@ -123,17 +126,8 @@ def bart():
 def marian():
     torch.manual_seed(0)
     config = transformers.MarianConfig(
-        **SIZES,
+        **TWO_STACKS,
         decoder_vocab_size=VOCABULARY,
-        d_model=4,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=4,
-        decoder_ffn_dim=4,
-        max_position_embeddings=8,
-        dropout=0.0,
         eos_token_id=2,
         forced_eos_token_id=2,
     )
@@ -158,16 +152,7 @@ def m2m100():
     """A model without a method that makes the decoder's inputs."""
     torch.manual_seed(0)
     config = transformers.M2M100Config(
-        **SIZES,
-        d_model=4,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=4,
-        decoder_ffn_dim=4,
-        max_position_embeddings=8,
-        dropout=0.0,
+        **TWO_STACKS,
         eos_token_id=2,
     )
     return transformers.M2M100ForConditionalGeneration(config).double().eval()
