@@ -16,6 +16,7 @@ from laplace_debias.curvature.layers.jacobians import (
 )
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
 from laplace_debias.laplace.functional.last_layer import LastLayer
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.state.posterior import GaussianPosterior
@@ -38,16 +39,8 @@ _WEIGHTS = 2**22
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 
 
-class BlockMoments:
-    r"""$J P^{-1} J^\top$ as the sum over blocks, each in its own eigenbasis.
-
-    Args:
-        blocks: The blocks, in the posterior's order.
-        posterior: A posterior over them.
-        prior_precisions: δ of every block at every grid point, `[P, blocks]`.
-        diagonal: Whether to compute only variances.
-        jacobians: A function that computes rotated Jacobians.
-    """
+class BlockwiseAccumulator(CovarianceAccumulator):
+    """The covariance under a posterior with a block for each layer, in the block's eigenbasis."""
 
     def __init__(
         self,
@@ -57,11 +50,7 @@ class BlockMoments:
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
-        self.blocks = blocks
-        self.posterior = posterior
-        self.prior_precisions = prior_precisions
-        self._diagonal = diagonal
-        self._jacobians = jacobians
+        super().__init__(blocks, posterior, prior_precisions, diagonal, jacobians)
         self._indices = {block: index for index, block in enumerate(blocks)}
         self._operators: list[EigenKronecker] = []
         for block in blocks:
@@ -74,18 +63,10 @@ class BlockMoments:
         # Layers that were the last one, by their sites: a network may end in one of several.
         self._last_layers: dict[Site, LastLayer] = {}
 
-    @property
-    def kept_row_bytes(self) -> int:
-        """The bytes of a Jacobian row that are kept until all blocks are complete."""
-        return 0
-
     def last_layer(
         self, tap: Tap, outputs: Tensor
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        """Return the blocks of the last layer, and its inputs.
-
-        It is None unless the outputs `[B, C]` are those of a tapped linear layer.
-        """
+        """Return the blocks of the last layer, and its inputs, if the outputs are its own."""
         last = tap.last_layer(outputs)
         if last is None or outputs.ndim > 2:
             return None
@@ -106,13 +87,9 @@ class BlockMoments:
         self,
         into: Float[Tensor, "grid batch columns *again"],
         records: Iterable[BlockRecord],
+        outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add the covariances, or variances, of some columns, from each block's output gradients.
-
-        Args:
-            into: The sums.
-            records: The records of a backward pass.
-        """
+        """Add the covariances; they do not depend on which outputs these are."""
         if len(self.prior_precisions) == 1:
             self._add_weighted(into[0], records)
             return

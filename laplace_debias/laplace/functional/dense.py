@@ -12,6 +12,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.structures.base import CurvatureBlock
+from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
@@ -19,7 +20,7 @@ from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 _ROWS = 2**18
 
 
-class DenseMoments:
+class DenseAccumulator(CovarianceAccumulator):
     r"""The covariance $J P^{-1} J^\top$, from coordinates $JU$ along the directions.
 
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
@@ -30,12 +31,8 @@ class DenseMoments:
     be off by that rounding over δ, which for $N\lambda\gg\delta$ is more than the whole and of
     any sign. So U's rounding is undone first, by `orthonormaliser`.
 
-    Args:
-        blocks: The parameters' blocks, one after the other the rows of the posterior's one.
-        posterior: A posterior with one block of all parameters.
-        prior_precisions: δ, `[P, 1]`.
-        diagonal: Whether to compute only variances.
-        jacobians: A function that computes Jacobians.
+    The posterior has a single block, whose rows are the parameters of one layer's block after the
+    other, and one δ.
     """
 
     def __init__(
@@ -46,17 +43,8 @@ class DenseMoments:
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
-        self.blocks = blocks
-        self.posterior = posterior
-        self.prior_precisions = prior_precisions
-        self._diagonal = diagonal
-        self._jacobians = jacobians
+        super().__init__(blocks, posterior, prior_precisions, diagonal, jacobians)
         self._read_directions()
-
-    @property
-    def kept_row_bytes(self) -> int:
-        """The bytes of a Jacobian row that are kept until all blocks are complete."""
-        return 0
 
     def _read_directions(self) -> None:
         """Take the directions of each block, and their orthonormaliser."""
@@ -70,13 +58,9 @@ class DenseMoments:
         self,
         into: Float[Tensor, "grid batch columns *again"],
         records: Iterable[BlockRecord],
+        outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add the covariances, or variances, of some columns, from each block's output gradients.
-
-        Args:
-            into: The sums.
-            records: The records of a backward pass.
-        """
+        """Add the covariances; they do not depend on which outputs these are."""
         gram, along = self._products(into, records)
         self._add_products(into, gram, along, self.posterior.curvature.blocks[DENSE_BLOCK])
 
@@ -139,7 +123,7 @@ class DenseMoments:
         return (left * right).sum(-1) if self._diagonal else left @ right.mT
 
 
-class KernelMoments(DenseMoments):
+class KernelAccumulator(DenseAccumulator):
     r"""The covariance $J P^{-1} J^\top$, for directions that inducing inputs span.
 
     Their coordinates are kernels, $JU = (J J_Z^\top) W$. The rows of J are kept until those of all
@@ -180,34 +164,26 @@ class KernelMoments(DenseMoments):
         return gram, rows_by_block
 
 
-class IndependentMoments(KernelMoments):
+class IndependentAccumulator(KernelAccumulator):
     """The variances of outputs with separate posteriors.
 
     Different outputs have no covariance.
-
-    Attributes:
-        outputs: The requested outputs of the chunk, as indices among all outputs of the model.
-        columns: The requested outputs that the next records belong to.
     """
 
-    outputs: Int[Tensor, "#batch k"]
-    columns: slice = slice(None)
+    separates_outputs = True
 
     def add(
         self,
         into: Float[Tensor, "grid batch columns *again"],
         records: Iterable[BlockRecord],
+        outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add each output's variances under its own posterior, and 0 between outputs.
-
-        Args:
-            into: The sums, for the outputs `columns` of each example.
-            records: The layers' records of one backward pass.
-        """
+        """Add each output's variances under its own posterior, and 0 between outputs."""
         gram, rows_by_block = self._rows(into, records)
         if not rows_by_block:
             return
-        outputs = self.outputs[:, self.columns].expand(into.shape[1:3])
+        assert outputs is not None
+        outputs = outputs.expand(into.shape[1:3])
         for block in self.posterior.curvature.blocks.values():
             directions = inducing_directions(block)
             assert directions.output is not None
@@ -242,12 +218,12 @@ def inducing_directions(block: CurvatureBlock) -> InducingDirections:
     return block.U
 
 
-def moments_class(posterior: GaussianPosterior) -> type[DenseMoments] | None:
+def dense_accumulator(posterior: GaussianPosterior) -> type[DenseAccumulator] | None:
     """Return the class for the structure of a posterior; None for one with layers' blocks."""
     block = next(iter(posterior.curvature.blocks.values()))
     if isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections):
-        return KernelMoments if block.U.output is None else IndependentMoments
-    return DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else None
+        return KernelAccumulator if block.U.output is None else IndependentAccumulator
+    return DenseAccumulator if DENSE_BLOCK in posterior.curvature.blocks else None
 
 
 def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:

@@ -17,8 +17,7 @@ from laplace_debias.laplace.functional.context import (
     map_outputs,
     prediction_context,
 )
-from laplace_debias.laplace.functional.dense import IndependentMoments
-from laplace_debias.laplace.functional.linearised import accumulator_of
+from laplace_debias.laplace.functional.linearised import accumulator_class
 from laplace_debias.laplace.functional.request import (
     CovarianceRequest,
     bytes_per_column,
@@ -65,7 +64,7 @@ def joint_moments(
             mean = mean.gather(1, indices)
         batch, num_columns = mean.shape
         request = CovarianceRequest(False, indices, fitted.config.memory_bound)
-        accumulator = accumulator_of(posterior)(
+        accumulator = accumulator_class(posterior)(
             blocks, posterior, deltas[None], False, joint_jacobians
         )
         column_bytes = max(
@@ -88,10 +87,10 @@ def joint_moments(
             group_indices = None if indices is None else indices[group]
             vectors = unit_columns(group_outputs, group_indices)
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
-            if isinstance(accumulator, IndependentMoments):
-                group_columns = context.model_outputs(group_outputs, group_indices, group)
-                accumulator.outputs = group_columns.expand(len(group), -1).reshape(1, -1)
-            accumulator.add(total, tap.backward(group_outputs, vectors))
+            # The outputs of all examples of the group are taken for those of one example.
+            model_outputs = context.model_outputs(group_outputs, group_indices, group)
+            columns = model_outputs.expand(len(group), -1).reshape(1, -1)
+            accumulator.add(total, tap.backward(group_outputs, vectors), columns)
             by_example = total.view(*[len(group), num_columns] * 2)
             covariance[group[:, None], :, group] = by_example.permute(0, 2, 1, 3)
         check_covariance(covariance, deltas)

@@ -28,7 +28,6 @@ from torch import Tensor
 from laplace_debias.curvature.layer_rules import Site
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.functional.context import PredictionContext, prediction_context
-from laplace_debias.laplace.functional.dense import moments_class
 from laplace_debias.laplace.functional.factored_covariance import CovarianceFactor, FactoredOutputs
 from laplace_debias.laplace.functional.linear_head import LinearHead, MomentKind
 from laplace_debias.laplace.functional.request import check_covariance
@@ -355,12 +354,11 @@ def _num_outputs(fitted: FittedPosterior) -> int | None:
 
     It is None for all other posteriors.
     """
-    parameters = fitted.parameters
-    if not parameters.is_linear_layer or moments_class(fitted.posterior) is not None:
+    if not fitted.parameters.is_linear_layer:
         return None
-    operator = fitted.posterior.curvature.blocks[parameters.blocks[0].name]
-    assert isinstance(operator, EigenKronecker)
-    return operator.sizes[0]
+    # Some posteriors have a single block of all parameters instead of one for the layer.
+    operator = fitted.posterior.curvature.blocks.get(fitted.parameters.blocks[0].name)
+    return operator.sizes[0] if isinstance(operator, EigenKronecker) else None
 
 
 def _recorded(

@@ -1,7 +1,7 @@
 """Exact mean and covariance of a fit's linearised network, without whole Jacobians in memory."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -14,17 +14,14 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take, tensors_of
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.laplace.functional.blocks import BlockMoments
+from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
+from laplace_debias.laplace.functional.blocks import BlockwiseAccumulator
 from laplace_debias.laplace.functional.context import (
     OutputChoice,
     PredictionContext,
     prediction_context,
 )
-from laplace_debias.laplace.functional.dense import (
-    DenseMoments,
-    IndependentMoments,
-    moments_class,
-)
+from laplace_debias.laplace.functional.dense import dense_accumulator
 from laplace_debias.laplace.functional.last_layer import LastLayer, moments_of_few_outputs
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead, MomentKind
 from laplace_debias.laplace.functional.request import (
@@ -87,19 +84,19 @@ def moments(
     blocks = fitted.parameters.blocks
     restricts_head = partial(acts_through_head, blocks, posterior)
     # The difference of two outputs has the rows of neither.
-    differences = differences and accumulator_of(posterior) is not IndependentMoments
+    differences = differences and not accumulator_class(posterior).separates_outputs
     with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)
         request = CovarianceRequest(diagonal, indices, fitted.config.memory_bound, differences)
 
-        def sums() -> BlockMoments | DenseMoments:
+        def new_accumulator() -> CovarianceAccumulator:
             deltas = _deltas_per_block(fitted, prior_precisions)
-            return accumulator_of(posterior)(blocks, posterior, deltas, diagonal)
+            return accumulator_class(posterior)(blocks, posterior, deltas, diagonal)
 
         if prior_precisions is None and context.prepared is not None:
-            accumulator = context.prepared.compute_once(posterior, diagonal, sums)
+            accumulator = context.prepared.compute_once(posterior, diagonal, new_accumulator)
         else:
-            accumulator = sums()
+            accumulator = new_accumulator()
         mean, covariances = _moments_in_chunks(context, accumulator, request)
     if not may_overflow:
         check_covariance(covariances, accumulator.prior_precisions)
@@ -121,9 +118,9 @@ def _deltas_per_block(
     return deltas.expand(-1, len(fitted.parameters.block_names))
 
 
-def accumulator_of(posterior: GaussianPosterior) -> type[BlockMoments] | type[DenseMoments]:
+def accumulator_class(posterior: GaussianPosterior) -> type[CovarianceAccumulator]:
     """Return the class that adds up covariances under a posterior."""
-    return moments_class(posterior) or BlockMoments
+    return dense_accumulator(posterior) or BlockwiseAccumulator
 
 
 def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, head: str) -> bool:
@@ -137,12 +134,12 @@ def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, hea
         if block.rule.is_generic:
             paths += block.calls or (block.layer,)
     is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
-    return accumulator_of(posterior) is BlockMoments and not is_behind
+    return accumulator_class(posterior) is BlockwiseAccumulator and not is_behind
 
 
 def _moments_in_chunks(
     context: PredictionContext,
-    accumulator: BlockMoments | DenseMoments,
+    accumulator: CovarianceAccumulator,
     request: CovarianceRequest,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Compute the moments of as many examples at a time as fit into the memory bound."""
@@ -151,20 +148,13 @@ def _moments_in_chunks(
     tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
     method: _Differentiation = _OfOutputs(tap, accumulator, request)
     if context.head is not None:
-        assert isinstance(accumulator, BlockMoments)
+        assert isinstance(accumulator, BlockwiseAccumulator)
         method = _ThroughHead(tap, accumulator, request, context.head)
     means = []
     covariances = []
-    for examples, outputs, size in _forward_in_chunks(context, tap, method, request):
-        mean = outputs.detach()
-        indices = None
-        if request.outputs is not None:
-            indices = request.outputs[examples]
-            mean = mean.flatten(1).gather(1, indices)
-        means.append(mean)
-        if isinstance(accumulator, IndependentMoments):
-            accumulator.outputs = context.model_outputs(outputs, indices, examples)
-        covariances.append(method.covariance(outputs, indices, size.columns))
+    for chunk in _forward_in_chunks(context, tap, method, request):
+        means.append(chunk.mean)
+        covariances.append(method.covariance(chunk))
     # A copy: what a model returns may be overwritten by its next pass.
     mean = torch.cat(means)
     covariance = covariances[0]
@@ -183,18 +173,39 @@ def _moments_in_chunks(
     return mean, covariance
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Some examples, whose outputs are differentiated together.
+
+    Attributes:
+        outputs: All outputs of the network for these examples.
+        indices: Indices of the requested outputs among an example's; None for all.
+        model_indices: Indices of the requested outputs among all outputs of the model.
+        columns_at_once: The number of requested outputs of an example that are differentiated
+            together.
+    """
+
+    outputs: Float[Tensor, "batch *outputs"]
+    indices: Int[Tensor, "batch k"] | None
+    model_indices: Int[Tensor, "#batch k"]
+    columns_at_once: int
+
+    @property
+    def mean(self) -> Float[Tensor, "batch *outputs"]:
+        """The requested outputs."""
+        mean = self.outputs.detach()
+        return mean if self.indices is None else mean.flatten(1).gather(1, self.indices)
+
+
 def _forward_in_chunks(
     context: PredictionContext,
     tap: Tap,
     method: "_Differentiation",
     request: CovarianceRequest,
-) -> Iterator[tuple[slice, Float[Tensor, "batch *outputs"], ChunkSize]]:
+) -> Iterator[_Chunk]:
     """Run the network on one chunk of examples after the other.
 
     The first inputs of a shape set the size of the chunks, by a pass over the first example.
-
-    Yields:
-        The indices of a chunk's examples, their outputs, and the size.
     """
     x = context.x
     batch = num_examples(x)
@@ -211,14 +222,27 @@ def _forward_in_chunks(
         if context.prepared is not None:
             context.prepared.keep_size(key, size)
         if min(batch, size.examples) == 1:
-            yield examples, outputs, size
+            yield _chunk(context, request, outputs, examples, size)
             start = 1
     for begin in range(start, batch, size.examples):
         examples = slice(begin, begin + size.examples)
         chunk = x if size.examples >= batch else take(x, examples)
         outputs = method.forward(chunk, size)
         check_outputs(outputs)
-        yield examples, outputs, size
+        yield _chunk(context, request, outputs, examples, size)
+
+
+def _chunk(
+    context: PredictionContext,
+    request: CovarianceRequest,
+    outputs: Float[Tensor, "batch *outputs"],
+    examples: slice,
+    size: ChunkSize,
+) -> _Chunk:
+    """Make a chunk of some examples, whose outputs have been computed."""
+    indices = None if request.outputs is None else request.outputs[examples]
+    model_indices = context.model_outputs(outputs, indices, examples)
+    return _Chunk(outputs, indices, model_indices, size.columns)
 
 
 @runtime_checkable
@@ -231,12 +255,7 @@ class _Differentiation(Protocol):
     def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
         """Run the network on a chunk of examples, whose outputs can then be differentiated."""
 
-    def covariance(
-        self,
-        outputs: Float[Tensor, "batch *outputs"],
-        indices: Int[Tensor, "batch k"] | None,
-        columns_at_once: int,
-    ) -> Float[Tensor, "grid batch *covariance"]:
+    def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances of a chunk's requested outputs, or their variances."""
 
 
@@ -250,7 +269,7 @@ class _OfOutputs:
     """
 
     def __init__(
-        self, tap: Tap, accumulator: BlockMoments | DenseMoments, request: CovarianceRequest
+        self, tap: Tap, accumulator: CovarianceAccumulator, request: CovarianceRequest
     ) -> None:
         self._tap = tap
         self._accumulator = accumulator
@@ -290,15 +309,12 @@ class _OfOutputs:
             outputs = self._tap.forward(x)
         return outputs
 
-    def covariance(
-        self,
-        outputs: Float[Tensor, "batch *outputs"],
-        indices: Int[Tensor, "batch k"] | None,
-        columns_at_once: int,
-    ) -> Float[Tensor, "grid batch *covariance"]:
+    def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances by output gradients, and those of the last layer without."""
         request = self._request
         accumulator = self._accumulator
+        outputs = chunk.outputs
+        indices = chunk.indices
         num_points = len(accumulator.prior_precisions)
         recorded = self._last_layer(outputs)
         has_all_blocks = self._has_all_blocks(recorded)
@@ -318,21 +334,18 @@ class _OfOutputs:
             self._tap.forget()
             return total
         num_columns = request.num_columns(num_outputs)
-        for begin in range(0, num_columns, columns_at_once):
-            columns = slice(begin, min(begin + columns_at_once, num_columns))
+        for begin in range(0, num_columns, chunk.columns_at_once):
+            columns = slice(begin, min(begin + chunk.columns_at_once, num_columns))
             vectors = unit_columns(outputs, indices, columns)
             if request.differences:
                 vectors = vectors - unit_columns(outputs, indices, slice(-1, None))
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
-            if isinstance(accumulator, IndependentMoments):
-                accumulator.columns = columns
-            accumulator.add(into, self._tap.backward(outputs, vectors, keep_graph, skipped))
+            records = self._tap.backward(outputs, vectors, keep_graph, skipped)
+            accumulator.add(into, records, chunk.model_indices[:, columns])
         return total
 
     def _last_layer(self, outputs: Tensor) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        if isinstance(self._accumulator, DenseMoments):
-            return None  # Its directions mix the last layer with all others.
         return self._accumulator.last_layer(self._tap, outputs)
 
     def _has_all_blocks(self, recorded: tuple[LastLayer, Tensor] | None) -> bool:
@@ -356,7 +369,11 @@ class _ThroughHead:
     """
 
     def __init__(
-        self, tap: Tap, accumulator: BlockMoments, request: CovarianceRequest, head: str
+        self,
+        tap: Tap,
+        accumulator: BlockwiseAccumulator,
+        request: CovarianceRequest,
+        head: str,
     ) -> None:
         self._tap = tap
         self._accumulator = accumulator
@@ -392,20 +409,15 @@ class _ThroughHead:
         """Run the network on a chunk of examples, and record the graph."""
         return self._tap.forward(x)
 
-    def covariance(
-        self,
-        outputs: Float[Tensor, "batch *outputs"],
-        indices: Int[Tensor, "batch k"] | None,
-        columns_at_once: int,
-    ) -> Float[Tensor, "grid batch *covariance"]:
+    def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances by the gradients of h, and those of the head without."""
         accumulator = self._accumulator
         request = self._request
-        head_outputs = self._head_outputs(indices)
+        head_outputs = self._head_outputs(chunk.indices)
         num_points = len(accumulator.prior_precisions)
-        total = request.zeros(outputs, head_outputs.num_outputs, num_points)
+        total = request.zeros(chunk.outputs, head_outputs.num_outputs, num_points)
         if self._calls.x.requires_grad:
-            self._add_below(total, head_outputs, columns_at_once)
+            self._add_below(total, head_outputs, chunk)
         self._tap.forget()
         for index in self._head_indices:
             head = LinearHead.from_posterior(accumulator.blocks[index], accumulator.posterior)
@@ -417,12 +429,12 @@ class _ThroughHead:
         self,
         total: Float[Tensor, "grid batch *covariance"],
         head_outputs: HeadOutputs,
-        columns_at_once: int,
+        chunk: _Chunk,
     ) -> None:
         """Add the covariances due to the parameters below the head."""
         accumulator = self._accumulator
         request = self._input_request(head_outputs)
-        sums = BlockMoments(
+        accumulator_below = BlockwiseAccumulator(
             accumulator.blocks,
             accumulator.posterior,
             accumulator.prior_precisions,
@@ -432,12 +444,13 @@ class _ThroughHead:
         if self._head_indices:
             skipped = accumulator.blocks[self._head_indices[0]].site
         num_columns = head_outputs.num_columns
-        for begin in range(0, num_columns, columns_at_once):
-            columns = slice(begin, min(begin + columns_at_once, num_columns))
+        for begin in range(0, num_columns, chunk.columns_at_once):
+            columns = slice(begin, min(begin + chunk.columns_at_once, num_columns))
             covariances = request.zeros(head_outputs.h, columns.stop - begin, len(total))
             vectors = head_outputs.input_gradients(columns)
             keep_graph = columns.stop < num_columns
-            sums.add(covariances, self._tap.backward(self._calls.x, vectors, keep_graph, skipped))
+            records = self._tap.backward(self._calls.x, vectors, keep_graph, skipped)
+            accumulator_below.add(covariances, records, None)
             if request.diagonal:
                 total[..., columns] += covariances
             else:

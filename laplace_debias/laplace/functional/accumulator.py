@@ -1,0 +1,76 @@
+"""The base class of the sums that give the covariance of a network's outputs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.laplace.functional.last_layer import LastLayer
+from laplace_debias.laplace.state.posterior import GaussianPosterior
+
+
+class CovarianceAccumulator(ABC):
+    r"""The covariance of outputs $J P^{-1} J^\top$, which is added up over blocks of parameters.
+
+    Args:
+        blocks: The blocks, in the posterior's order.
+        posterior: A posterior over their parameters.
+        prior_precisions: δ of every block at every grid point, `[P, blocks]`.
+        diagonal: Whether to compute only variances.
+        jacobians: A function that computes Jacobians.
+
+    Attributes:
+        separates_outputs: Whether each output has a posterior of its own.
+    """
+
+    separates_outputs: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        posterior: GaussianPosterior,
+        prior_precisions: Float[Tensor, "grid blocks"],
+        diagonal: bool,
+        jacobians: Jacobians = rotated_jacobians,
+    ) -> None:
+        self.blocks = blocks
+        self.posterior = posterior
+        self.prior_precisions = prior_precisions
+        self._diagonal = diagonal
+        self._jacobians = jacobians
+
+    @property
+    def kept_row_bytes(self) -> int:
+        """The bytes of a Jacobian row that are kept until all blocks are complete."""
+        return 0
+
+    def last_layer(
+        self, tap: Tap, outputs: Tensor
+    ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
+        """Return the blocks of the last layer, and its inputs, if they give its covariance.
+
+        It is None unless the outputs `[B, C]` are those of a tapped linear layer.
+        """
+        return None
+
+    @abstractmethod
+    def add(
+        self,
+        into: Float[Tensor, "grid batch columns *again"],
+        records: Iterable[BlockRecord],
+        outputs: Int[Tensor, "#batch columns"] | None,
+    ) -> None:
+        """Add the covariances, or variances, of some outputs of each example.
+
+        Args:
+            into: The sums, with a column for each of the outputs.
+            records: Each block's gradients of the outputs, from one backward pass.
+            outputs: Indices of the outputs among all outputs of the model. None if the records are
+                the gradients of values within the network; then all outputs share a posterior.
+        """
