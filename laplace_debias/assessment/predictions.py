@@ -25,7 +25,8 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.laplace import Laplace, links
-from laplace_debias.laplace.prediction.decomposition import scores_of_moments, uncertainty_of_draws
+from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
+from laplace_debias.laplace.prediction.decomposition import scores_of_logits, uncertainty_of_draws
 from laplace_debias.laplace.prediction.predictive import mean_logits
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
@@ -184,7 +185,7 @@ def _posterior_scores(
 ) -> Predictions:
     """Scores of Gaussian logits; entropies at the Sobol points that links take."""
     uncertainty = uncertainty_of_draws([la.likelihood], [gaussian_draws(mean, covariance)])
-    scores = scores_of_moments(la.likelihood, mean.unsqueeze(0), covariance.unsqueeze(0))
+    scores = scores_of_logits(la.likelihood, [DenseOutputs(mean, covariance)])
     return {
         "aleatoric": uncertainty.aleatoric,
         "mutual_information": uncertainty.epistemic,

@@ -30,10 +30,11 @@ from laplace_debias.laplace.fitting.schemes import CrossFit, Full, Scheme, Split
 from laplace_debias.laplace.fitting.update import update
 from laplace_debias.laplace.functional.context import OutputChoice
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
+from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.gaussian_prior import GaussianPrior
-from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.links import Link, SecondMoments
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.laplace.saving import file, pretrained
@@ -883,9 +884,8 @@ class Laplace(Predictor):
             return differentiable_moments(state, x, joint)
         if joint:
             return joint_moments(state, x, outputs, positions)
-        mean, covariances = moments(
-            state, x, diagonal=diagonal, outputs=outputs, positions=positions
-        )
+        kind: SecondMoments = "variances" if diagonal else "covariance"
+        mean, covariances = moments(state, x, kind=kind, outputs=outputs, positions=positions)
         return mean, covariances[0]
 
     def sample_outputs(
@@ -935,8 +935,8 @@ class Laplace(Predictor):
                 return fit.draws(x, sampled)
             mean, covariance = joint_moments(fit.fitted, x, None, positions)
             size = mean.numel()
-            covariance = covariance.reshape(1, size, size)
-            return fit.draws_of_moments(mean.unsqueeze(0), covariance, sampled).squeeze(1)
+            outputs = DenseOutputs(mean.unsqueeze(0), covariance.reshape(1, size, size))
+            return outputs.draws(n, generator).squeeze(1)
 
     def marginals(
         self,

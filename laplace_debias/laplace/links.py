@@ -122,9 +122,9 @@ def _log_bridge(mean: Logits, variances: Logits) -> Logits:
     return torch.logaddexp(constant, exponent) - variances.log()
 
 
-RequiredMoments = Literal["variances", "differences", "covariance"]
-"""The part of the outputs' covariance that a predictive depends on. `"differences"` stands for
-the covariances of differences between outputs."""
+SecondMoments = Literal["variances", "differences", "covariance"]
+"""A part of the outputs' covariance that suffices for a predictive. `"differences"` stands for a
+matrix in which only the covariances of differences between outputs are right."""
 
 
 LogitsAtTemperatures = Callable[
@@ -168,7 +168,7 @@ class Formula:
 
     softmax: LogitsAtTemperatures
     sigmoid: LogitsAtTemperatures
-    required_moments: RequiredMoments
+    required_moments: SecondMoments
 
     def logits(
         self,
@@ -278,7 +278,7 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     return Link("probit")
 
 
-def required_moments(likelihood: Likelihood, by: Collection[Link]) -> RequiredMoments:
+def required_moments(likelihood: Likelihood, by: Collection[Link]) -> SecondMoments:
     """Determine the part of the outputs' covariance that suffices for the predictives by links."""
     if by and likelihood.activation == "softmax":
         required = {FORMULAS[link.name].required_moments for link in by}

@@ -99,7 +99,9 @@ def thin_posterior(
         half_positions = positions
         if inputs_have_positions:
             half_positions = torch.as_tensor(positions)[half]
-        _, covariances = moments(fit, take(inputs, half), diagonal=True, positions=half_positions)
+        _, covariances = moments(
+            fit, take(inputs, half), kind="variances", positions=half_positions
+        )
         return covariances[0].double()
 
     def errors(

@@ -184,27 +184,26 @@ def instability(
             f"`mean` has shape {list(mean.shape)}. Pass a mean for each class, with "
             "at least two classes."
         )
-    return mixture_instability(mean.unsqueeze(0), covariance.unsqueeze(0))
+    means = mean.unsqueeze(0)
+    variances = difference_variances(covariance, *leading_classes(means))
+    return margin_instability(means, variances.unsqueeze(0))
 
 
-def mixture_instability(
-    means: Float[Tensor, "members *n classes"],
-    covariances: Float[Tensor, "members *n classes classes"],
+def difference_variances(
+    covariance: Float[Tensor, "*n classes classes"],
+    first: Int[Tensor, "*n"],
+    second: Int[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """`instability` of an equal mixture of M Gaussians.
-
-    Predicted class and runner-up are determined by the mean logits of the mixture, and the
-    probability is the mean over the members: `log (1/M) Σ_m Φ(-m_m / s_m)`.
+    """Compute the variance of the difference of two classes' logits, in float64.
 
     Args:
-        means: Mean logits of each member, `[M, ..., C]`, of at least two classes.
-        covariances: Covariances of each member, `[M, ..., C, C]`.
+        covariance: The logits' covariance, `[..., C, C]`.
+        first: A class of each example.
+        second: Another class of each example.
     """
-    first, second = leading_classes(means)
-    one_hot = nn.functional.one_hot(torch.stack([first, second]), means.shape[-1]).double()
+    one_hot = nn.functional.one_hot(torch.stack([first, second]), covariance.shape[-1]).double()
     difference = one_hot[0] - one_hot[1]
-    variances = torch.einsum("...i,m...ij,...j->m...", difference, covariances.double(), difference)
-    return margin_instability(means, variances)
+    return torch.einsum("...i,...ij,...j->...", difference, covariance.double(), difference)
 
 
 def leading_classes(
@@ -218,7 +217,10 @@ def leading_classes(
 def margin_instability(
     means: Float[Tensor, "members *n classes"], variances: Float[Tensor, "members *n"]
 ) -> Float[Tensor, "*n"]:
-    """Compute `mixture_instability` from the variances of the margin between `leading_classes`.
+    """Compute `instability` of an equal mixture of M Gaussians.
+
+    The mean logits of the mixture determine the predicted class and the runner-up. The probability
+    is the mean over the members: `log (1/M) Σ_m Φ(-m_m / s_m)`.
 
     Args:
         means: Mean logits of each member.

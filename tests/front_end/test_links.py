@@ -172,7 +172,7 @@ def test_labels_that_apply_or_not_are_choices_of_two(likelihood, size):
     same(la.predict(x).mean, la.predict(x, link="probit").mean, rtol=0, atol=0)
     with mock.patch.object(linearised, "moments", wraps=linearised.moments) as moments:
         la.predict(x, link="exact")
-    assert moments.call_args.kwargs["diagonal"]  # The variances suffice.
+    assert moments.call_args.kwargs["kind"] == "variances"
 
 
 def bridge_by_definition(mean, covariance, is_normalised):

@@ -186,7 +186,7 @@ def test_variances_at_several_prior_precisions_are_those_of_the_dense_posterior(
     if outputs is not None:
         choice = torch.tensor(outputs).expand(len(x), -1)
         indices = outputs
-    _, variances = linearised.moments(la._fitted, x, deltas, diagonal=True, outputs=choice)
+    _, variances = linearised.moments(la._fitted, x, deltas, kind="variances", outputs=choice)
     for delta, actual in zip(deltas, variances, strict=True):
         dense = dense_covariances(la, model, x, delta).diagonal(dim1=-2, dim2=-1)
         torch.testing.assert_close(actual, dense[:, list(indices)], rtol=1e-10, atol=1e-14)
@@ -284,7 +284,8 @@ def test_a_linear_layer_at_one_position_has_no_jacobian_per_output(rank, diagona
     la = Laplace(model, rank=rank).fit_batches([(x, torch.randint(4, (20,)))], num_data=20)
     deltas = torch.logspace(-2, 2, 5, dtype=torch.float64)
     with LargestTensor() as largest:
-        _, actual = linearised.moments(la._fitted, x, deltas, diagonal=diagonal)
+        kind = "variances" if diagonal else "covariance"
+        _, actual = linearised.moments(la._fitted, x, deltas, kind=kind)
     # The Jacobians of 20 examples and four outputs would have 80 times 12 × 20 entries.
     assert largest.entries <= 20 * 12 * 20
     curvature = la.posterior.curvature.to_dense()

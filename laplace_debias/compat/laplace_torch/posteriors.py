@@ -14,6 +14,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.subnetwork import Subnetwork
+from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import BRIDGES, Link
@@ -296,8 +297,9 @@ class Laplace:
         fit = LinkedFit(self.posterior._fitted, None)
         if pred_type == "nn" or not diagonal_output:
             return fit.draws(x, method)
-        mean, variances = fit.moments(x, method, diagonal=True)
-        return fit.draws_of_moments(mean, variances.flatten(1).diag_embed(), method)
+        mean, variances = fit.mean_and_variances(x, method)
+        outputs = DenseOutputs(mean, variances.flatten(1).diag_embed())
+        return outputs.draws(n_samples, generator)
 
     def predictive_samples(
         self,

@@ -110,7 +110,7 @@ def _variances(
     fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
     with prediction_context(fitted, take(x, slice(0, 1))) as context:
         size = map_outputs(context.network, context.x).numel()
-    _, variances = moments(fitted, x, deltas, diagonal=True, outputs=min(_NUM_OUTPUTS, size))
+    _, variances = moments(fitted, x, deltas, kind="variances", outputs=min(_NUM_OUTPUTS, size))
     return variances.double()
 
 

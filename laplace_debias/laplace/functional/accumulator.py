@@ -1,4 +1,4 @@
-"""The base class of the sums that give the covariance of a network's outputs."""
+"""The base class of sums over blocks of parameters, the covariance of a network's outputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -63,7 +63,7 @@ def joint_moments(
         if indices is not None:
             mean = mean.gather(1, indices)
         batch, num_columns = mean.shape
-        request = CovarianceRequest(False, indices, fitted.config.memory_bound)
+        request = CovarianceRequest("covariance", indices, fitted.config.memory_bound)
         accumulator = accumulator_class(posterior)(
             blocks, posterior, deltas[None], False, joint_jacobians
         )

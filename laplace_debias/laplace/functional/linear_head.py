@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.laplace.links import SecondMoments
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
@@ -19,7 +20,7 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 # Entries of a weight's rows that are used together.
 _SLICE = 2**22
 
-MomentKind = Literal["variances", "covariance", "difference variances"]
+HeadMoments = Literal[SecondMoments, "difference variances"]
 """The second moments of outputs: a vector of variances, a covariance matrix, or a matrix of the
 variances of the differences between pairs of outputs."""
 
@@ -172,7 +173,7 @@ class LinearHead:
         return self.rotated_inputs(phi).square() @ variances.mT
 
     def moments_of_directions(
-        self, kind: MomentKind
+        self, kind: HeadMoments
     ) -> Float[Tensor, "rows outputs"] | Float[Tensor, "rows outputs_outputs"]:
         r"""Compute the outputs' second moments that each direction $u_i$ contributes.
 

@@ -23,7 +23,7 @@ from laplace_debias.laplace.functional.context import (
 )
 from laplace_debias.laplace.functional.dense import dense_accumulator
 from laplace_debias.laplace.functional.last_layer import LastLayer, moments_of_few_outputs
-from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead, MomentKind
+from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead
 from laplace_debias.laplace.functional.request import (
     ChunkSize,
     CovarianceRequest,
@@ -31,6 +31,7 @@ from laplace_debias.laplace.functional.request import (
     check_covariance,
     unit_columns,
 )
+from laplace_debias.laplace.links import SecondMoments
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 
@@ -39,10 +40,9 @@ def moments(
     fitted: FittedPosterior,
     x: Inputs | Record,
     prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | None = None,
-    diagonal: bool = False,
+    kind: SecondMoments = "covariance",
     outputs: OutputChoice | None = None,
     positions: Positions | None = None,
-    differences: bool = False,
     may_overflow: bool = False,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     r"""Compute the exact mean and covariances of the linearised network's outputs.
@@ -58,24 +58,21 @@ def moments(
         x: Inputs, `[B, ...]`.
         prior_precisions: δ at every grid point, one number or one per block; None for the fit's
             own.
-        diagonal: Whether to return only variances.
+        kind: The part of the covariance to compute.
         outputs: The requested outputs; None for all.
         positions: The requested positions; None for all.
-        differences: Whether only covariances of differences of outputs are used. Then they are
-            symmetric only up to rounding.
         may_overflow: Whether covariances may contain infinities, as at the smallest prior
             precisions of a search; if not, they raise an error.
 
     Returns:
         The outputs at the mean, `[B, ..., C]` (requested ones: `[B, k]`), and the covariances
-        `[P, B, M, M]` for M outputs per example, or their diagonals, `[P, B, ..., C]`.
+        `[P, B, M, M]` for M outputs per example, or only the variances, `[P, B, ..., C]`.
 
     Raises:
         ValueError: If the outputs are not finite or have no batch dimension, or if what is
             requested does not fit into the memory bound.
     """
     if prior_precisions is None and outputs is None and positions is None:
-        kind: MomentKind = "variances" if diagonal else "covariance"
         few_outputs = moments_of_few_outputs(fitted, x, kind)
         if few_outputs is not None:
             mean, second_moments = few_outputs
@@ -83,25 +80,27 @@ def moments(
     posterior = fitted.posterior
     blocks = fitted.parameters.blocks
     restricts_head = partial(acts_through_head, blocks, posterior)
-    # The difference of two outputs has the rows of neither.
-    differences = differences and not accumulator_class(posterior).separates_outputs
+    if kind == "differences" and accumulator_class(posterior).separates_outputs:
+        kind = "covariance"  # The difference of two outputs has the rows of neither.
     with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)
-        request = CovarianceRequest(diagonal, indices, fitted.config.memory_bound, differences)
+        request = CovarianceRequest(kind, indices, fitted.config.memory_bound)
 
         def new_accumulator() -> CovarianceAccumulator:
             deltas = _deltas_per_block(fitted, prior_precisions)
-            return accumulator_class(posterior)(blocks, posterior, deltas, diagonal)
+            return accumulator_class(posterior)(blocks, posterior, deltas, request.diagonal)
 
         if prior_precisions is None and context.prepared is not None:
-            accumulator = context.prepared.compute_once(posterior, diagonal, new_accumulator)
+            accumulator = context.prepared.compute_once(
+                posterior, request.diagonal, new_accumulator
+            )
         else:
             accumulator = new_accumulator()
         mean, covariances = _moments_in_chunks(context, accumulator, request)
     if not may_overflow:
         check_covariance(covariances, accumulator.prior_precisions)
     num_outputs = None if indices is None else indices.shape[1]
-    if diagonal:
+    if request.diagonal:
         covariances = context.by_position(covariances, num_outputs)
     return context.by_position(mean, num_outputs), covariances
 
@@ -163,7 +162,7 @@ def _moments_in_chunks(
     del covariances
     if request.diagonal:
         return mean, covariance.reshape(len(covariance), *mean.shape)
-    if request.differences:
+    if request.kind == "differences":
         return mean, covariance
     # One prior precision after the other, since a copy of all covariances may not fit into memory.
     for index in range(len(covariance)):
@@ -211,7 +210,7 @@ def _forward_in_chunks(
     batch = num_examples(x)
     num_outputs = None if request.outputs is None else request.outputs.shape[1]
     shapes = [(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(x)]
-    key = (request.diagonal, request.differences, num_outputs, *shapes)
+    key = (request.kind, num_outputs, *shapes)
     size = None if context.prepared is None else context.prepared.sizes.get(key)
     start = 0
     if size is None:
@@ -321,8 +320,7 @@ class _OfOutputs:
         if recorded is not None and has_all_blocks and num_points == 1:
             self._tap.forget()
             last_layer, phi = recorded
-            kind: MomentKind = "variances" if request.diagonal else "covariance"
-            return last_layer.moments(phi, indices, kind).unsqueeze(0)
+            return last_layer.moments(phi, indices, request.kind).unsqueeze(0)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
         total = request.zeros(outputs, num_outputs, num_points)
         skipped = None
@@ -337,7 +335,7 @@ class _OfOutputs:
         for begin in range(0, num_columns, chunk.columns_at_once):
             columns = slice(begin, min(begin + chunk.columns_at_once, num_columns))
             vectors = unit_columns(outputs, indices, columns)
-            if request.differences:
+            if request.kind == "differences":
                 vectors = vectors - unit_columns(outputs, indices, slice(-1, None))
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
@@ -462,5 +460,6 @@ class _ThroughHead:
 
     def _input_request(self, head_outputs: HeadOutputs) -> CovarianceRequest:
         """The part of the covariance of h's gradients: all of Σ_h, or as for the outputs."""
-        diagonal = self._request.diagonal and not head_outputs.exceeds_inputs
-        return replace(self._request, diagonal=diagonal)
+        if head_outputs.exceeds_inputs:
+            return replace(self._request, kind="covariance")
+        return self._request

@@ -14,6 +14,7 @@ from laplace_debias.curvature.network.outputs import (
     are_finite,
     granted,
 )
+from laplace_debias.laplace.links import SecondMoments
 from laplace_debias.system.memory import ROOM
 
 # A chunk's output gradients may use the memory bound, in addition to the forward pass and slices of
@@ -42,21 +43,24 @@ class CovarianceRequest:
     """The requested part of the outputs' covariance.
 
     Attributes:
-        diagonal: Whether only variances are requested.
+        kind: Which part of the covariance is requested. For `"differences"`, one output fewer is
+            differentiated, and the matrix is symmetric only up to rounding.
         outputs: Indices of the requested outputs of each example, `[B, k]`; None for all.
         memory_bound: Bytes for output gradients, or for one block's Jacobian; None as in `granted`.
-        differences: Whether only covariances of differences of outputs are used, as by a softmax.
-            Then one output fewer is differentiated.
     """
 
-    diagonal: bool
+    kind: SecondMoments
     outputs: Int[Tensor, "batch k"] | None
     memory_bound: int | None
-    differences: bool = False
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether only variances are requested."""
+        return self.kind == "variances"
 
     def num_columns(self, num_outputs: int) -> int:
         """Compute the number of outputs of an example that are differentiated."""
-        return num_outputs - 1 if self.differences and num_outputs > 1 else num_outputs
+        return num_outputs - 1 if self.kind == "differences" and num_outputs > 1 else num_outputs
 
     def zeros(
         self, outputs: Float[Tensor, "batch *outputs"], num_columns: int, num_points: int

@@ -16,22 +16,18 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.laplace import links
-from laplace_debias.laplace.functional.factored_covariance import FactoredOutputs
+from laplace_debias.laplace.functional.gaussian_outputs import GaussianOutputs
 from laplace_debias.laplace.prediction.predictive import (
     LinkedFit,
     PredictionMethod,
     check_same_shape,
-    covariance_between,
     equal_mixture,
     stacked,
-    within_positions,
 )
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics.uncertainties import (
     leading_classes,
     margin_instability,
-    mixture_instability,
 )
 
 
@@ -44,9 +40,6 @@ def uncertainty(
         return _closed_variances(fits, x, method)
     with torch.inference_mode(False):
         if method.name == "glm" and likelihood.activation is not None:
-            factored = _factored_logits(fits, x, method)
-            if factored:
-                return _uncertainty_of_factored_logits(fits, factored, method)
             return _uncertainty_of_gaussian_logits(fits, x, method)
         draws = [fit.draws(x, method) for fit in fits]
         return uncertainty_of_draws([fit.likelihood for fit in fits], draws)
@@ -60,7 +53,7 @@ def _closed_variances(
     totals = []
     epistemics = []
     for fit in fits:
-        mean, variances = fit.moments(x, method, diagonal=True)
+        mean, variances = fit.mean_and_variances(x, method)
         marginals = fit.likelihood.marginals(mean, variances)
         total = marginals.variance
         means.append(marginals.mean)
@@ -81,89 +74,26 @@ def _uncertainty_of_gaussian_logits(
     If the predictive has a closed form, the scores `entropy` and `max_probability` are computed
     from it.
     """
-    means = []
-    covariances = []
+    members = []
     draws = []
     predictives = []
     for fit in fits:
-        mean, covariance = fit.moments(x, method, diagonal=False)
-        draws.append(fit.draws_of_moments(mean, covariance, method))
-        if mean.ndim > 2:
-            covariance = within_positions(covariance, mean.shape)
+        outputs = fit.gaussian_outputs(x, method)
+        draws.append(fit.draws_of_outputs(outputs, method))
         if method.is_closed:
-            predictives.append(links.predictive(fit.likelihood, fit.link, mean, covariance))
-        mean, covariance = links.tempered_moments(fit.link, mean, covariance)
-        means.append(mean)
-        covariances.append(covariance)
+            predictives.append(fit.predictive_of_outputs(outputs))
+        members.append(outputs.divided_by(fit.temperature))
     decomposed = uncertainty_of_draws([fit.likelihood for fit in fits], draws)
     scores = dict(decomposed.scores)
     if predictives:
         scores |= scores_of_predictive(equal_mixture(predictives))
     likelihood = fits[0].likelihood
-    scores |= scores_of_moments(likelihood, stacked(means), stacked(covariances))
+    scores |= scores_of_logits(likelihood, members)
     if likelihood.activation == "softmax":
         # Logits of different networks have no common origin: each member has its own score.
-        scores["energy"] = metrics.energy(torch.stack(means)).mean(0)
-        scores["max_logit"] = metrics.max_logit(torch.stack(means)).mean(0)
-    return replace(decomposed, scores=scores)
-
-
-def _factored_logits(
-    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
-) -> list[FactoredOutputs]:
-    """Compute each fit's logits in factors; empty unless all fits have them and links need no more.
-
-    Only a link that uses variances has a closed form without covariances of classes.
-    """
-    if fits[0].likelihood.activation != "softmax":
-        return []
-    by_fit = []
-    for fit in fits:
-        uses_covariance = False
-        if method.is_closed:
-            assert fit.link is not None
-            uses_covariance = links.required_moments(fit.likelihood, [fit.link]) != "variances"
-        factored = None if uses_covariance else fit.factored_outputs(x, method)
-        if factored is None:
-            return []
-        by_fit.append(factored)
-    return by_fit
-
-
-def _uncertainty_of_factored_logits(
-    fits: Sequence[LinkedFit], by_fit: Sequence[FactoredOutputs], method: PredictionMethod
-) -> Uncertainty:
-    """Decompose the entropy as `_uncertainty_of_gaussian_logits`, without a C × C matrix."""
-    draws = []
-    predictives = []
-    means = []
-    scales = []
-    for fit, factored in zip(fits, by_fit, strict=True):
-        draws.append(fit.draws_of_factors(factored, method))
-        if method.is_closed:
-            variances = factored.variances()
-            predicted = links.predictive(fit.likelihood, fit.link, factored.mean, variances)
-            predictives.append(predicted)
-        means.append(links.tempered(fit.link, factored.mean))
-        scales.append(1.0 if fit.link is None else fit.link.temperature**-2)
-    decomposed = uncertainty_of_draws([fit.likelihood for fit in fits], draws)
-    scores = dict(decomposed.scores)
-    if predictives:
-        scores |= scores_of_predictive(equal_mixture(predictives))
-    members = stacked(means)
-    first, second = leading_classes(members)
-    mean_variances = []
-    margin_variances = []
-    for factored, scale in zip(by_fit, scales, strict=True):
-        mean_variances.append(scale * factored.mean_variance())
-        margin_variances.append(scale * factored.difference_variances(first, second))
-    residuals = (members - members.mean(0)).double()
-    between = residuals.var(-1, unbiased=False).mean(0)  # Without the part all classes share.
-    variance = torch.stack(mean_variances).mean(0) + between
-    scores["variance"] = variance.to(members.dtype)
-    scores["instability"] = margin_instability(members, torch.stack(margin_variances))
-    scores["energy"] = metrics.energy(members).mean(0)
-    scores["max_logit"] = metrics.max_logit(members).mean(0)
+        means = torch.stack([member.mean for member in members])
+        scores["energy"] = metrics.energy(means).mean(0)
+        scores["max_logit"] = metrics.max_logit(means).mean(0)
     return replace(decomposed, scores=scores)
 
 
@@ -218,28 +148,30 @@ def scores_of_predictive(predictive: Distribution) -> dict[str, Float[Tensor, "*
     return {"entropy": entropy, "max_probability": metrics.max_probability(rows).view(shape)}
 
 
-def scores_of_moments(
-    likelihood: Likelihood,
-    means: Float[Tensor, "members *n outputs"],
-    covariances: Float[Tensor, "members *n outputs outputs"],
+def scores_of_logits(
+    likelihood: Likelihood, members: Sequence[GaussianOutputs]
 ) -> dict[str, Float[Tensor, "*n"]]:
-    """Compute the scores `variance` and `instability` of Gaussian logits.
+    """Compute the scores `variance` and `instability` of an equal mixture of Gaussian logits.
 
     For labels that apply or not, the variance is the mean over the labels, and the instability is
     that of the least stable one.
     """
+    means = stacked([member.mean for member in members])
     if likelihood.activation == "softmax":
-        covariance = covariances.mean(0) + covariance_between(means)
+        first, second = leading_classes(means)
+        within = torch.stack([member.mean_variance() for member in members]).mean(0)
+        # A part that all logits share changes no probability, so its variance does not count.
+        between = (means - means.mean(0)).double().var(-1, unbiased=False).mean(0)
+        margin_variances = [member.difference_variances(first, second) for member in members]
         return {
-            "variance": metrics.logit_variance(covariance),
-            "instability": mixture_instability(means, covariances),
+            "variance": (within + between).to(means.dtype),
+            "instability": margin_instability(means, torch.stack(margin_variances)),
         }
-    variances = covariances.diagonal(dim1=-2, dim2=-1)
+    variances = torch.stack([member.variances() for member in members])
     variance = variances.mean(0) + means.var(0, unbiased=False)
     # A label that applies or not is a choice between its logit and zero.
     both_means = torch.stack([torch.zeros_like(means), means], -1)
-    both_variances = torch.stack([torch.zeros_like(variances), variances], -1)
-    instability = mixture_instability(both_means, torch.diag_embed(both_variances))
+    instability = margin_instability(both_means, variances.double())
     return {"variance": variance.mean(-1), "instability": instability.amax(-1)}
 
 

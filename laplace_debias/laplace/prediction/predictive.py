@@ -28,14 +28,16 @@ from laplace_debias.laplace.functional.context import (
     map_outputs,
     prediction_context,
 )
-from laplace_debias.laplace.functional.factored_covariance import FactoredOutputs
+from laplace_debias.laplace.functional.gaussian_outputs import (
+    DenseOutputs,
+    GaussianOutputs,
+    within_positions,
+)
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
 from laplace_debias.laplace.links import Link, tempered
 from laplace_debias.laplace.pairwise import pairwise_of_differences
 from laplace_debias.laplace.state.fitted import FittedPosterior
-from laplace_debias.laplace.state.posterior import standard_normal
-from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import check_generator, whole
 
 # Largest number of entries in the moments of several temperatures together, by device type: on a
@@ -107,32 +109,31 @@ class LinkedFit:
         """The likelihood."""
         return self.fitted.likelihood
 
-    def moments(
-        self, x: Inputs | Record, method: PredictionMethod, diagonal: bool
-    ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
-        """Compute mean and covariance (or variances) of the linearised network's outputs."""
-        mean, covariances = linearised.moments(
-            self.fitted, x, diagonal=diagonal, positions=method.positions
-        )
-        return mean, covariances[0]
+    @property
+    def temperature(self) -> float:
+        """The temperature of the logits."""
+        return 1.0 if self.link is None else self.link.temperature
 
-    def factored_outputs(
+    def mean_and_variances(
         self, x: Inputs | Record, method: PredictionMethod
-    ) -> FactoredOutputs | None:
-        """Factor the covariance of many classes of a last layer's posterior.
+    ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *outputs"]]:
+        """Compute mean and variances of the linearised network's outputs."""
+        mean, variances = linearised.moments(
+            self.fitted, x, kind="variances", positions=method.positions
+        )
+        return mean, variances[0]
 
-        Up to 100 classes it is None, as a matrix per example is cheap, and for all other posteriors
-        and positions.
-        """
-        if method.positions is not None:
-            return None
-        return last_layer.factored_outputs(self.fitted, x, min_outputs=links.MOST_CLASSES + 1)
-
-    def draws_of_factors(
-        self, factored: FactoredOutputs, method: PredictionMethod
-    ) -> Float[Tensor, "samples batch classes"]:
-        """Draw samples of factored outputs, as `draws`."""
-        return tempered(self.link, factored.draws(method.num_samples, method.generator))
+    def gaussian_outputs(self, x: Inputs | Record, method: PredictionMethod) -> GaussianOutputs:
+        """Compute the distribution of the linearised network's outputs."""
+        if method.positions is None:
+            # Up to 100 classes, a matrix per example is cheap.
+            factored = last_layer.factored_outputs(
+                self.fitted, x, min_outputs=links.MOST_CLASSES + 1
+            )
+            if factored is not None:
+                return factored
+        mean, covariances = linearised.moments(self.fitted, x, positions=method.positions)
+        return DenseOutputs(mean, covariances[0])
 
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
@@ -147,11 +148,7 @@ class LinkedFit:
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of the outputs, with logits divided by the temperature."""
         if method.name == "glm":
-            factored = self.factored_outputs(x, method)
-            if factored is not None:
-                return self.draws_of_factors(factored, method)
-            mean, covariance = self.moments(x, method, diagonal=False)
-            return self.draws_of_moments(mean, covariance, method)
+            return self.draws_of_outputs(self.gaussian_outputs(x, method), method)
         with self._context(x, method.positions) as context:
             parameters = self.fitted.posterior.sample(method.num_samples, method.generator)
             names = self.fitted.parameters.names
@@ -160,19 +157,18 @@ class LinkedFit:
             outputs = context.by_position(draws, None)
         return tempered(self.link, outputs)
 
-    def draws_of_moments(
-        self,
-        mean: Float[Tensor, "batch *outputs"],
-        covariance: Float[Tensor, "batch all all"],
-        method: PredictionMethod,
+    def draws_of_outputs(
+        self, outputs: GaussianOutputs, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of Gaussian outputs, whose covariances may be singular."""
-        eigenvalues, eigenvectors = eigh(covariance, "the functional covariance")
-        root = eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
-        flat = mean.flatten(1)
-        noise = standard_normal((method.num_samples, *flat.shape), mean, method.generator)
-        draws = flat + torch.einsum("bij,sbj->sbi", root, noise)
-        return tempered(self.link, draws.unflatten(2, mean.shape[1:]))
+        """Draw samples of Gaussian outputs, with logits divided by the temperature."""
+        return tempered(self.link, outputs.draws(method.num_samples, method.generator))
+
+    def predictive_of_outputs(self, outputs: GaussianOutputs) -> Distribution:
+        """Compute the predictive distribution in closed form."""
+        links_used = [] if self.link is None else [self.link]
+        kind = links.required_moments(self.likelihood, links_used)
+        second_moments = outputs.second_moments(kind)
+        return links.predictive(self.likelihood, self.link, outputs.mean, second_moments)
 
     def _context(
         self, x: Inputs | Record, positions: Positions | None
@@ -214,7 +210,7 @@ class LinkedFit:
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution of each target of a regression on its own."""
         if method.is_closed:
-            return self.likelihood.marginals(*self.moments(x, method, diagonal=True))
+            return self.likelihood.marginals(*self.mean_and_variances(x, method))
         with torch.inference_mode(False):
             if method.name == "map":
                 mean = self.outputs(x, method)
@@ -301,17 +297,16 @@ def _moments_for_links(
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean, and as much of the covariances as links need, within each position."""
-    required = links.required_moments(fitted.likelihood, links_used)
+    kind = links.required_moments(fitted.likelihood, links_used)
     mean, covariances = linearised.moments(
         fitted,
         x,
         prior_precisions,
-        diagonal=required == "variances",
+        kind=kind,
         positions=positions,
-        differences=required == "differences",
         may_overflow=prior_precisions is not None,
     )
-    if mean.ndim > 2 and required != "variances":
+    if mean.ndim > 2 and kind != "variances":
         covariances = within_positions(covariances, mean.shape)
     return mean, covariances
 
@@ -403,15 +398,3 @@ def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
             shape = map_outputs(context.network, take(context.x, slice(1))).shape
         default_links[num_dims] = links.default_link(fitted.likelihood, shape)
     return default_links[num_dims]
-
-
-def within_positions(
-    covariances: Float[Tensor, "*grid batch all all"], shape: torch.Size
-) -> Float[Tensor, "..."]:
-    """Extract each position's covariance, `[..., B, T, C, C]`, from that of all outputs."""
-    num_outputs = shape[-1]
-    between_positions = covariances.unflatten(-1, (-1, num_outputs)).unflatten(
-        -3, (-1, num_outputs)
-    )
-    blocks = between_positions.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-    return blocks.unflatten(-3, shape[1:-1])

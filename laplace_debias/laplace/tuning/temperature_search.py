@@ -145,10 +145,7 @@ class LastLayerBatch:
             )
             return [likelihood.predictive(logits, None)]
         outputs = inputs.outputs(self._eigen_variances)
-        if required_moments(likelihood, links) == "variances":
-            covariance = outputs.variances()
-        else:
-            covariance = outputs.covariance()
+        covariance = outputs.second_moments(required_moments(likelihood, links))
         return tempered_predictives(likelihood, inputs.mean, covariance, links)
 
 
