@@ -113,8 +113,8 @@ class Laplace(Predictor):
             `"multilabel"` (targets 0 or 1, `[B, C]`), `"poisson"` (counts, outputs are logarithms
             of rates), or a `Likelihood`.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
-            the fit warns. It then assumes 1.0 for a single output; for several outputs, it
-            estimates the noise of each one from its residuals. `tune` rescales this noise.
+            the fit issues a warning. It then assumes 1.0 for a single output; for several outputs,
+            it estimates the noise of each output from the residuals. `tune` rescales this noise.
         temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Values below 1 make the posterior
             narrower.
         class_dim: The dimension of the outputs that holds the classes: None or -1 for
@@ -430,7 +430,7 @@ class Laplace(Predictor):
           estimated them.
         - `"ekfac"`: the directions do not change, and the curvature along each one is measured on
           all data.
-        - `"lowrank"`: the leading directions of the earlier directions and the new data together.
+        - `"lowrank"`: the leading directions of the earlier curvature and the new data together.
         - `"gp"`: equal to a fit to all data with the same inducing inputs.
 
         Args:
@@ -561,8 +561,8 @@ class Laplace(Predictor):
                 posterior; a later `fit` uses these levels for the curvature. Not available for
                 `fisher="empirical"`.
             link: Search only one link: pass its name to try all temperatures, or a `Link` to fix
-                also its temperature.
-            per: For `method="marglik"`.
+                its temperature, too.
+            per: Only for `method="marglik"`; see `tune_evidence`.
 
         Returns:
             The chosen values and how they compare with the alternatives. `print(tuned)` explains
@@ -847,7 +847,7 @@ class Laplace(Predictor):
 
         Args:
             x: Inputs, `[B, ...]`.
-            diagonal: Only compute variances, in the shape of the mean. This is much less work.
+            diagonal: Compute only the variances, in the shape of the mean. This is much cheaper.
             outputs: Only some outputs: indices `[B, k]` into the flattened outputs of each example,
                 or a number k for the k largest outputs. The mean is then `[B, k]`, and the
                 covariance is `[B, k, k]`.
@@ -1043,7 +1043,7 @@ class Laplace(Predictor):
         """Write the posterior and a model card into a folder, which is created if needed.
 
         The posterior is the file `posterior.safetensors`; see `save`. The card is `README.md`. It
-        says what the posterior is and how to load it, and has a table of its calibration. If the
+        describes the posterior, states how to load it, and has a table of its calibration. If the
         folder already has a card, for example the card of the network, only the section on the
         posterior is replaced.
 
@@ -1156,7 +1156,7 @@ class Laplace(Predictor):
                 posterior is of a different kind, if inputs are not tensors, if the likelihood is of
                 your own class and cannot be exported, or if ONNX has no operator for a part of the
                 program.
-            ValueError: If the suffix is not one of these two, or the link is unknown.
+            ValueError: If the suffix is neither `.pt2` nor `.onnx`, or the link is unknown.
             RuntimeError: If the program and `predict` disagree on the example.
             OSError: If the file cannot be written. Also raises the errors of `predict`.
         """

@@ -208,7 +208,7 @@ class LinearOperator(ABC):
 
         Raises:
             IndexError: If an index is out of range.
-            KeyError: If the operator has no parameter or block of the name.
+            KeyError: If the operator has no parameter or block with this name.
             TypeError: If an index is of another type.
         """
         pair = isinstance(index, tuple)

@@ -313,8 +313,8 @@ def eigsh(
       step. It is simple but slow: the convergence rate is the ratio of the first eigenvalue outside
       the block to the last one inside. Each column of a block counts as a product.
 
-    The operator must be symmetric. This is checked from the projections at no extra cost, so it
-    need not be declared. Eigenpairs are exact for structured operators (without any products).
+    The operator must be symmetric. `eigsh` checks this from the projections at no extra cost, so
+    you need not declare it. Eigenpairs are exact for structured operators (without any products).
     Operators with at most 32 columns, or at most 2k, are converted to a dense matrix (with one
     product per column).
 

@@ -129,7 +129,7 @@ def debiased_cg(
     for the directions $d_t$ of `cg(A, b)`. The two runs advance together. Because the second
     gradient is updated recursively (Eq. 12), an iteration needs exactly one product with `A2` in
     addition to the product with `A`. Memory grows by the position and the gradient of the second
-    trajectory. If both quadratics are the same, the result is the result of `cg`.
+    trajectory. If both quadratics are the same, the result equals the result of `cg`.
 
     Use `A`, `b = −g` of one mini-batch and `A2`, `b2 = −g̃` of another that is independent of it:
     slopes and curvatures are then unbiased along each direction.
