@@ -19,6 +19,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block, Sharing
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import Faults
@@ -41,6 +42,7 @@ from laplace_debias.training.eval_copy import eval_copy
 from laplace_debias.training.running import (
     RUNNING_MAGNITUDES,
     BatchSums,
+    RunningMagnitudes,
     RunningSum,
 )
 
@@ -181,10 +183,7 @@ class OnlineCurvature:
         self._magnitudes = RUNNING_MAGNITUDES[curvature](self._decay_per_measurement, factor_dtype)
         self._num_updates = 0
         self._bases: dict[Block, Eigenbasis] = {}
-        self._parameters: ParameterBlocks | None = None
-        self._context: FitContext | None = None
-        self._sums: BatchSums | None = None
-        self._runner: ChunkRunner | None = None
+        self._measurements: _Measurements | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -223,13 +222,12 @@ class OnlineCurvature:
         check_no_autocast(self._state.device)
         with alone():
             stream = self._state.spec.fit_stream([(x, y)], self._state.device)
-            if self._context is None:
-                self._prepare(stream)
-            self._follow_model()
+            measurements = self._measurements or self._prepare(stream)
+            self._follow_model(measurements.context)
             if self._is_refresh_due:
-                self._refresh_directions()
+                self._refresh_directions(measurements)
             for batch in stream:
-                self._add(batch)
+                self._add(batch, measurements)
 
     def posterior(self, num_data: SupportsIndex) -> Laplace:
         """Build the posterior at the current weights.
@@ -251,33 +249,33 @@ class OnlineCurvature:
                 "The loaded state has not been compared with the model yet. The next "
                 "update compares them. Call `update` before `posterior`."
             )
-        if self._context is None or not self._magnitudes.sums.parts:
+        measurements = self._measurements
+        if measurements is None or not self._magnitudes.sums.parts:
             raise RuntimeError(
                 "The eigenvectors and the curvatures of a posterior must come from "
                 f"different batches. With every={self.every}, {self._num_updates} updates "
                 f"are not enough for this. Call `update` at least {self.every + 1} times."
             )
-        assert self._parameters is not None
         self._check_parameters()
         state = self._state
+        context = measurements.context
         trained = copy.deepcopy(unwrapped(self.model)).eval()
         state = replace(
             state,
             spec=ModelSpec.checked(trained, state.spec.likelihood, None, state.spec.class_dim),
         )
-        dtype = self._context.dtype
         magnitudes = {}
         for block, basis in self._bases.items():
-            magnitudes[block] = basis.pooled(self._magnitudes.mean(block), dtype)
-        curvature = assemble(self._context, dict(self._bases), magnitudes)
-        prepared = PreparedFit(state, self._parameters, self._context, size, MODE)
+            magnitudes[block] = basis.pooled(self._magnitudes.mean(block), context.dtype)
+        curvature = assemble(context, dict(self._bases), magnitudes)
+        prepared = PreparedFit(state, measurements.parameters, context, size, MODE)
         return Laplace.from_posterior(
             build_posterior(prepared, CurvatureFit(curvature, self._factors.totals))
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running means and the eigenvectors, for `torch.save`."""
-        if self._context is None and self._loaded is not None:
+        if self._loaded is not None:
             return {**self._loaded, "num_updates": self._num_updates}
         blocks = {}
         for block, factors in self._factors.parts.items():
@@ -336,7 +334,7 @@ class OnlineCurvature:
         config = self._state.config
         fisher = replace(config.fisher, seed=state["seed"])
         self._state = replace(self._state, config=replace(config, fisher=fisher))
-        self._context = None
+        self._measurements = None
         self._num_updates = state["num_updates"]
         self._loaded = state
 
@@ -363,25 +361,21 @@ class OnlineCurvature:
         previous = count - self.every
         return previous == 0 or (count > 0 and count // self.refresh > previous // self.refresh)
 
-    def _prepare(self, stream: Any) -> None:
+    def _prepare(self, stream: Stream) -> "_Measurements":
         """Check the model on the first batch, and set up the network and its sums."""
         state = self._state
         parameters, context = examine(state, [stream], False, state.config.fisher)
+        measurements = _Measurements(parameters, context)
         if self._loaded is not None:
             _check_all_blocks(self._loaded["blocks"], {b.name: b for b in context.blocks})
-        self._parameters = parameters
-        self._context = context
-        self._sums = BatchSums(self._context)
-        self._runner = None
-        if self._loaded is not None:
-            self._restore(self._loaded)
+            self._restore(self._loaded, measurements)
             self._loaded = None
+        self._measurements = measurements
+        return measurements
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], measurements: "_Measurements") -> None:
         """Put the tensors of a saved state back."""
-        assert self._context is not None
-        assert self._sums is not None
-        context = self._context
+        context = measurements.context
         blocks = {block.name: block for block in context.blocks}
         self._factors.parts = {}
         self._magnitudes.sums.parts = {}
@@ -414,14 +408,13 @@ class OnlineCurvature:
             weight=state["magnitude_weight"], absent=dict(state.get("magnitude_absent", {}))
         )
         if self._bases:
-            self._sums.squares = self._magnitudes.accumulator(self._sums.context, self._bases)
+            measurements.measure_along(self._bases, self._magnitudes)
 
-    def _follow_model(self) -> None:
+    def _follow_model(self, context: FitContext) -> None:
         """Copy the model's buffers to the working copy, which shares only the parameters."""
-        assert self._context is not None
         self._check_parameters()
         plain = unwrapped(self.model)
-        own_buffers = dict(self._context.network.named_buffers())
+        own_buffers = dict(context.network.named_buffers())
         for name, buffer in plain.named_buffers():
             if name in own_buffers and own_buffers[name].shape == buffer.shape:
                 own_buffers[name].copy_(buffer)
@@ -437,44 +430,75 @@ class OnlineCurvature:
                     "move the model to its device and convert it to its dtype."
                 )
 
-    def _refresh_directions(self) -> None:
+    def _refresh_directions(self, measurements: "_Measurements") -> None:
         """Decompose the running factors, and project the magnitudes onto the new directions."""
-        assert self._context is not None
-        assert self._sums is not None
-        dtype = self._context.dtype
+        context = measurements.context
+        dtype = context.dtype
         factors: FactorSums = {}
         for block, (G, A) in self._factors.parts.items():
             # In single precision a decomposition takes less than half of the time.
             factors[block] = (G.to(dtype), A.to(dtype))
-        bases = eigenbases(self._context, factors, self._factors.totals)
+        bases = eigenbases(context, factors, self._factors.totals)
         for block, basis in self._bases.items():
             # There are none if the batch after the last refresh was rejected.
             if block in self._magnitudes.sums.parts:
                 self._magnitudes.rotate(block, basis, bases[block], dtype)
         self._bases = bases
-        self._sums.squares = self._magnitudes.accumulator(self._sums.context, bases)
+        measurements.measure_along(bases, self._magnitudes)
 
-    def _add(self, batch: Batch) -> None:
+    def _add(self, batch: Batch, measurements: "_Measurements") -> None:
         """Measure a batch, and add it to the running means once all of it is known to be finite."""
-        assert self._sums is not None
-        sums = self._sums
-        sums.begin()
-        if self._runner is None:
-            self._runner = ChunkRunner(sums, batch.inputs)
-        totals = DataTotals()
-        faults = Faults()
-        with faults.during_batch(None):
-            self._runner.run(batch, self._factors.totals.num_examples, totals)
-        faults.read()
-        sums.reduce()
+        totals = measurements.measure(batch, self._factors.totals.num_examples)
+        sums = measurements.sums
         factors = sums.factors.factors(totals.weight)
-        measured: dict[Block, list[Tensor]] = {}
         if self._bases:
             squares = {} if sums.squares is None else sums.squares.squares
             measured = self._magnitudes.measure(self._bases, factors, squares)
             self._magnitudes.sums.update(measured, totals)
         self._factors.update(factors, totals)
         self._num_updates += 1
+
+
+class _Measurements:
+    """The network in which batches are measured, once the first of them has been examined.
+
+    Args:
+        parameters: The Bayesian parameters and their blocks.
+        context: The context of the fit.
+
+    Attributes:
+        sums: The sums of the last batch that was measured.
+    """
+
+    def __init__(self, parameters: ParameterBlocks, context: FitContext) -> None:
+        self.parameters = parameters
+        self.context = context
+        self.sums = BatchSums(context)
+        self._runner: ChunkRunner | None = None
+
+    def measure_along(
+        self, bases: Mapping[Block, Eigenbasis], magnitudes: RunningMagnitudes
+    ) -> None:
+        """Measure the curvature of the next batches along these directions."""
+        self.sums.squares = magnitudes.accumulator(self.sums.context, bases)
+
+    def measure(self, batch: Batch, first_index: int) -> DataTotals:
+        """Measure a batch, whose sums must be finite.
+
+        Args:
+            batch: The batch.
+            first_index: The number of examples before it.
+        """
+        self.sums.begin()
+        if self._runner is None:
+            self._runner = ChunkRunner(self.sums, batch.inputs)
+        totals = DataTotals()
+        faults = Faults()
+        with faults.during_batch(None):
+            self._runner.run(batch, first_index, totals)
+        faults.read()
+        self.sums.reduce()
+        return totals
 
 
 def _checked_decay(value: Any) -> float:
