@@ -22,6 +22,7 @@ from laplace_debias.operators.dispatch import (
     submatrix,
 )
 from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.system.checks import check_no_autocast
 
 Operator = TypeVar("Operator", bound="LinearOperator")
 Parameters = Mapping[str, Tensor] | Sequence[Tensor]
@@ -113,6 +114,7 @@ class LinearOperator(ABC):
         Raises:
             ValueError: If the shape, dtype or device does not match, or if parameters are missing
                 or unexpected.
+            RuntimeError: If autocast is enabled.
             TypeError: If `other` has a different type, or if parameters are passed and the operator
                 has no `layout`.
         """
@@ -363,6 +365,7 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
             f"{type(operator).__name__} is {operator.dtype} on {operator.device}, but the tensor "
             f"is {tensor.dtype} on {tensor.device}. Convert one of them with `.to(...)`."
         )
+    check_no_autocast(operator.device)
 
 
 def check_square(operator: "LinearOperator", result: str = "this") -> None:

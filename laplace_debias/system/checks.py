@@ -90,6 +90,17 @@ def check_generator(generator: object) -> None:
         )
 
 
+def check_no_autocast(device: torch.device) -> None:
+    """Raise an error under autocast, which would round numbers to half precision."""
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            f"torch.autocast({device.type!r}) is on, but curvature, predictions and products of "
+            "operators must be computed in the model's dtype. Call this outside the autocast "
+            f"context, or disable autocast here with torch.autocast({device.type!r}, "
+            "enabled=False)."
+        )
+
+
 def check_extra(extra: str, *packages: str) -> None:
     """Require the packages that an extra of this one installs."""
     for package in packages:

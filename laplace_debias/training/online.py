@@ -25,7 +25,6 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import Faults
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
-from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.fit import build_posterior
@@ -36,7 +35,7 @@ from laplace_debias.laplace.state.fitted import initial_state
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.prior import PriorPrecision
-from laplace_debias.system.checks import check_generator, real, whole
+from laplace_debias.system.checks import check_generator, check_no_autocast, real, whole
 from laplace_debias.system.ranks import alone
 from laplace_debias.training.eval_copy import eval_copy
 from laplace_debias.training.running import (

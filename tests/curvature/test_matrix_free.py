@@ -32,7 +32,7 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian, Jacobian
+from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
 from laplace_debias.curvature.losses import Uniforms, output_loss
 
 
@@ -328,3 +328,21 @@ class TestJacobian(OfANetwork):
 
     def dense(self, net, loss, x, y):
         return dense_jacobian(net, x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, EmpiricalFisher, KFAC, EKFAC])
+def test_autocast_is_refused(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).eval()
+    data = [(torch.randn(20, 8), torch.arange(20) % 3)]
+    A = kind(model, nn.CrossEntropyLoss(), data)
+    v = torch.randn(A.shape[1])
+    expected = A @ v
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="autocast"):
+            kind(model, nn.CrossEntropyLoss(), data)
+        for operator in (A, A + A):
+            with pytest.raises(RuntimeError, match="autocast"):
+                operator @ v
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(A @ v, expected)

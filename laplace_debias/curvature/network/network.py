@@ -28,7 +28,7 @@ from laplace_debias.curvature.network.shared_copy import refuse_calls, shared_co
 from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
 from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.operators import ParameterLayout
-from laplace_debias.system.checks import check_is
+from laplace_debias.system.checks import check_is, check_no_autocast
 
 
 class Network:
@@ -72,6 +72,7 @@ class Network:
         first = plain.get_parameter(self.names[0])
         self.dtype = wide(first.dtype)
         self.device = first.device
+        check_no_autocast(self.device)
         self.refresh()
 
     def stream(

@@ -79,14 +79,3 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "in eval mode. Call `model.eval()` first."
             )
     return plain
-
-
-def check_no_autocast(device: torch.device) -> None:
-    """Raise an error under autocast, which would round factors to half precision."""
-    if torch.is_autocast_enabled(device.type):
-        raise RuntimeError(
-            f"torch.autocast({device.type!r}) is on, but curvature and predictions must "
-            "be computed in the model's dtype. Call this outside the autocast "
-            f"context, or disable autocast here with torch.autocast({device.type!r}, "
-            "enabled=False)."
-        )

@@ -104,6 +104,7 @@ class KFAC(Permuted):
             form and `fisher` is not `"empirical"`.
         NotImplementedError: If a parameter belongs to a layer without a Kronecker form here, or is
             tied to another parameter. The message names the parameter and a remedy.
+        RuntimeError: If autocast is enabled, also in a product.
 
     Reference:
         Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate

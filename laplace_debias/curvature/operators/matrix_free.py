@@ -71,6 +71,7 @@ class CurvatureOperator(NetworkOperator):
             product.
         TypeError: If the data are an iterator that can be read only once, or inputs, targets or the
             loss have the wrong type.
+        RuntimeError: If autocast is enabled, also in a product.
     """
 
     @collective("a curvature operator's construction")

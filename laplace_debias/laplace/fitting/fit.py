@@ -15,7 +15,6 @@ from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
-from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.laplace.fitting.plan import available_memory, check_memory, least_bytes
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
@@ -24,7 +23,7 @@ from laplace_debias.laplace.fitting.schemes import Scheme
 from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
-from laplace_debias.system.checks import check_generator
+from laplace_debias.system.checks import check_generator, check_no_autocast
 from laplace_debias.system.ranks import Ranks, process_group
 
 

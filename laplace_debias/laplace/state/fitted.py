@@ -18,7 +18,6 @@ from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.unwrapping import plain_names, without_outer_wrappers
-from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fit_report import FitReport
@@ -27,7 +26,7 @@ from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prediction_cache import PredictionCache
 from laplace_debias.laplace.state.prior import Prior, check_prior_precision
-from laplace_debias.system.checks import real
+from laplace_debias.system.checks import check_no_autocast, real
 
 
 @dataclass(frozen=True, eq=False)
