@@ -320,6 +320,41 @@ def test_autocast_is_refused():
         assert la.predict(x).probs.dtype == torch.float32
 
 
+class AutocastInside(nn.Module):
+    """A network whose forward pass computes its body, or all of it, in half precision."""
+
+    def __init__(self, head_is_wide):
+        super().__init__()
+        self.head_is_wide = head_is_wide
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.body(x).tanh()
+            if not self.head_is_wide:
+                return self.head(h)
+        return self.head(h.float())
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
+def test_a_layer_within_autocast_of_the_forward_pass_is_refused(curvature):
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    for head_is_wide, params, layer in ((False, "last_layer", "head"), (True, "all", "body")):
+        la = Laplace(AutocastInside(head_is_wide).eval(), curvature=curvature, params=params)
+        with pytest.raises(RuntimeError, match=f"outputs of {layer} in torch.bfloat16"):
+            la.fit_batches([(x, y)])
+    # A body without Bayesian parameters gives features, of whatever precision.
+    model = AutocastInside(head_is_wide=True).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        features = model.body(x).tanh()
+    la = Laplace(model, curvature=curvature, params="last_layer").fit_batches([(x, y)])
+    expected = Laplace(model.head, curvature=curvature).fit_batches([(features.float(), y)])
+    precision = expected.posterior.precision.to_dense()
+    torch.testing.assert_close(la.posterior.precision.to_dense(), precision)
+
+
 # ------------------------------------------------------------------------------- the interface
 
 

@@ -32,6 +32,7 @@ from laplace_debias.curvature.layers.several_columns import (
 )
 from laplace_debias.curvature.network.calling import call, quiet
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take, without_subclass
+from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import (
     SavedAttributes,
@@ -193,6 +194,8 @@ class Tap:
                 outputs = outputs.detach().requires_grad_()
             self._calls, self._merged_calls = self._recorder.recorded(x, outputs)
         for layer_call in self.layer_calls:
+            if layer_call.z.dtype in NARROW:
+                raise _narrow_output(layer_call)
             self._targets[id(layer_call.z)] = layer_call.z
             self._sizes.add(len(layer_call.x))
         for module_call in self._calls:
@@ -527,6 +530,16 @@ def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[Remov
         layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
         inside.register_forward_pre_hook(end, prepend=True),
     ]
+
+
+def _narrow_output(layer_call: LayerCall) -> RuntimeError:
+    """Make the error for a layer that computes in half precision although its parameters do not."""
+    return RuntimeError(
+        f"The forward pass computes the outputs of {layer_call.layer} in {layer_call.z.dtype}, "
+        "although the layer's parameters have a wider dtype. Curvature and predictions must be "
+        "computed in the dtype of the parameters. If the forward pass uses torch.autocast, disable "
+        "it there in eval mode. Or exclude the layer's parameters with `params=`."
+    )
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
