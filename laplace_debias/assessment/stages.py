@@ -37,6 +37,7 @@ from laplace_debias.assessment.predictions import (
 from laplace_debias.assessment.recalibration import Recalibration, fit_recalibration
 from laplace_debias.assessment.run_writer import RunWriter
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
+from laplace_debias.curvature.fits.checkpoint import states_kept
 from laplace_debias.curvature.network.batches import Batches, total_size
 from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
@@ -130,7 +131,8 @@ def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) ->
     name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
     path = run.folder.posterior(name)
     if not process_group().from_rank(path.exists(), 0):
-        _make_posterior(run, method, choice, model, number)
+        with states_kept():
+            _make_posterior(run, method, choice, model, number)
     # It is also read by the run that wrote it, so that one that resumes gives the same numbers.
     la = run.loaded.posterior(path, model)
     record = run.method_record(method)

@@ -39,7 +39,7 @@ class Settings(SourceSettings):
         folds: The number of folds of `mode=crossfit`, 2 by default.
         overwrite: Replace an existing file.
         resume: A folder to which the fit saves its state once a minute. The same command resumes an
-            interrupted fit from there. The state is removed when the fit ends.
+            interrupted fit from there. The state is removed when the posterior has been saved.
         plan: Print the memory and time that the fit would need, and fit nothing.
     """
 
@@ -107,7 +107,7 @@ def run(settings: Settings) -> "Laplace | Plan":
     """Fit a posterior to the training examples and save it, or only plan the fit."""
     import torch
 
-    from laplace_debias.curvature.fits.checkpoint import check_folder
+    from laplace_debias.curvature.fits.checkpoint import check_folder, states_kept
     from laplace_debias.laplace import Laplace
     from laplace_debias.sources import load
     from laplace_debias.sources.shares import share
@@ -139,16 +139,17 @@ def run(settings: Settings) -> "Laplace | Plan":
         print(str(plan))
         plan.check()
         return plan
-    la.fit(
-        train,
-        settings.mode,
-        num_data=loaded.num_train,
-        generator=torch.Generator().manual_seed(settings.seed),
-        progress=settings.progress,
-        folds=settings.folds,
-        resume=settings.resume,
-    )
-    save(la, output)
+    with states_kept():
+        la.fit(
+            train,
+            settings.mode,
+            num_data=loaded.num_train,
+            generator=torch.Generator().manual_seed(settings.seed),
+            progress=settings.progress,
+            folds=settings.folds,
+            resume=settings.resume,
+        )
+        save(la, output)
     print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
         f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "

@@ -140,6 +140,25 @@ def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
     assert not (folder / "state").exists()
 
 
+def test_a_run_that_could_not_tune_or_save_a_posterior_keeps_its_fit(
+    loaded, unbroken, tmp_path, monkeypatch
+):
+    def breaking(*_, **__):
+        raise Broken
+
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+    state = tmp_path / "run" / "state" / "last-layer.fit"
+    for place in ("assessment.stages.tune_posterior", "Laplace.save"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"laplace_debias.{place}", breaking)
+            with pytest.raises(Broken):
+                run(loaded, tmp_path / "run")
+        assert list(state.glob("pass-*"))
+    folder = run(loaded, tmp_path / "run")
+    assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
+    assert not (folder / "state").exists()
+
+
 def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
     def refuse(*_):
         raise AssertionError("predicted again")

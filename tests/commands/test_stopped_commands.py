@@ -8,6 +8,7 @@ import sys
 import bring
 import pytest
 
+from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
 from laplace_debias.curvature.fits import checkpoint
@@ -105,6 +106,39 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, 
     resumed = stopped(arguments, folder, monkeypatch, capsys)
     assert len(list(folder.iterdir())) == 2
     assert main(resumed) == 0
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "alone").read_bytes()
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("batches_apart")
+def test_a_posterior_that_could_not_be_saved_needs_no_further_pass(tmp_path, monkeypatch, capsys):
+    (tmp_path / "stopped_nets.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+
+    def arguments(name):
+        return ["fit", *SOURCE, f"--output={tmp_path / name}", "--train_examples=300"]
+
+    def refuse(*_, **__):
+        raise OSError("the disk is full")
+
+    assert main(arguments("alone")) == 0
+    folder = tmp_path / "state"
+    resumed = [*arguments("resumed"), f"--resume={folder}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Laplace, "save", refuse)
+        assert main(resumed) == 2
+    assert "the disk is full" in capsys.readouterr().err
+    save, num_saves = SavedPass.save, 0
+
+    def counted(self, *arguments):
+        nonlocal num_saves
+        num_saves += 1
+        save(self, *arguments)
+
+    monkeypatch.setattr(SavedPass, "save", counted)
+    assert main(resumed) == 0
+    assert num_saves == 0
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "alone").read_bytes()
     assert not folder.exists()
 

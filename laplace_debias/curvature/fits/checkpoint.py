@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -37,6 +38,8 @@ _IDENTITY = "fit.json"
 # The meaning of the files in the folder. Earlier versions wrote none, and a digest of the batches
 # that did not depend on the order of entries.
 _FORMAT = 2
+# The fits that have ended within `states_kept`; None outside of it.
+_ENDED: ContextVar[list["Checkpoint"] | None] = ContextVar("ended", default=None)
 
 
 @runtime_checkable
@@ -246,6 +249,14 @@ class Checkpoint:
         path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
         return SavedPass(sums, path, self._number)
 
+    def end(self) -> None:
+        """End the fit, and remove its state; within `states_kept`, the state is removed later."""
+        ended = _ENDED.get()
+        if ended is None:
+            self.remove()
+        else:
+            ended.append(self)
+
     def remove(self) -> None:
         """Remove the state of a fit that has ended, and the folder if nothing else is in it."""
         self._ranks.exchange(None)
@@ -256,6 +267,22 @@ class Checkpoint:
                     path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
+
+
+@contextlib.contextmanager
+def states_kept() -> Iterator[None]:
+    """Keep the states of fits, and remove those of fits that ended at the end of the context.
+
+    If an error ends the context, for example because a posterior cannot be saved, all states stay.
+    """
+    ended: list[Checkpoint] = []
+    token = _ENDED.set(ended)
+    try:
+        yield
+    finally:
+        _ENDED.reset(token)
+    for checkpoint in ended:
+        checkpoint.remove()
 
 
 def _read_identity(path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def fit(
         checkpoint = Checkpoint(resume, identity, context.ranks)
         prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))
         fitted = build_posterior(prepared, scheme.fit(prepared))
-        checkpoint.remove()
+        checkpoint.end()
         return fitted
 
 
