@@ -25,6 +25,15 @@ def test_a_quadratic(processes):
             torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["hessian", "ggn"])
+def test_vectors_that_differ_between_processes_are_refused(processes, name):
+    for messages in processes.run(2, tasks.products_with_other_vectors, name):
+        assert len(messages) == 2
+        for message in messages:
+            assert "vector differs between the ranks" in message
+            assert "For generators, use the same seed" in message
+
+
 def test_what_is_not_there_says_so(processes):
     for kind, message in processes.run(2, tasks.refused_operator):
         assert kind == "NotImplementedError"

@@ -194,6 +194,21 @@ def products(rank, name):
     }
 
 
+def products_with_other_vectors(rank, name):
+    """A product and an estimate with vectors that every process draws by itself."""
+    A = operator(name, loader())
+    messages = []
+    for compute in (
+        lambda: A @ torch.randn(A.shape[0], generator=generator(rank), dtype=torch.float64),
+        lambda: trace(A, num_matvecs=6, generator=generator(rank)),
+    ):
+        try:
+            compute()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 def quadratic(rank):
     q = Quadratic.from_data(network(), nn.CrossEntropyLoss(), loader())
     return {"value": q.value, "gradient": q.gradient, "step": q.newton_step("exact", damping=0.1)}

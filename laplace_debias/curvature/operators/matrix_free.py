@@ -136,7 +136,7 @@ class CurvatureOperator(NetworkOperator):
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
-        self._ranks.require_same(vectors=vectors.shape)
+        self._ranks.require_same(vector=lambda: _summary(vectors))
 
         def product(item: Item) -> Tensor:
             """Compute one batch's products, `[k, D]`, not scaled."""
@@ -337,6 +337,14 @@ class EmpiricalFisher(CurvatureOperator):
     def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)
         return _outer_products(self._loss.gradient(outputs, labels)[None], batch.weights), 1
+
+
+def _summary(vectors: Float[Tensor, "k columns"]) -> str:
+    """Describe vectors in a few digits, which do not depend on how a processor rounds."""
+    first, second = (torch.linspace(1, 2, size).to(vectors) for size in vectors.shape)
+    shape = tuple(vectors.T.shape)
+    weighted_sum = first @ vectors @ second
+    return f"of shape {shape}, norm {float(vectors.norm()):.3g}, weighted sum {weighted_sum:.3g}"
 
 
 def _outer_products(
