@@ -181,6 +181,7 @@ def alone() -> Iterator[None]:
 
     Outside of this context, the methods that read data (`fit`, `tune`, `evaluate`, `save`,
     curvature operators) must be called on every rank, and work on the data of all ranks together.
+    A thread that is started within the context is outside of it, and must enter `alone` itself.
 
     Example:
         >>> from laplace_debias import alone
