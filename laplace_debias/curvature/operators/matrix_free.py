@@ -1,5 +1,6 @@
 """Hessian, GGN and Fisher matrices of a network's loss on a data set, by their products."""
 
+import math
 from dataclasses import replace
 from functools import reduce
 
@@ -26,7 +27,7 @@ from laplace_debias.curvature.operators.network_operator import (
 )
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.curvature.operators.zero_norms import has_norms
-from laplace_debias.system.ranks import collective
+from laplace_debias.system.ranks import Ranks, collective
 
 
 class CurvatureOperator(NetworkOperator):
@@ -136,7 +137,7 @@ class CurvatureOperator(NetworkOperator):
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
-        self._ranks.require_same(vector=lambda: _summary(vectors))
+        _require_same_vectors(vectors, self._ranks)
 
         def product(item: Item) -> Tensor:
             """Compute one batch's products, `[k, D]`, not scaled."""
@@ -339,12 +340,28 @@ class EmpiricalFisher(CurvatureOperator):
         return _outer_products(self._loss.gradient(outputs, labels)[None], batch.weights), 1
 
 
-def _summary(vectors: Float[Tensor, "k columns"]) -> str:
-    """Describe vectors in a few digits, which do not depend on how a processor rounds."""
+def _require_same_vectors(vectors: Float[Tensor, "k columns"], ranks: Ranks) -> None:
+    """Require that all ranks multiply the same vectors, up to what processors round differently.
+
+    Their projections onto a fixed direction are compared. Those of different random vectors differ
+    by about the norm divided by the square root of the number of entries.
+    """
+    if ranks.size == 1:
+        return
     first, second = (torch.linspace(1, 2, size).to(vectors) for size in vectors.shape)
-    shape = tuple(vectors.T.shape)
-    weighted_sum = first @ vectors @ second
-    return f"of shape {shape}, norm {float(vectors.norm()):.3g}, weighted sum {weighted_sum:.3g}"
+    own_projection = float(first @ vectors @ second / (first.norm() * second.norm()))
+    by_rank = ranks.exchange((tuple(vectors.T.shape), own_projection, float(vectors.norm())))
+    shape, projection, norm = by_rank[0]
+    tolerance = norm / (100 * math.sqrt(math.prod(shape)))
+    for rank, (other_shape, other_projection, _) in enumerate(by_rank):
+        if other_shape != shape or abs(other_projection - projection) > tolerance:
+            raise ValueError(
+                "The vector differs between the ranks: rank 0 multiplies the operator by a matrix "
+                f"of shape {list(shape)} whose projection onto a fixed direction is "
+                f"{projection:.6g}, rank {rank} by one of shape {list(other_shape)} with the "
+                f"projection {other_projection:.6g}. Pass the same vectors on every rank. For "
+                "generators, use the same seed."
+            )
 
 
 def _outer_products(
