@@ -219,6 +219,17 @@ def test_spectral_norm_of_any_shape_is_within_its_bound(shape):
         assert estimate.num_matvecs == A.columns
 
 
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize("scale", [1e-12, 1e-18, 1e12, 1e18])
+def test_spectral_norm_in_single_precision_does_not_depend_on_the_scale(scale, is_symmetric):
+    values = SPECTRA["separated"] * scale
+    matrix = symmetric(values).matrix.float()
+    estimate = spectral_norm(Matrix(matrix, is_symmetric), tol=1e-3, generator=generator())
+    truth = torch.linalg.matrix_norm(matrix.double(), 2)
+    assert abs(estimate.value.double() - truth) <= estimate.standard_error + 1e-6 * truth
+    assert 0 < estimate.standard_error <= 1e-3 * truth
+
+
 def test_spectral_norm_of_a_symmetric_operator_takes_half_the_products():
     values = SPECTRA["indefinite"]
     claimed = spectral_norm(symmetric(values, is_symmetric=True), tol=1e-6, generator=generator())

@@ -66,6 +66,18 @@ def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators():
     assert abs(error) < 4 * squares.std() / RUNS**0.5
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e-18, 1e12, 1e18])
+def test_the_frobenius_norm_in_single_precision_does_not_depend_on_the_scale(scale):
+    # A power of two changes no digit.
+    scale = 2.0 ** round(math.log2(scale))
+    matrix = symmetric(SPECTRA["flat"]).matrix.float()
+    for num_matvecs in (12, SIZE):
+        plain = frobenius_norm(Matrix(matrix), num_matvecs, generator=generator())
+        scaled = frobenius_norm(Matrix(scale * matrix), num_matvecs, generator=generator())
+        assert float(scaled.value) == scale * float(plain.value)
+        assert float(scaled.standard_error) == pytest.approx(scale * float(plain.standard_error))
+
+
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
 def test_sketching_beats_hutchinson_on_a_decaying_spectrum():
     A = symmetric(SPECTRA["decaying"])

@@ -18,6 +18,11 @@ _ROTATION_ELEMENTS = 2**22
 """Number of basis entries that are rotated at a time, to bound the memory of a restart."""
 
 
+def length(vector: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """Compute the norm in float64, as squares in single precision overflow from 1e19 on."""
+    return torch.linalg.vector_norm(vector, dtype=torch.float64)
+
+
 class KrylovBasis:
     r"""Orthonormal rows V with the operator's projection H, and directions still to be multiplied.
 
@@ -125,7 +130,7 @@ class KrylovBasis:
         self._vectors[last] = direction
         self.size += 1
         product = self._multiply(direction)
-        self.scale = max(self.scale, float(product.norm()))
+        self.scale = max(self.scale, float(length(product)))
         residual, inside, outside = self._orthogonalise(product)
         # A bound of the rows' coupling to everything that is parked.
         hidden = expected.new_zeros(last)
@@ -161,7 +166,7 @@ class KrylovBasis:
 
     def _keep_residual(self, residual: Tensor, row: int) -> bool:
         """Make the residual of a row's product pending, unless it is rounding; whether it did."""
-        norm = float(residual.norm())
+        norm = float(length(residual))
         rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
             return False
@@ -180,7 +185,7 @@ class KrylovBasis:
         inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
         outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
         for _ in range(_PASSES):
-            norm_before = vector.norm()
+            norm_before = length(vector)
             in_basis = self.vectors @ vector
             vector = vector - in_basis @ self.vectors
             in_pending = self._pending @ vector
@@ -188,7 +193,7 @@ class KrylovBasis:
             inside = inside + in_basis
             outside = outside + in_pending
             # A vector that keeps its length was orthogonal already (Kahan and Parlett).
-            if vector.norm() > 0.7 * norm_before:
+            if length(vector) > 0.7 * norm_before:
                 break
         return vector, inside.double().cpu(), outside.double().cpu()
 

@@ -5,7 +5,7 @@ import torch
 from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.eigen.lanczos import capacity, search
-from laplace_debias.linalg.estimators.quadratic_forms import SquaredNorms
+from laplace_debias.linalg.estimators.quadratic_forms import SquaredNorms, at_least_rounding
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
@@ -57,16 +57,21 @@ def frobenius_norm(
     total = min(A.shape[1], num_matvecs)
     with Products(A, progress=progress, total=total, label="Frobenius norm") as products:
         if total == A.shape[1]:
-            squares = [(columns**2).sum() for _, columns in products.columns()]
-            return Estimate.exact(torch.stack(squares).sum().sqrt(), products.count)
-        norms = SquaredNorms(A.shape[1])
+            norms = [
+                torch.linalg.vector_norm(columns, dtype=torch.float64)
+                for _, columns in products.columns()
+            ]
+            return Estimate.exact(torch.stack(norms).norm().to(A.dtype), products.count)
+        squared_norms = SquaredNorms(A.shape[1])
         for size in products.chunks(total):
-            norms.add(products(draw(A, size, "spherical", generator)))
-    square, standard_error, degrees = norms.mean()
-    norm = square.sqrt()
+            squared_norms.add(products(draw(A, size, "spherical", generator)))
+    square, error_of_square, degrees = squared_norms.mean()
+    norm = square.sqrt().to(A.dtype)
     if norm == 0:
         return Estimate.exact(norm, total)
-    return Estimate(norm, standard_error / (2 * norm), total, degrees_of_freedom=degrees)
+    standard_error = (error_of_square / (2 * square.sqrt())).to(A.dtype)
+    standard_error = at_least_rounding(standard_error, norm / 2)
+    return Estimate(norm, standard_error, total, degrees_of_freedom=degrees)
 
 
 def spectral_norm(

@@ -144,6 +144,8 @@ class QuadraticForms:
 class SquaredNorms:
     r"""$\|A\omega\|^2$ over spherical probes: mean, standard error, degrees of freedom.
 
+    They are in float64: in single precision, the squares of squared norms under- and overflow.
+
     With $M = A^\top A$ `[n, n]` the variance of a squared norm is
     $\tfrac{2n}{n+2}\,(\mathrm{tr}(M^2) - \mathrm{tr}(M)^2/n)$. The products
     $(\omega_i^\top M \omega_j)^2$ of different probes have the mean $\mathrm{tr}(M^2)$. There are
@@ -161,7 +163,8 @@ class SquaredNorms:
 
     def add(self, images: Float[Tensor, "rows k"]) -> None:
         """Take the images A ω of further probes, as columns."""
-        self._samples.append((images**2).sum(dim=0))
+        norms = torch.linalg.vector_norm(images, dim=0, dtype=torch.float64)
+        self._samples.append(norms.square())
         capacity = min(_MAX_IMAGES, _MAX_ELEMENTS // len(images)) - self._num_images
         if capacity > 0:
             self._images.append(images[:, :capacity].clone())
@@ -176,9 +179,9 @@ class SquaredNorms:
         count = len(samples)
         mean, standard_error, degrees = mean_of(samples)
         if self._num_images >= _MIN_PROBES:
-            variance = self._variance_by_pairs(samples.double())
-            standard_error = torch.maximum(standard_error, (variance / count).sqrt().to(mean.dtype))
-        return mean, at_least_rounding(standard_error, mean), degrees
+            variance = self._variance_by_pairs(samples)
+            standard_error = torch.maximum(standard_error, (variance / count).sqrt())
+        return mean, standard_error, degrees
 
     def _variance_by_pairs(self, samples: Float[Tensor, " count"]) -> Float[Tensor, ""]:
         """Compute the variance of a squared norm; 0 if the eigenvalues of M are similar."""
