@@ -437,3 +437,29 @@ def test_results_print_without_their_tensors(size):
     assert f"x=[{size}] 1 … 0.5" in repr(results[0])
     assert "statuses=CONVERGED" in repr(results[1])
     assert "values=[3] 2 … " in repr(results[3])
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e-18, 1e18, 1e24])
+def test_single_precision_at_every_scale_of_the_right_hand_side(scale):
+    # A power of two changes no digit.
+    scale = 2.0 ** round(np.log2(scale))
+    M, b = with_eigenvalues(logspace(-2, 0, 30)), randn(30)
+    A, b, start = Dense(M.float()), b.float(), randn(30).float()
+    for x0 in (None, start):
+        plain = cg(A, b, x0=x0)
+        scaled = cg(A, scale * b, x0=None if x0 is None else scale * x0)
+        assert scaled.status == "converged"
+        assert_close(scaled.x, scale * plain.x, rtol=0, atol=0)
+        assert_close(scaled.residual_norms, scale * plain.residual_norms, rtol=0, atol=0)
+        assert_close(scaled.step_sizes, scale * plain.step_sizes, rtol=0, atol=0)
+        assert_close(scaled.slopes, scale * plain.slopes, rtol=0, atol=0)
+
+
+def test_right_hand_sides_of_different_scales_do_not_interfere():
+    M, b = with_eigenvalues(logspace(-2, 0, 30)), randn(30, 3).float()
+    b = b * torch.tensor([1e-24, 1.0, 1e24])
+    solution = cg(Dense(M.float()), b)
+    truth = torch.linalg.solve(M.float().double(), b.double())
+    errors = (solution.x.double() - truth).norm(dim=0) / truth.norm(dim=0)
+    assert solution.converged
+    assert errors.max() < 1e-4

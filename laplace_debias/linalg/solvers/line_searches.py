@@ -43,6 +43,10 @@ class LineSearches:
         self._is_vector = b.ndim == 1
         shape = b.shape
         b = b.reshape(len(b), -1)
+        # In units of each right-hand side, squares do not underflow in single precision. Powers of
+        # two change no digit.
+        self._unit = torch.exp2(b.abs().amax(dim=0).frexp().exponent.to(b.dtype))
+        b = b / self._unit
         self._x = torch.zeros_like(b)
         self.residual = b
         self._num_matvecs = 0
@@ -54,7 +58,7 @@ class LineSearches:
                     "tensors of the same shape."
                 )
             # The solution for a zero right-hand side is zero from every start, as in SciPy.
-            self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
+            self._x = torch.where(b.any(0), x0.reshape(b.shape) / self._unit, 0)
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
         norms = self.residual.norm(dim=0)
@@ -65,9 +69,10 @@ class LineSearches:
         self._bad_curvature = torch.full_like(norms, torch.nan)
         self.moved = torch.zeros_like(self.running)
         self._num_iterations = torch.zeros_like(self._codes)
+        value = -((b + self.residual) * self._x).sum(0) / 2
         self._history: dict[str, list[Tensor]] = {
-            "residual_norms": [self._shaped(norms)],
-            "values": [self._shaped(-((b + self.residual) * self._x).sum(0) / 2)],
+            "residual_norms": [self._shaped(norms * self._unit)],
+            "values": [self._shaped(value * self._unit * self._unit)],
             "slopes": [],
             "curvatures": [],
             "step_sizes": [],
@@ -125,11 +130,11 @@ class LineSearches:
         self._x = torch.where(moved, self._x + tau * direction, self._x)
         self.residual = torch.where(moved, residual, self.residual)
         self._num_iterations = self._num_iterations + moved
-        slope = -gain / length
-        step = tau * length
-        residual_norm = torch.where(moved, residual_norm, self._history["residual_norms"][-1])
+        slope = -gain / length * self._unit
+        step = tau * length * self._unit
+        last_norm = self._history["residual_norms"][-1]
         entries = {
-            "residual_norms": residual_norm,
+            "residual_norms": torch.where(moved, residual_norm * self._unit, last_norm),
             "values": self._history["values"][-1] + torch.where(moved, slope * step / 2, 0),
             "slopes": torch.where(active, slope, torch.nan),
             "curvatures": torch.where(active, curvature, torch.nan),
@@ -146,7 +151,8 @@ class LineSearches:
     def iterate(self) -> Iterate:
         """Return the current iterate."""
         iteration = len(self._history["step_sizes"])
-        return Iterate(iteration, self._shaped(self._x), self._direction, **self._history)
+        x = self._shaped(self._x * self._unit)
+        return Iterate(iteration, x, self._direction, **self._history)
 
     def solution(self, otherwise: Status) -> Solution:
         """Return the solution so far; `otherwise` is the status of those still running."""
@@ -166,7 +172,7 @@ class LineSearches:
             negative_direction = self._shaped(self._bad_direction)
             negative_curvature = self._shaped(self._bad_curvature)
         return Solution(
-            x=self._shaped(self._x),
+            x=self._shaped(self._x * self._unit),
             statuses=tuple(_STATUSES[code] for code in self._codes.tolist()),
             num_iterations=self._shaped(self._num_iterations),
             num_matvecs=self._num_matvecs,
