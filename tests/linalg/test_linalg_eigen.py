@@ -219,6 +219,19 @@ def test_spectral_norm_of_any_shape_is_within_its_bound(shape):
         assert estimate.num_matvecs == A.columns
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [1e-20, 1e-8, 1e20])
+def test_eigenpairs_in_single_precision_at_every_scale(scale, method):
+    values = SPECTRA["separated"] * scale
+    A = Matrix(symmetric(values).matrix.float())
+    result = eigsh(A, 5, method, generator=generator())
+    assert result.converged
+    torch.testing.assert_close(result.values.double(), values[:5], rtol=0, atol=1e-5 * scale)
+    vectors = result.vectors.double()
+    true_residuals = (A.matrix.double() @ vectors - vectors * result.values).norm(dim=0)
+    assert true_residuals.max() <= 1e-5 * scale
+
+
 @pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.parametrize("scale", [1e-12, 1e-18, 1e12, 1e18])
 def test_spectral_norm_in_single_precision_does_not_depend_on_the_scale(scale, is_symmetric):

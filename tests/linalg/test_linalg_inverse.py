@@ -174,3 +174,12 @@ def test_each_right_hand_side_of_a_neumann_series_has_its_own_end():
     torch.testing.assert_close(solution.residual_norms, residuals.norm(dim=0))
     assert solution.residual_norms[0] <= 0.3
     assert solution.residual_norms[1] <= 1.0
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e20])
+def test_a_neumann_series_in_single_precision_at_every_scale(scale):
+    A = Matrix(POSITIVE.matrix.float())
+    result = neumann(A, scale * B.float(), 200, tol=1e-4, generator=generator())
+    truth = scale * torch.linalg.solve(POSITIVE.matrix, B)
+    assert result.converged
+    torch.testing.assert_close(result.x.double(), truth, rtol=0, atol=1e-3 * scale)

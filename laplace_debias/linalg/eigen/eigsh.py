@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_choice, check_square, check_symmetric
-from laplace_debias.linalg.eigen.krylov import KrylovBasis, order, ritz_pairs
+from laplace_debias.linalg.eigen.krylov import KrylovBasis, length, order, ritz_pairs
 from laplace_debias.linalg.eigen.lanczos import capacity, search
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import EigenPairs, Status
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.base import NUMPY_TYPES, LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_eigh
 from laplace_debias.system.checks import whole
@@ -61,9 +61,9 @@ def dense_eigenpairs(products: Products, k: int, end: str) -> EigenPairs:
     """Compute the k pairs at an end of the spectrum, from the operator multiplied out."""
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
-    check_symmetric(A, (matrix - matrix.T).abs(), float(matrix.norm(dim=0).max()))
+    check_symmetric(A, (matrix - matrix.T).abs(), float(length(matrix).max()))
     values, vectors = eigh((matrix + matrix.T) / 2, "the operator")
-    residuals = (matrix @ vectors - vectors * values).norm(dim=0)
+    residuals = length(matrix @ vectors - vectors * values).to(values)
     return selected_pairs(
         values,
         vectors,
@@ -147,27 +147,30 @@ def arpack_eigenpairs(
     A = products.operator
     n = A.shape[0]
     num_vectors = min(n, max(2 * k + 1, k + 40))
-    least = _BOUND_STEPS + 2 * num_vectors - k
+    num_bound = _BOUND_STEPS + 1
+    least = num_bound + 2 * num_vectors - k
     _check_products(max_matvecs, least, f"ARPACK stores {num_vectors} vectors")
-    restarts = (max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
+    restarts = (max_matvecs - num_bound - num_vectors) // (num_vectors - k)
     # ARPACK's tolerance is relative to each eigenvalue, so that those near zero never converge.
     # Shifted by the opposite end of the spectrum, the requested eigenvalues are the largest.
     shift = _far_end(products, end, generator)
+    start = draw(A, 1, "gaussian", generator)[:, 0]
+    # It is absolute for eigenvalues below eps^⅔, so that they have to be scaled.
+    scale = float(length(products(start)) / length(start)) or 1.0
 
     def multiply(vector: np.ndarray) -> np.ndarray:
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
-        return (products(column) - shift * column).cpu().numpy()
+        return ((products(column) - shift * column) / scale).cpu().numpy()
 
     (scipy_name,) = [name for name, choice in _SCIPY_NAMES.items() if choice == end]
-    start = draw(A, 1, "gaussian", generator)[:, 0].cpu().numpy()
     status = Status.UNVERIFIED
     message = "converged; ARPACK may have missed copies of an eigenvalue"
     try:
         _, eigenvectors = arpack(
-            SciPyOperator((n, n), matvec=multiply, dtype=start.dtype),
+            SciPyOperator((n, n), matvec=multiply, dtype=NUMPY_TYPES[A.dtype]),
             k=k,
             which=scipy_name,
-            v0=start,
+            v0=start.cpu().numpy(),
             ncv=num_vectors,
             maxiter=restarts,
             tol=tol,
@@ -187,7 +190,7 @@ def arpack_eigenpairs(
     vectors = torch.from_numpy(np.ascontiguousarray(eigenvectors)).to(A.device, A.dtype)
     images = products(vectors) if vectors.shape[1] else vectors
     values = (vectors * images).sum(dim=0)
-    residuals = (images - vectors * values).norm(dim=0)
+    residuals = length(images - vectors * values).to(values)
     return selected_pairs(
         values,
         vectors,
@@ -222,12 +225,12 @@ def subspace_iteration(
     while True:
         images = products(block)
         projection = block.T @ images
-        scale = max(scale, float(images.norm(dim=0).max()))
+        scale = max(scale, float(length(images).max()))
         check_symmetric(A, (projection - projection.T).abs(), scale)
         values, rotation = eigh((projection + projection.T) / 2, "the projected operator")
         block = block @ rotation
         images = images @ rotation
-        residuals = (images - block * values).norm(dim=0)
+        residuals = length(images - block * values).to(values)
         goal = max(tol, rounding) * max(scale, float(values.abs().max()))
         _, _, selected_residuals = select(values, block, residuals, k=k, end=end)
         status = None

@@ -18,9 +18,9 @@ _ROTATION_ELEMENTS = 2**22
 """Number of basis entries that are rotated at a time, to bound the memory of a restart."""
 
 
-def length(vector: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-    """Compute the norm in float64, as squares in single precision overflow from 1e19 on."""
-    return torch.linalg.vector_norm(vector, dtype=torch.float64)
+def length(vectors: Float[Tensor, "n *k"]) -> Float[Tensor, "*k"]:
+    """Compute norms in float64, as squares in single precision overflow from 1e19 on."""
+    return torch.linalg.vector_norm(vectors, dim=0, dtype=torch.float64)
 
 
 class KrylovBasis:

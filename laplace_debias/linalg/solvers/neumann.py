@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_right_side, check_square
+from laplace_debias.linalg.eigen.krylov import length
 from laplace_debias.linalg.estimators.norms import spectral_norm
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
@@ -79,7 +80,7 @@ def neumann(
             bound = float(norm.value + norm.standard_error)
             num_norm_matvecs = norm.num_matvecs
             scale = 1 / bound if bound > 0 else 1.0
-    start_norms = b.norm(dim=0)
+    start_norms = length(b)
     x = torch.zeros_like(b)
     residual = b
     norms = start_norms
@@ -90,7 +91,7 @@ def neumann(
             step = scale * precondition(preconditioner, residual)
             x = x + step
             residual = residual - products(step)
-            norms = residual.norm(dim=0)
+            norms = length(residual)
             is_better = norms < best_norms
             best = torch.where(is_better, x, best)
             best_norms = torch.where(is_better, norms, best_norms)
@@ -99,7 +100,7 @@ def neumann(
                 break
         count = num_norm_matvecs + products.count
     statuses = _statuses(norms > start_norms, is_solved)
-    growth = float((norms / start_norms.clamp(min=torch.finfo(b.dtype).tiny)).max())
+    growth = float((norms / start_norms.clamp(min=torch.finfo(norms.dtype).tiny)).max())
     advice = {
         Status.MAX_ITER: (
             f"All {num_terms} terms are summed. For a smaller residual, raise `num_terms`, pass "
@@ -115,7 +116,7 @@ def neumann(
     has_diverged = norms > start_norms
     x = torch.where(has_diverged, best, x)
     norms = torch.where(has_diverged, best_norms, norms)
-    return LinearSolution(x, statuses, norms, count, advice=advice)
+    return LinearSolution(x, statuses, norms.to(b), count, advice=advice)
 
 
 def _statuses(has_grown: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
