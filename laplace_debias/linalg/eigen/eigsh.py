@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_choice, check_square, check_symmetric
-from laplace_debias.linalg.eigen.krylov import KrylovBasis, length, order, ritz_pairs
+from laplace_debias.linalg.column_norms import column_norms
+from laplace_debias.linalg.eigen.krylov import KrylovBasis, order, ritz_pairs
 from laplace_debias.linalg.eigen.lanczos import capacity, search
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -61,9 +62,9 @@ def dense_eigenpairs(products: Products, k: int, end: str) -> EigenPairs:
     """Compute the k pairs at an end of the spectrum, from the operator multiplied out."""
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
-    check_symmetric(A, (matrix - matrix.T).abs(), float(length(matrix).max()))
+    check_symmetric(A, (matrix - matrix.T).abs(), float(column_norms(matrix).max()))
     values, vectors = eigh((matrix + matrix.T) / 2, "the operator")
-    residuals = length(matrix @ vectors - vectors * values).to(values)
+    residuals = column_norms(matrix @ vectors - vectors * values).to(values)
     return selected_pairs(
         values,
         vectors,
@@ -156,7 +157,7 @@ def arpack_eigenpairs(
     shift = _far_end(products, end, generator)
     start = draw(A, 1, "gaussian", generator)[:, 0]
     # It is absolute for eigenvalues below eps^⅔, so that they have to be scaled.
-    scale = float(length(products(start)) / length(start)) or 1.0
+    scale = float(column_norms(products(start)) / column_norms(start)) or 1.0
 
     def multiply(vector: np.ndarray) -> np.ndarray:
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
@@ -190,7 +191,7 @@ def arpack_eigenpairs(
     vectors = torch.from_numpy(np.ascontiguousarray(eigenvectors)).to(A.device, A.dtype)
     images = products(vectors) if vectors.shape[1] else vectors
     values = (vectors * images).sum(dim=0)
-    residuals = length(images - vectors * values).to(values)
+    residuals = column_norms(images - vectors * values).to(values)
     return selected_pairs(
         values,
         vectors,
@@ -225,12 +226,12 @@ def subspace_iteration(
     while True:
         images = products(block)
         projection = block.T @ images
-        scale = max(scale, float(length(images).max()))
+        scale = max(scale, float(column_norms(images).max()))
         check_symmetric(A, (projection - projection.T).abs(), scale)
         values, rotation = eigh((projection + projection.T) / 2, "the projected operator")
         block = block @ rotation
         images = images @ rotation
-        residuals = length(images - block * values).to(values)
+        residuals = column_norms(images - block * values).to(values)
         goal = max(tol, rounding) * max(scale, float(values.abs().max()))
         _, _, selected_residuals = select(values, block, residuals, k=k, end=end)
         status = None

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_symmetric
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 
@@ -16,11 +17,6 @@ _PASSES = 5
 
 _ROTATION_ELEMENTS = 2**22
 """Number of basis entries that are rotated at a time, to bound the memory of a restart."""
-
-
-def length(vectors: Float[Tensor, "n *k"]) -> Float[Tensor, "*k"]:
-    """Compute norms in float64, as squares in single precision overflow from 1e19 on."""
-    return torch.linalg.vector_norm(vectors, dim=0, dtype=torch.float64)
 
 
 class KrylovBasis:
@@ -130,7 +126,7 @@ class KrylovBasis:
         self._vectors[last] = direction
         self.size += 1
         product = self._multiply(direction)
-        self.scale = max(self.scale, float(length(product)))
+        self.scale = max(self.scale, float(column_norms(product)))
         residual, inside, outside = self._orthogonalise(product)
         # A bound of the rows' coupling to everything that is parked.
         hidden = expected.new_zeros(last)
@@ -166,7 +162,7 @@ class KrylovBasis:
 
     def _keep_residual(self, residual: Tensor, row: int) -> bool:
         """Make the residual of a row's product pending, unless it is rounding; whether it did."""
-        norm = float(length(residual))
+        norm = float(column_norms(residual))
         rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
             return False
@@ -185,7 +181,7 @@ class KrylovBasis:
         inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
         outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
         for _ in range(_PASSES):
-            norm_before = length(vector)
+            norm_before = column_norms(vector)
             in_basis = self.vectors @ vector
             vector = vector - in_basis @ self.vectors
             in_pending = self._pending @ vector
@@ -193,7 +189,7 @@ class KrylovBasis:
             inside = inside + in_basis
             outside = outside + in_pending
             # A vector that keeps its length was orthogonal already (Kahan and Parlett).
-            if length(vector) > 0.7 * norm_before:
+            if column_norms(vector) > 0.7 * norm_before:
                 break
         return vector, inside.double().cpu(), outside.double().cpu()
 

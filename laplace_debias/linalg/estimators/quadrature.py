@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_square, check_symmetric
-from laplace_debias.linalg.eigen.krylov import length
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -94,7 +94,7 @@ def lanczos_quadrature(
     with Products(A, progress=progress, total=n if is_small else total, label=label) as products:
         if is_small:
             matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
-            scale = float(length(matrix).max())
+            scale = float(column_norms(matrix).max())
             check_symmetric(A, (matrix - matrix.T).abs(), scale, floor)
             values, _ = eigh((matrix + matrix.T) / 2, "the operator")
             return _exact_quadrature(values, products.count)
@@ -172,7 +172,7 @@ def _tridiagonal(
         basis[:, step] = current
         so_far = basis[:, : step + 1]
         vectors = products(current.T).T
-        scale = max(scale, float(length(vectors.T).max()))
+        scale = max(scale, float(column_norms(vectors.T).max()))
         inside = (so_far @ vectors[:, :, None])[:, :, 0]
         if step:
             difference = inside[:, step - 1] - betas[:, step - 1]
@@ -184,7 +184,7 @@ def _tridiagonal(
         for _ in range(2):
             again = so_far @ vectors[:, :, None]
             vectors = vectors - (again.mT @ so_far)[:, 0]
-        norms = length(vectors.T).to(vectors)
+        norms = column_norms(vectors.T).to(vectors)
         norms = torch.where(norms > 10 * eps * scale, norms, torch.zeros_like(norms))
         betas[:, step] = norms
         unit = vectors / norms[:, None]

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_right_side, check_square
-from laplace_debias.linalg.eigen.krylov import length
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.linalg.estimators.norms import spectral_norm
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
@@ -80,7 +80,7 @@ def neumann(
             bound = float(norm.value + norm.standard_error)
             num_norm_matvecs = norm.num_matvecs
             scale = 1 / bound if bound > 0 else 1.0
-    start_norms = length(b)
+    start_norms = column_norms(b)
     x = torch.zeros_like(b)
     residual = b
     norms = start_norms
@@ -91,7 +91,7 @@ def neumann(
             step = scale * precondition(preconditioner, residual)
             x = x + step
             residual = residual - products(step)
-            norms = length(residual)
+            norms = column_norms(residual)
             is_better = norms < best_norms
             best = torch.where(is_better, x, best)
             best_norms = torch.where(is_better, norms, best_norms)

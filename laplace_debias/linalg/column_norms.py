@@ -1,0 +1,13 @@
+"""Norms of vectors whose squares may be out of the range of their dtype."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def column_norms(vectors: Float[Tensor, "n *k"]) -> Float[Tensor, "*k"]:
+    """Compute the norm of a vector, or of each column, in float64.
+
+    In single precision, squares overflow from 1e19 on, and are 0 below 1e-23.
+    """
+    return torch.linalg.vector_norm(vectors, dim=0, dtype=torch.float64)
