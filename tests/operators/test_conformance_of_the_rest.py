@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, hessian, jacrev
 
 from laplace_debias.curvature import GGN, KFAC, Fisher, Jacobian
-from laplace_debias.curvature.losses import Uniforms, output_loss
+from laplace_debias.curvature.losses import Labels, Uniforms, output_loss
 from laplace_debias.linalg import inverse
 from laplace_debias.operators import Dense, Identity, LowRankPlusDiagonal, assume
 
@@ -148,7 +148,7 @@ class TestMonteCarloFisher(OfANetwork):
         J = jacrev(outputs_of(net, x))(flat_parameters(net))
         total = 0
         for sample in range(2):
-            g = loss.drawn_gradient(net(x).detach(), (y,), Uniforms(seed, sample, 0))
+            g = loss.drawn_gradient(net(x).detach(), Labels(y), Uniforms(seed, sample, 0))
             rows = torch.einsum("nc,ncd->nd", g, J)
             total = total + rows.T @ rows
         return total / 2 / len(x)

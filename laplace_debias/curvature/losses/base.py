@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,28 @@ class Uniforms:
 LossFunction = Callable[[Any, Tensor], Tensor]
 # A loss that is passed to an operator.
 Loss = LossFunction | Likelihood
-# The arguments of a loss besides the outputs: targets, and weights of their rows.
-Labels = tuple[Tensor, ...]
 # A linear map of tangents at the outputs, [..., *outputs] to the same.
 OutputMap = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The arguments of a loss besides the outputs, for one batch.
+
+    Attributes:
+        targets: The targets, in the form in which the loss uses them.
+        counted: The mask of the terms that count, `[B, ..., 1]`, or `[B, ...]` for a loss without
+            classes; None if all do.
+        curvature_weights: The weights ω of the Hessians of a likelihood's terms, `[B, ..., 1]` or
+            `[B, ..., C]`; None if all are 1.
+        example_weights: The weights of the examples, `[B]`, which only `weighted_value` and
+            `weighted_hessian` use; None if all are 1.
+    """
+
+    targets: Tensor
+    counted: Tensor | None = None
+    curvature_weights: Tensor | None = None
+    example_weights: Tensor | None = None
 
 
 class OutputLoss(ABC):
@@ -81,7 +100,7 @@ class OutputLoss(ABC):
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
         """Prepare targets for the other methods, for outputs with `ndim` dimensions."""
-        return (targets,)
+        return Labels(targets)
 
     @abstractmethod
     def count(self, targets: Tensor) -> float:
@@ -89,7 +108,7 @@ class OutputLoss(ABC):
 
     def counted(self, labels: Labels) -> Tensor | None:
         """Return the mask of outputs that count, broadcasting to the outputs; None for all."""
-        return None
+        return labels.counted
 
     @abstractmethod
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -98,6 +117,13 @@ class OutputLoss(ABC):
     @abstractmethod
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute each example's part of `value`; differentiable in the outputs."""
+
+    def weighted_value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Compute Σ w ℓ, the sum over the batch with the weights of the examples."""
+        if labels.example_weights is None:
+            return self.value(outputs, labels)
+        losses = self.values(outputs, labels)
+        return (losses * labels.example_weights.to(losses)).sum()
 
     def counts(self, targets: Tensor) -> Float[Tensor, " batch"]:
         """Compute each example's part of `count`, float64."""
@@ -113,6 +139,14 @@ class OutputLoss(ABC):
     @abstractmethod
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Compute the Hessian of `value` in the outputs."""
+
+    def weighted_hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """Compute the Hessian of `weighted_value` in the outputs."""
+        product = self.hessian(outputs, labels)
+        if labels.example_weights is None:
+            return product
+        weights = labels.example_weights.to(outputs).view(-1, *[1] * (outputs.ndim - 1))
+        return lambda v: weights * product(v)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute columns `[K, B, ...]` whose outer products add up to each example's `hessian`.
@@ -145,35 +179,6 @@ class OutputLoss(ABC):
         )
 
 
-class WeightedLoss(OutputLoss):
-    """A loss whose examples count by their weights, the last entry of its labels."""
-
-    def __init__(self, loss: OutputLoss) -> None:
-        self._loss = loss
-        self.is_recordable = loss.is_recordable
-
-    def count(self, targets: Tensor) -> float:
-        """Count the examples, each once."""
-        return self._loss.count(targets)
-
-    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
-        """The examples' losses, times their weights."""
-        *loss_labels, weights = labels
-        losses = self._loss.values(outputs, tuple(loss_labels))
-        return losses * weights.to(losses)
-
-    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Σ w ℓ."""
-        return self.values(outputs, labels).sum()
-
-    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """Return the map of v to the examples' Hessians times v, times their weights."""
-        *loss_labels, weights = labels
-        product = self._loss.hessian(outputs, tuple(loss_labels))
-        example_weights = weights.to(outputs).view(-1, *[1] * (outputs.ndim - 1))
-        return lambda v: example_weights * product(v)
-
-
 class NegativeLogLikelihood(OutputLoss):
     """The loss −log p(y | f), in nats, summed over the positions of an example.
 
@@ -195,20 +200,17 @@ class NegativeLogLikelihood(OutputLoss):
         self.likelihood.check(*flat_terms(outputs, targets))
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Return the targets of all terms, the mask of those that count, and their weights.
-
-        The second is left out where all count and have weight 1, the third where all have.
-        """
+        """Return one row of targets per term, which terms count, and their curvature weights."""
         targets = targets.movedim(self.class_dim, -1) if targets.ndim == ndim else targets
         positions = targets.shape[: ndim - 1]
         rows = targets.flatten(0, ndim - 2)
         counted = self.likelihood.counted(rows)
         weights = self.likelihood.curvature_weights(rows)
-        if weights is not None:
-            if counted is None:
-                counted = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-            return rows, counted.reshape(*positions, -1), weights.reshape(*positions, -1)
-        return (rows,) if counted is None else (rows, counted.reshape(*positions, -1))
+        return Labels(
+            rows,
+            None if counted is None else counted.reshape(*positions, -1),
+            None if weights is None else weights.reshape(*positions, -1),
+        )
 
     def count(self, targets: Tensor) -> float:
         """Count the examples."""
@@ -216,29 +218,30 @@ class NegativeLogLikelihood(OutputLoss):
 
     def counted(self, labels: Labels) -> Tensor | None:
         """Return the mask of the positions that count."""
-        return None if len(labels) == 1 else labels[1].movedim(-1, self.class_dim)
+        counted = labels.counted
+        return None if counted is None else counted.movedim(-1, self.class_dim)
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute Σ ℓ in double precision."""
         terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
-        return self.likelihood.nll(terms, labels[0]).double().sum()
+        return self.likelihood.nll(terms, labels.targets).double().sum()
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute ℓ of each example, float64."""
         terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
-        losses = self.likelihood.nll(terms, labels[0]).double()
+        losses = self.likelihood.nll(terms, labels.targets).double()
         return losses.reshape(len(outputs), -1).sum(1)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute ∇ ℓ at every position that counts."""
         outputs = outputs.movedim(self.class_dim, -1)
-        gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])
-        placed = _placed(gradient.unsqueeze(0), outputs, labels[:2])[0]
+        gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels.targets)
+        placed = _placed(gradient.unsqueeze(0), outputs, labels)[0]
         return placed.movedim(-1, self.class_dim)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Return the likelihood's columns, each at one position and zero at all others."""
-        columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
+        columns = self._root(outputs, labels)
         positions = columns.shape[2:-1]
         if not positions:
             return columns
@@ -254,15 +257,14 @@ class NegativeLogLikelihood(OutputLoss):
         def draw_signs(num_columns: int) -> Tensor:
             """Draw the signs of all positions, `[terms, columns]`."""
             entries = outputs.new_empty(*outputs.shape[:-1], num_columns)
-            numbers = uniforms(entries, None if len(labels) == 1 else labels[1])
-            return signs_from(numbers).flatten(0, -2)
+            return signs_from(uniforms(entries, labels.counted)).flatten(0, -2)
 
         total = self.likelihood.signed_root(outputs.flatten(0, -2), draw_signs)
-        return _placed(total.unsqueeze(0), outputs, labels)[0].movedim(-1, self.class_dim)
+        return _weighted(total.unsqueeze(0), outputs, labels)[0].movedim(-1, self.class_dim)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Compute the Hessian from its root, position by position."""
-        columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
+        columns = self._root(outputs, labels)
 
         def product(v: Tensor) -> Tensor:
             along = torch.einsum("k...c,...c->k...", columns, v)
@@ -273,22 +275,29 @@ class NegativeLogLikelihood(OutputLoss):
     def hessian_traces(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute the trace of each example's loss Hessian, float64; 1 − Σ p² for a softmax."""
         batch = len(outputs)
-        if len(labels) == 3 and labels[2].shape[-1] > 1:
-            root = self.likelihood.hessian_root(outputs.double().flatten(0, -2))
-            return _placed(root, outputs, labels).square().sum(0).reshape(batch, -1).sum(1)
+        weights = labels.curvature_weights
+        if weights is not None and weights.shape[-1] > 1:
+            root = self._root(outputs.double(), labels)
+            return root.square().sum(0).reshape(batch, -1).sum(1)
         traces = self.likelihood.hessian_trace(outputs.flatten(0, -2))
-        for factor in labels[1:]:
-            traces = traces * factor.flatten()
+        if labels.counted is not None:
+            traces = traces * labels.counted.flatten()
+        if weights is not None:
+            traces = traces * weights.flatten()
         return traces.reshape(batch, -1).sum(1).double()
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Compute the weighted gradient of −log p at labels that are drawn from p(y | f)."""
         outputs = outputs.movedim(self.class_dim, -1)
         terms = outputs.flatten(0, -2)
-        numbers = uniforms(outputs, None if len(labels) == 1 else labels[1]).reshape(terms.shape)
+        numbers = uniforms(outputs, labels.counted).reshape(terms.shape)
         gradient = self.likelihood.drawn_gradient(terms, numbers)
-        placed = _placed(gradient.unsqueeze(0), outputs, labels)[0]
-        return placed.movedim(-1, self.class_dim)
+        weighted = _weighted(gradient.unsqueeze(0), outputs, labels)[0]
+        return weighted.movedim(-1, self.class_dim)
+
+    def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Compute the likelihood's columns of all terms, `[K, B, ..., C]`."""
+        return _weighted(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
 
 
 def signs_from(uniforms: Tensor) -> Tensor:
@@ -297,10 +306,16 @@ def signs_from(uniforms: Tensor) -> Tensor:
 
 
 def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
-    """Reshape columns `[K, terms, C]` to those of the outputs, and weight them by the labels."""
+    """Reshape columns `[K, terms, C]` to those of the outputs, zero for terms that do not count."""
     columns = columns.unflatten(1, outputs.shape[:-1])
-    columns = columns if len(labels) == 1 else columns * labels[1]
-    return columns if len(labels) < 3 else columns * labels[2].sqrt().to(columns.dtype)
+    return columns if labels.counted is None else columns * labels.counted
+
+
+def _weighted(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
+    """Place columns whose outer products are Hessians, and multiply them by √ω."""
+    columns = _placed(columns, outputs, labels)
+    weights = labels.curvature_weights
+    return columns if weights is None else columns * weights.sqrt().to(columns.dtype)
 
 
 def flat_terms(

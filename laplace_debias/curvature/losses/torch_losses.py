@@ -148,8 +148,9 @@ class CrossEntropy(NegativeLogLikelihood):
         p = outputs.softmax(1)
         axis = 1 - outputs.ndim
         weighted = p
-        for factor in labels[1:]:
-            weighted = weighted * factor.movedim(-1, 1).to(p.dtype)
+        for factor in (labels.counted, labels.curvature_weights):
+            if factor is not None:
+                weighted = weighted * factor.movedim(-1, 1).to(p.dtype)
         return lambda v: weighted * (v - (p * v).sum(axis, keepdim=True))
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -169,7 +170,7 @@ class SquaredError(OutputLoss):
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
         """Return the targets, with as many dimensions as the outputs."""
-        return (columns_of(targets, ndim),)
+        return Labels(columns_of(targets, ndim))
 
     def count(self, targets: Tensor) -> float:
         """Count the entries."""
@@ -178,15 +179,15 @@ class SquaredError(OutputLoss):
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute Σ (f − y)²."""
         # Not `F.mse_loss`: recording a derivative of its derivative crashes torch (2.15).
-        return (outputs - labels[0].to(outputs.dtype)).square().sum()
+        return (outputs - labels.targets.to(outputs.dtype)).square().sum()
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute Σ (f − y)² per example."""
-        return (outputs - labels[0].to(outputs.dtype)).square().flatten(1).sum(1)
+        return (outputs - labels.targets.to(outputs.dtype)).square().flatten(1).sum(1)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute 2 (f − y)."""
-        return 2 * (outputs - labels[0].to(outputs.dtype))
+        return 2 * (outputs - labels.targets.to(outputs.dtype))
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Return the map of v to 2 v."""
@@ -240,20 +241,19 @@ class BinaryCrossEntropy(OutputLoss):
                 )
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Return the targets, T and w π of the batch's entries."""
+        """Return the targets, and the mask of the entries whose weight is not zero."""
         targets = columns_of(targets, ndim)
-        weight = self._expanded(self._weight, targets)
-        positive = weight * self._expanded(self._pos_weight, targets)
-        return targets, weight + (positive - weight) * targets, positive
+        if self._weight is None:
+            return Labels(targets)
+        total, _ = self._weights(targets, targets.dtype)
+        return Labels(targets, total != 0)
 
-    def counted(self, labels: Labels) -> Tensor | None:
-        """Return the mask of the entries whose weight is not zero."""
-        return None if self._weight is None else labels[1] != 0
-
-    def _expanded(self, weight: Tensor | None, targets: Tensor) -> Tensor:
-        if weight is None:
-            return torch.ones_like(targets)
-        return weight.to(targets).expand(targets.shape)
+    def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute T and w π of every entry in the targets' dtype, and convert them."""
+        weight = _expanded(self._weight, targets)
+        positive = weight * _expanded(self._pos_weight, targets)
+        total = weight + (positive - weight) * targets
+        return total.to(dtype), positive.to(dtype)
 
     def count(self, targets: Tensor) -> float:
         """Count the entries, whatever their weights, as torch does."""
@@ -267,9 +267,9 @@ class BinaryCrossEntropy(OutputLoss):
         """Compute the sum of the terms per example."""
         return self._terms(outputs, labels).flatten(1).sum(1)
 
-    @staticmethod
-    def _terms(outputs: Tensor, labels: Labels) -> Tensor:
-        targets, total, positive = (x.to(outputs.dtype) for x in labels)
+    def _terms(self, outputs: Tensor, labels: Labels) -> Tensor:
+        total, positive = self._weights(labels.targets, outputs.dtype)
+        targets = labels.targets.to(outputs.dtype)
         # Each where its second derivative keeps its digits; torch's softplus is a straight line
         # from 20 on.
         softplus = torch.where(outputs > 0, -F.logsigmoid(-outputs), F.softplus(outputs))
@@ -277,12 +277,14 @@ class BinaryCrossEntropy(OutputLoss):
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute T p − w π y."""
-        targets, total, positive = (x.to(outputs.dtype) for x in labels)
+        total, positive = self._weights(labels.targets, outputs.dtype)
+        targets = labels.targets.to(outputs.dtype)
         return total * outputs.sigmoid() - positive * targets
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Return the map of v to T p (1 − p) ∘ v."""
-        curvature = labels[1].to(outputs.dtype) * outputs.sigmoid() * (-outputs).sigmoid()
+        total, _ = self._weights(labels.targets, outputs.dtype)
+        curvature = total * outputs.sigmoid() * (-outputs).sigmoid()
         return lambda v: curvature * v
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -296,15 +298,15 @@ class BinaryCrossEntropy(OutputLoss):
 
     def _deviations(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute √(T p (1 − p))."""
+        total, _ = self._weights(labels.targets, outputs.dtype)
         deviation = (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
-        return labels[1].to(outputs.dtype).sqrt() * deviation
+        return total.sqrt() * deviation
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Compute √T (p − y) for labels y that are drawn from the sigmoid."""
+        total, _ = self._weights(labels.targets, outputs.dtype)
         p = outputs.sigmoid()
-        return labels[1].to(outputs.dtype).sqrt() * (
-            p - (uniforms(p, self.counted(labels)) < p).to(p.dtype)
-        )
+        return total.sqrt() * (p - (uniforms(p, labels.counted) < p).to(p.dtype))
 
 
 class AnyLoss(OutputLoss):
@@ -350,7 +352,7 @@ class AnyLoss(OutputLoss):
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute the callable's value, times the number of examples if it is a mean."""
-        value = self._loss(outputs.squeeze(1) if self._takes_vectors else outputs, labels[0])
+        value = self._loss(outputs.squeeze(1) if self._takes_vectors else outputs, labels.targets)
         if not isinstance(value, Tensor) or value.ndim != 0:
             description = type(value).__name__
             if isinstance(value, Tensor):
@@ -364,8 +366,8 @@ class AnyLoss(OutputLoss):
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute the callable's value of each example by itself."""
-        examples = zip(outputs.split(1), labels[0].split(1), strict=True)
-        return torch.stack([self.value(output, (target,)) for output, target in examples])
+        examples = zip(outputs.split(1), labels.targets.split(1), strict=True)
+        return torch.stack([self.value(output, Labels(target)) for output, target in examples])
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """By differentiating the gradient once more."""
@@ -388,6 +390,11 @@ def _each_alone(values: Tensor) -> Tensor:
     """For values `[B, ...]` one column an output entry, zero elsewhere, `[K, B, ...]`."""
     columns = torch.diag_embed(values.flatten(1)).movedim(1, 0)
     return columns.unflatten(2, values.shape[1:])
+
+
+def _expanded(weight: Tensor | None, targets: Tensor) -> Tensor:
+    """Return the weight of every entry of the targets, 1 by default."""
+    return torch.ones_like(targets) if weight is None else weight.to(targets).expand(targets.shape)
 
 
 def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:

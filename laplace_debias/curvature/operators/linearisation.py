@@ -1,6 +1,6 @@
 """Networks that are linearised once per batch and multiplied many times."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +53,7 @@ class Lineariser:
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
-            parameters, _, forward = self._unpack_points(points, inputs)
+            parameters, forward = self._unpack_points(iter(points), inputs)
             outputs, tangent = jvp(forward, parameters, tuple(tangents))  # type: ignore[misc]
             _, pull = vjp(forward, *parameters)  # type: ignore[misc]
             return (outputs,), (tangent,), pull(cotangents[0])
@@ -64,7 +64,8 @@ class Lineariser:
             with torch.no_grad():
                 return network.parameters, (network.outputs(network.parameters, inputs),)
 
-        program = self._program(inputs, (), function=function, points=points, vectors=vectors)
+        key = _program_key(inputs)
+        program = self._program(key, function=function, points=points, vectors=vectors)
         if program is not None:
             return _evaluate(program, points, network.state)
         with network.differentiable():
@@ -73,24 +74,25 @@ class Lineariser:
             )
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
-        """Compute the Hessian, in the parameters, of the loss's sum over a batch."""
+        """Compute the Hessian, in the parameters, of the loss's weighted sum over a batch."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
-            parameters, point_labels, forward = self._unpack_points(points, inputs)
+            tensors = iter(points)
+            parameters, forward = self._unpack_points(tensors, inputs)
+            point_labels = Labels(**with_tensors(vars(labels), tensors))
 
             def total(p: tuple[Tensor, ...]) -> Tensor:
-                return loss.value(forward(*p), point_labels)
+                return loss.weighted_value(forward(*p), point_labels)
 
             # This forward pass and that of `total` are recorded as one.
             outputs = forward(*parameters)
             return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
 
         if loss.is_recordable:
-            points = [*self._points(inputs), *labels]
+            points = [*self._points(inputs), *tensors_of(vars(labels))]
             program = self._program(
-                inputs,
-                labels,
+                (_program_key(inputs), _program_key(vars(labels))),
                 function=function,
                 points=points,
                 vectors=lambda: (network.parameters,),
@@ -100,7 +102,7 @@ class Lineariser:
         with torch.enable_grad(), network.differentiable():
             leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
             outputs = network.outputs(leaves, inputs)
-            value = loss.value(outputs, labels)
+            value = loss.weighted_value(outputs, labels)
             gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
         hessian = _with_fallback(partial(gradients, gradient, leaves))
         return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
@@ -114,15 +116,14 @@ class Lineariser:
         return [*self._network.state, *tensors_of(inputs)]
 
     def _unpack_points(
-        self, points: Tensors, inputs: Inputs
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor]]:
-        """Split tensors that are ordered as by `_points`, with labels after them.
+        self, tensors: Iterator[Tensor], inputs: Inputs
+    ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
+        """Take tensors that are ordered as by `_points` from the front of an iterator.
 
         Returns:
-            The parameters, the labels, and the outputs as a function of the parameters.
+            The parameters, and the outputs as a function of the parameters.
         """
         network = self._network
-        tensors = iter(points)
         parameters = tuple(islice(tensors, len(network.parameters)))
         fixed = tuple(islice(tensors, len(network.fixed)))
         point_inputs = with_tensors(inputs, tensors)
@@ -130,23 +131,21 @@ class Lineariser:
         def forward(*p: Tensor) -> Tensor:
             return network.outputs(p, point_inputs, fixed)
 
-        return parameters, tuple(tensors), forward
+        return parameters, forward
 
     def _program(
         self,
-        inputs: Inputs,
-        labels: Labels,
+        key: object,
         *,
         function: Callable[..., tuple[Tensors, ...]],
         points: Tensors,
         vectors: Callable[[], Sequence[Tensors]],
     ) -> Program | None:
-        """Return the program for inputs of these shapes; record it the first time.
+        """Return the program with a key, see `_program_key`; record it the first time.
 
         Returns:
             The program, or None if the network cannot be recorded.
         """
-        key = (_program_key(inputs), tuple((x.shape, x.dtype) for x in labels))
         try:
             if key not in self.programs:
                 # torch can only record in one thread at a time.

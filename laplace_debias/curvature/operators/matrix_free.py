@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers.records import scale_examples
-from laplace_debias.curvature.losses import Labels, Loss, OutputLoss, OutputMap, output_loss
-from laplace_debias.curvature.losses.base import WeightedLoss
+from laplace_debias.curvature.losses import Labels, Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch_reader import BatchHook
 from laplace_debias.curvature.network.batches import Batches
@@ -126,12 +125,10 @@ class CurvatureOperator(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         self._loss.check(outputs, targets)
 
-    def _labelled(self, batch: IndexedBatch) -> tuple[OutputLoss, Labels]:
-        """Return the loss of a batch and its labels, both with the weights of the examples."""
+    def _weighted_labels(self, batch: IndexedBatch) -> Labels:
+        """Return the labels of a batch, with the weights of the examples."""
         labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
-        if batch.weights is None:
-            return self._loss, labels
-        return WeightedLoss(self._loss), (*labels, batch.weights)
+        return replace(labels, example_weights=batch.weights)
 
     @collective("a curvature operator's product")
     @torch.inference_mode(False)
@@ -181,10 +178,10 @@ class Hessian(CurvatureOperator):
     _may_have_norms = True
 
     def _linearise(self, batch: IndexedBatch) -> Linearisation:
-        loss, labels = self._labelled(batch)
+        labels = self._weighted_labels(batch)
         if self._may_have_norms and batch.index not in self._checked:
-            self._may_have_norms = has_norms(self._network, loss, batch.inputs, labels)
-        return self._lineariser.second_order(loss, batch.inputs, labels)
+            self._may_have_norms = has_norms(self._network, self._loss, batch.inputs, labels)
+        return self._lineariser.second_order(self._loss, batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
         return item.linearisation.maps[0](tensors, batched)
@@ -210,8 +207,7 @@ class GGN(CurvatureOperator):
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
-        loss, labels = self._labelled(batch)
-        return loss.hessian(outputs, labels), 2
+        return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
 
 
 class Fisher(CurvatureOperator):
@@ -309,8 +305,7 @@ class Fisher(CurvatureOperator):
     def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
         fisher = self._cotangents.fisher
         if fisher.kind == "exact":
-            loss, labels = self._labelled(batch)
-            return loss.hessian(outputs, labels), 2
+            return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
         vectors, _ = self._cotangents(outputs, batch.targets, batch.first_index)
         return _outer_products(vectors, batch.weights), fisher.mc_samples
 

@@ -30,7 +30,7 @@ def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
     """
     leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
     with torch.enable_grad(), network.differentiable():
-        value = loss.value(network.outputs(leaves, inputs), labels)
+        value = loss.weighted_value(network.outputs(leaves, inputs), labels)
         norms = [node for node in _nodes(value) if node.name().startswith(_NORMS)]
         zero_norms = [node for node in norms if _is_zero(node).any()]
         if zero_norms and _is_differentiated(value, leaves, zero_norms):
