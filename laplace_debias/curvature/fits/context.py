@@ -33,6 +33,7 @@ class FitContext:
         ranks: The processes that share the data.
         checkpoint: The folder that saves passes over the data; None if they are not saved.
         example: The inputs of one example of the data.
+        num_outputs: The number of outputs of an example; None if it is unknown.
         num_examples: The number of examples that the fit reads; None if it is unknown.
     """
 
@@ -44,6 +45,7 @@ class FitContext:
     ranks: Ranks = ALONE
     checkpoint: Checkpoint | None = None
     example: Inputs | None = None
+    num_outputs: int | None = None
     num_examples: int | None = None
 
     @cached_property
@@ -59,14 +61,6 @@ class FitContext:
     def for_output(self, output: int) -> "FitContext":
         """Return the context of a fit to one output, with that entry of the loss Hessian only."""
         return replace(self, cotangents=self.cotangents.for_output(output))
-
-    @cached_property
-    def num_outputs(self) -> int:
-        """The number of outputs of an example."""
-        assert self.example is not None
-        outputs = self.tap.forward(self.example, graph=False)
-        self.tap.forget()
-        return outputs.numel()
 
     @cached_property
     def _first_parameter(self) -> nn.Parameter:

@@ -428,7 +428,7 @@ def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> I
     num_read = 0
     for number, batch in enumerate(data):
         length = batch.num_examples
-        uniforms = Uniforms(seed=0, sample=0, first=data.first_index(number, num_read))
+        uniforms = Uniforms(seed=0, sample=0, first_index=data.first_index(number, num_read))
         num_read += length
         is_weighted = _is_weighted(batch)
         if not is_weighted.any():

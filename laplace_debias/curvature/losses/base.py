@@ -24,16 +24,16 @@ class Uniforms:
     the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
     """
 
-    def __init__(self, seed: int, sample: int, first: int) -> None:
-        self._key = (seed, sample, first)
+    def __init__(self, seed: int, sample: int, first_index: int) -> None:
+        self._key = (seed, sample, first_index)
 
     def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
         """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
 
         Numbers at entries that count are the same as for an example without the other entries.
         """
-        seed, sample, first = self._key
-        rows = np.arange(first, first + len(like), dtype=np.uint64)[:, None]
+        seed, sample, first_index = self._key
+        rows = np.arange(first_index, first_index + len(like), dtype=np.uint64)[:, None]
         columns = np.arange(like[:1].numel(), dtype=np.uint64)
         state = np.array([seed % 2**64], dtype=np.uint64)
         # On the host: on an accelerator a copy takes less time than fifty operations.

@@ -49,14 +49,14 @@ class Cotangents:
         self,
         outputs: Float[Tensor, "batch *outputs"],
         targets: Tensor,
-        first: int,
+        first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
         """Compute a batch's cotangents, `[K, B, ...]`, and its loss, summed over examples, 0-d.
 
-        `first` is the position of the batch's first example in the data. Weights multiply the
-        examples' losses, not the cotangents. Targets may be on the CPU if the
-        likelihood `checks_shapes_only`.
+        `first_index` is the index of the batch's first example in the data. Weights multiply the
+        examples' losses, not the cotangents. Targets may be on the CPU if the likelihood
+        `checks_shapes_only`.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         # Targets that still lie on the CPU are checked there, at once.
@@ -76,7 +76,7 @@ class Cotangents:
         if self.fisher.kind == "signs":
             draw = self.loss.signed_root
         drawn = [
-            draw(outputs, labels, Uniforms(self.fisher.seed, sample, first))
+            draw(outputs, labels, Uniforms(self.fisher.seed, sample, first_index))
             for sample in range(self.fisher.mc_samples)
         ]
         return torch.stack(drawn) / self.fisher.mc_samples**0.5, value
@@ -102,11 +102,11 @@ class OutputCotangents(Cotangents):
         self,
         outputs: Float[Tensor, "batch *outputs"],
         targets: Tensor,
-        first: int,
+        first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "1 batch *outputs"], Tensor]:
         """Compute a batch's cotangent, `[1, B, ...]`, and its loss, summed over examples, 0-d."""
-        columns, value = super().__call__(outputs, targets, first, weights)
+        columns, value = super().__call__(outputs, targets, first_index, weights)
         entries = columns.flatten(2)[:, :, self.output]
         cotangent = torch.zeros_like(columns[0].flatten(1))
         cotangent[:, self.output] = torch.linalg.vector_norm(entries, dim=0)

@@ -85,14 +85,13 @@ class Network:
         """Read data as batches, without moving them; with `takes_weights` they may have weights."""
         return Stream(data, self._read, generator, takes_weights=takes_weights)
 
-    @property
-    def model(self) -> nn.Module:
-        """Make a new working copy of the user's model, in single precision or wider."""
+    def working_copy(self) -> nn.Module:
+        """Make a new copy of the user's model, in single precision or wider."""
         return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
         """Copy the model anew."""
-        model = self.model
+        model = self.working_copy()
         copies: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Linearisations that are kept refer to the copies, which must not change.
@@ -149,9 +148,9 @@ class Network:
                 outputs = self.outputs(self.parameters, inputs)
             first_input = take(inputs, slice(0, 1))
             first_output = self.outputs(self.parameters, first_input)
-            first_inputs = take(inputs, slice(0, 2))
-            once = self.outputs(self.parameters, first_inputs)
-            twice = self.outputs(self.parameters, first_inputs)
+            two_inputs = take(inputs, slice(0, 2))
+            once = self.outputs(self.parameters, two_inputs)
+            twice = self.outputs(self.parameters, two_inputs)
         if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:
             raise ValueError(
                 f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
@@ -171,7 +170,7 @@ class Network:
     def returns_vector(self, inputs: Inputs) -> bool:
         """Whether the model itself returns a single output as `[B]`."""
         with torch.no_grad():
-            return returned_outputs(self.model, take(inputs, slice(0, 1))).ndim == 1
+            return returned_outputs(self.working_copy(), take(inputs, slice(0, 1))).ndim == 1
 
     def split(self, vectors: Tensor) -> list[Tensor]:
         """Split vectors `[..., D]` into one tensor `[..., *shape]` per parameter."""

@@ -1,11 +1,9 @@
 """Checks of a network's outputs: their values, their shape and their size.
 
-Faults in the numbers of a batch are asked without waiting for the device.
-
-Whether labels are in range and outputs finite is known once the device has computed it. Asked batch
-by batch, the host would wait for every one. So a pass over data collects the answers where they
-are, and reads them together: at its end, in a long pass also on the way. Nothing is made of the
-data before that. On the CPU an answer is there at once, and read at once.
+Whether labels are in range and outputs are finite is known once the device has computed it. If the
+host read each answer, it would wait for the device in every batch. So a pass over data collects the
+answers on the device and reads them together, at its end and in a long pass also on the way. No
+results are used before that. On the CPU, an answer is read at once.
 """
 
 import math

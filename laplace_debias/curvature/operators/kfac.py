@@ -161,7 +161,7 @@ class KFAC(Permuted):
         if memory_bound is not None:
             whole(memory_bound, "memory_bound")
         network = Network(model, "all" if params is None else params, data, batch)
-        tap = Tap(network.model)
+        tap = Tap(network.working_copy())
         factor_data = LossData(
             network.stream(data, generator, takes_weights=True),
             network,
@@ -188,7 +188,8 @@ class KFAC(Permuted):
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):
             all_inputs = chain.from_iterable(
-                (batch.inputs for batch in data) for data in (factor_data, magnitude_data)
+                (read_batch.inputs for read_batch in batches)
+                for batches in (factor_data, magnitude_data)
             )
             first = factor_data.first.inputs
             with refuse_calls(unwrapped(model), network.names, tap.network):
@@ -257,7 +258,7 @@ class LossData:
         num_data: int | None,
     ) -> None:
         ranks = process_group()
-        ranks.require_same(model=lambda: checksum(network.model))
+        ranks.require_same(model=lambda: checksum(network.working_copy()))
         self.data = Data(stream, network.device, num_data, ranks)
         self.first = self.data.batch(0)
         self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))

@@ -284,11 +284,11 @@ def gradients(
     """Compute Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i."""
     lead = cotangents[0].shape[:1] if batched else ()
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
-    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    sums: Sequence[Tensor | None] = [None] * len(inputs)
     if pairs:
         try:
             with quiet() if batched else nullcontext():
-                gradients = torch.autograd.grad(
+                sums = torch.autograd.grad(
                     [f for f, _ in pairs],
                     inputs,
                     [c for _, c in pairs],
@@ -307,8 +307,7 @@ def gradients(
                 "only first derivatives."
             ) from error
     return [
-        x.new_zeros(*lead, *x.shape) if g is None else g
-        for x, g in zip(inputs, gradients, strict=True)
+        x.new_zeros(*lead, *x.shape) if g is None else g for x, g in zip(inputs, sums, strict=True)
     ]
 
 

@@ -124,7 +124,7 @@ class NetworkOperator(LinearOperator):
         self._network = Network(model, "all" if params is None else params, data, batch)
         network = self._network
         self._ranks = process_group()
-        self._ranks.require_same(model=lambda: checksum(network.model))
+        self._ranks.require_same(model=lambda: checksum(network.working_copy()))
         stream = network.stream(data, self._generator, takes_weights=self._takes_weights)
         self._data = Data(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size

@@ -203,7 +203,7 @@ class GpCurvature(DenseCurvature):
             block, totals = fit_output(context, None)
             return CurvatureFit(BlockDiagonal({_block_name(None): block}), totals)
         blocks = {}
-        for output in range(context.num_outputs):
+        for output in range(_num_outputs(context)):
             block, totals = fit_output(context.for_output(output), output)
             blocks[_block_name(output)] = block
         return CurvatureFit(BlockDiagonal(blocks), totals)
@@ -286,7 +286,7 @@ class GpCurvature(DenseCurvature):
         num_inputs = len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
         if num_inputs is None:
             num_inputs = context.num_examples
-        return None if num_inputs is None else num_inputs * context.num_outputs
+        return None if num_inputs is None else num_inputs * _num_outputs(context)
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
         """Count the bytes of coefficients, magnitudes and inputs; 0 if N is unknown."""
@@ -294,8 +294,8 @@ class GpCurvature(DenseCurvature):
         if size is None:
             return 0
         assert isinstance(context.example, Tensor)
-        input_bytes = context.example.nbytes * size // context.num_outputs
-        num_blocks = context.num_outputs if self.independent_outputs else 1
+        input_bytes = context.example.nbytes * size // _num_outputs(context)
+        num_blocks = _num_outputs(context) if self.independent_outputs else 1
         rows_per_block = size // num_blocks
         num_directions = min(rows_per_block, num_parameters(context))
         direction_bytes = _DOUBLE_BYTES * rows_per_block + context.dtype.itemsize
@@ -308,8 +308,8 @@ class GpCurvature(DenseCurvature):
     def _decomposition_bytes(self, context: FitContext) -> int:
         size = self._num_rows(context) or 0
         if self.independent_outputs:
-            size //= context.num_outputs
-        num_candidates = self._num_candidates(context) * context.num_outputs
+            size //= _num_outputs(context)
+        num_candidates = self._num_candidates(context) * _num_outputs(context)
         return _DOUBLE_BYTES * max(EIGH_MATRICES * size**2, num_candidates**2 + size**2)
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
@@ -364,6 +364,12 @@ class GpCurvature(DenseCurvature):
             _block_name(output): _restored_block(block_tensors, inducing, output)
             for output, block_tensors in enumerate(tensors)
         }
+
+
+def _num_outputs(context: FitContext) -> int:
+    """Return C, which the first batch of a fit has shown."""
+    assert context.num_outputs is not None
+    return context.num_outputs
 
 
 def _restored_block(

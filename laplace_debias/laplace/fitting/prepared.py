@@ -76,7 +76,7 @@ def examine(
         fisher: The Fisher matrix, seeded.
     """
     validate_model(state.spec.model)
-    example, parameters, tap = _parameters_on_examples(state, streams, reads_all)
+    example, num_outputs, parameters, tap = _parameters_on_examples(state, streams, reads_all)
     config = state.config
     blocks = parameters.blocks
     backend = make_backend(config.backend, state.spec.plain_model, tap, blocks)
@@ -89,6 +89,7 @@ def examine(
         memory_bound=config.memory_bound,
         ranks=process_group(),
         example=example,
+        num_outputs=num_outputs,
     )
     return parameters, context
 
@@ -97,13 +98,14 @@ def _parameters_on_examples(
     state: Unfitted | FittedPosterior,
     streams: Sequence[Stream],
     reads_all: bool,
-) -> tuple[Inputs, ParameterBlocks, Tap]:
+) -> tuple[Inputs, int, ParameterBlocks, Tap]:
     """Check the parameters on the first batch.
 
     A process without examples uses the batch of the first process that has some.
 
     Returns:
-        The inputs of an example, the parameters, and the tap of the layers that they belong to.
+        The inputs of an example, the number of its outputs, the parameters, and the tap of the
+        layers that they belong to.
     """
     spec = state.spec
     config = state.config
@@ -122,10 +124,12 @@ def _parameters_on_examples(
                 "a prior of the last layer's parameters."
             )
     tap = Tap(spec.network(selected.names))
-    check_first_batch(
+    with torch.no_grad(), preserve_attributes(tap.network.modules()):
+        outputs = call(tap.network, take(inputs, slice(0, _NUM_CHECKED)))
+    _check_first_outputs(
         tap.network,
         spec.likelihood,
-        inputs,
+        outputs,
         targets,
         class_dim=spec.class_dim,
         fisher=config.fisher,
@@ -134,7 +138,7 @@ def _parameters_on_examples(
     if reads_all and all(stream.is_reiterable for stream in streams):
         all_inputs = chain.from_iterable(stream.extra_pass() for stream in streams)
     parameters = selected.verified(tap, plain, config, inputs, all_inputs=all_inputs)
-    return take(inputs, slice(0, 1)), parameters, tap
+    return take(inputs, slice(0, 1)), outputs.shape[1:].numel(), parameters, tap
 
 
 def _first_batch(stream: Stream) -> Batch:
@@ -150,17 +154,18 @@ def _first_batch(stream: Stream) -> Batch:
     return first[0]
 
 
-def check_first_batch(
+def _check_first_outputs(
     network: nn.Module,
     likelihood: Likelihood,
-    x: Inputs,
+    outputs: Tensor,
     y: Tensor,
     class_dim: int | None,
     fisher: FisherType,
 ) -> None:
-    """Run a few examples: check where the classes are, and warn if the outputs are no logits."""
-    with torch.no_grad(), preserve_attributes(network.modules()):
-        outputs = call(network, take(x, slice(0, _NUM_CHECKED)))
+    """Check where the classes are, and warn if the outputs are no logits.
+
+    The outputs are those of a few examples of the first batch, the targets y those of all.
+    """
     shape = torch.Size((len(y), *outputs.shape[1:]))
     # One batch is enough, since the others have the same model.
     fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]

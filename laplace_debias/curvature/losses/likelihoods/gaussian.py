@@ -69,7 +69,7 @@ class Gaussian(Likelihood):
     Args:
         sigma: Standard deviation of the noise in the targets' units, one number or one per output.
             Default: 1.0 is assumed. A fit then warns, and estimates the noise of several outputs
-                from their residuals; `Laplace.tune` tunes it.
+            from their residuals; `Laplace.tune` tunes it.
 
     Attributes:
         sigma: The noise of the predictive.

@@ -375,11 +375,11 @@ def _legendre() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 @torch.inference_mode(False)
-def _hermite(size: int = _NUM_NODES) -> tuple[Tensor, Tensor]:
+def _hermite() -> tuple[Tensor, Tensor]:
     """Nodes and weights of Gauss-Hermite quadrature, float64."""
-    nodes, weights = np.polynomial.hermite.hermgauss(size)
+    nodes, weights = np.polynomial.hermite.hermgauss(_NUM_NODES)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
 
