@@ -16,6 +16,8 @@ from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (
+    CheckedTargets,
+    Scores,
     check_held_out,
     check_targets,
     concatenate_batches,
@@ -239,11 +241,9 @@ class Conformal:
         batches = []
         for batch in self._stream(loader, generator):
             predictive = self._predict(batch.inputs, generator)
-            values, _, labels, *deviations = score(
-                self._predictor.likelihood, predictive, batch.targets, self._class_dim
-            )
-            scores = self._scores_of_targets(values, labels, deviations)
-            batches.append([scores, self._groups_of_targets(batch, predictive)])
+            checked = self._checked_targets(batch, predictive)
+            scores = self._scores_of_targets(score(predictive, checked))
+            batches.append([scores, self._groups_of_targets(batch.inputs, checked)])
         scores, groups = concatenate_batches(batches, "calibrate")
         quantiles = {}
         for group in groups.unique().tolist():
@@ -277,7 +277,7 @@ class Conformal:
             )
             low = (values - half_width).unflatten(0, shape)
             return Intervals(low, (values + half_width).unflatten(0, shape))
-        scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
+        scores = self._scores_of_classes(values)
         return ClassSets((scores <= quantiles.unsqueeze(-1)).unflatten(0, shape))
 
     @collective("evaluate")
@@ -305,20 +305,18 @@ class Conformal:
         is_normal = False
         for batch in self._stream(loader, generator):
             predictive = self._predict(batch.inputs, generator)
-            is_normal = isinstance(predictive, Normal | MultivariateNormal)
-            values, _, labels, *deviations = score(
-                self._predictor.likelihood, predictive, batch.targets, self._class_dim
-            )
-            groups = self._groups_of_targets(batch, predictive)
-            quantiles = self._quantiles_for(groups).to(values.device)
-            covered = self._scores_of_targets(values, labels, deviations) <= quantiles
-            if is_normal:
-                sizes = 2 * quantiles * deviations[0].double()
-                sizes = sizes.mean(1)
+            checked = self._checked_targets(batch, predictive)
+            scores = score(predictive, checked)
+            groups = self._groups_of_targets(batch.inputs, checked)
+            quantiles = self._quantiles_for(groups).to(scores.values.device)
+            covered = self._scores_of_targets(scores) <= quantiles
+            if scores.deviations is not None:
+                is_normal = True
+                sizes = (2 * quantiles * scores.deviations.double()).mean(1)
             else:
-                scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
-                sizes = (scores <= quantiles.unsqueeze(-1)).sum(-1)
-            batches.append([covered.double(), sizes.double(), groups, labels])
+                class_scores = self._scores_of_classes(scores.values)
+                sizes = (class_scores <= quantiles.unsqueeze(-1)).sum(-1)
+            batches.append([covered.double(), sizes.double(), groups, scores.targets])
         covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
         # A process without examples has predicted nothing that would show it.
         is_normal = any(process_group().exchange(is_normal))
@@ -385,10 +383,6 @@ class Conformal:
         calibrated = "not calibrated" if self.level is None else f"level={self.level}"
         return f"Conformal({self._predictor!r}, {calibrated})"
 
-    @property
-    def _class_dim(self) -> int | None:
-        return self._predictor._states[0].spec.class_dim
-
     def _stream(self, loader: Batches, generator: torch.Generator | None) -> Stream:
         state = self._predictor._states[0]
         return state.spec.stream(loader, state.device, generator, None)
@@ -408,14 +402,24 @@ class Conformal:
             )
         return predictive
 
-    def _scores_of_targets(
-        self, values: Tensor, labels: Tensor, deviations: list[Tensor]
-    ) -> Float[Tensor, "n *outputs"]:
-        if deviations:
-            targets = labels.reshape(values.shape).double()
-            return (targets - values.double()).abs() / deviations[0].double()
-        scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
-        return scores.gather(1, labels.reshape(-1, 1).long()).squeeze(1)
+    def _checked_targets(self, batch: Batch, predictive: Distribution) -> CheckedTargets:
+        class_dim = self._predictor._states[0].spec.class_dim
+        return check_targets(self._predictor.likelihood, predictive, batch.targets, class_dim)
+
+    def _scores_of_targets(self, scores: Scores) -> Float[Tensor, "n *outputs"]:
+        values = scores.values
+        if scores.deviations is not None:
+            targets = scores.targets.reshape(values.shape).double()
+            return (targets - values.double()).abs() / scores.deviations.double()
+        labels = scores.targets.reshape(-1, 1).long()
+        return self._scores_of_classes(values).gather(1, labels).squeeze(1)
+
+    def _scores_of_classes(
+        self, values: Float[Tensor, "n *classes"]
+    ) -> Float[Tensor, "n all_classes"]:
+        """The scores of all classes, for two classes from the probability of the second."""
+        probs = torch.stack([1 - values, values], -1) if values.ndim == 1 else values
+        return mass_above(probs, self._penalty, self._free_rank)
 
     def _groups_of(self, x: Inputs | Record, size: int) -> Int[Tensor, " n"]:
         if self._groups is None:
@@ -430,12 +434,9 @@ class Conformal:
             )
         return groups.long().cpu()
 
-    def _groups_of_targets(self, batch: Batch, predictive: Distribution) -> Int[Tensor, " n"]:
+    def _groups_of_targets(self, x: Inputs, checked: CheckedTargets) -> Int[Tensor, " n"]:
         """The groups of the targets that count."""
-        _, counted, _ = check_targets(
-            self._predictor.likelihood, predictive, batch.targets, self._class_dim
-        )
-        return self._groups_of(batch.inputs, len(counted))[counted.cpu()]
+        return self._groups_of(x, len(checked.counted))[checked.counted.cpu()]
 
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:
         missing = sorted(set(groups.tolist()) - set(self.quantiles))
@@ -452,8 +453,3 @@ class Conformal:
     def _check_calibrated(self) -> None:
         if self.level is None:
             raise RuntimeError("Conformal is not calibrated. Call `calibrate(loader)` first.")
-
-
-def _exclusive(values: Float[Tensor, "n *classes"]) -> Float[Tensor, "n classes"]:
-    """The probabilities of all classes, for two classes from that of the second."""
-    return torch.stack([1 - values, values], -1) if values.ndim == 1 else values

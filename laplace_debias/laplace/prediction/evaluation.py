@@ -1,8 +1,9 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -83,6 +84,62 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
     return columns_of_all
 
 
+PredictiveKind = Literal["classes", "labels", "normal", "numbers"]
+"""What a predictive is for: classes, several labels, or numbers, of which it may be normal."""
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedTargets:
+    """A batch's targets, which match their predictive.
+
+    Attributes:
+        labels: The targets with a row for each term.
+        counted: Which of the terms count.
+        with_density: The targets that `predictive.log_prob` takes, zeros where they do not count.
+    """
+
+    labels: Tensor
+    counted: Bool[Tensor, " terms"]
+    with_density: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A predictive and its targets, with a row for each target that counts.
+
+    Attributes:
+        kind: The kind of the predictive.
+        values: Probabilities, `[n, C]` or for a single logit `[n]`; means of numbers, `[n, C]`.
+        log_probs: The log-probabilities of the targets.
+        targets: The targets.
+        deviations: Standard deviations of numbers; None for classes and labels, and for a
+            predictive that has no variance.
+        levels: The levels of the intervals that contain the targets; None if the predictive is
+            normal, or has no variance or no distribution function.
+    """
+
+    kind: PredictiveKind
+    values: Float[Tensor, "n *outputs"]
+    log_probs: Float[Tensor, " n"]
+    targets: Tensor
+    deviations: Float[Tensor, "n *outputs"] | None = None
+    levels: Float[Tensor, "n *outputs"] | None = None
+
+    @classmethod
+    def concatenate(cls, batches: Sequence["Scores"]) -> "Scores":
+        """Concatenate the scores of several batches, over all processes that share the data."""
+        columns = [batch._columns() for batch in batches]
+        concatenated = concatenate_batches([list(batch.values()) for batch in columns], "evaluate")
+        own = (batches[0].kind, list(columns[0])) if batches else None
+        # A process without examples has predicted nothing that would show it.
+        kind, names = next(form for form in process_group().exchange(own) if form is not None)
+        return cls(kind, **dict(zip(names, concatenated, strict=True)))
+
+    def _columns(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
 def evaluate_predictions(
     predict: Callable[[Inputs], Distribution],
     likelihood: Likelihood,
@@ -109,85 +166,31 @@ def evaluate_predictions(
     """
     # Before the predictions, which may take long.
     check_level(level)
-    scored = _score_batches(predict, likelihood, batches, class_dim, score_inputs)
+    batches_of_scores = []
+    batches_of_uncertainties = []
+    for x, y in batches:
+        predictive = predict(x)
+        checked = check_targets(likelihood, predictive, y, class_dim)
+        batches_of_scores.append(score(predictive, checked))
+        if score_inputs is not None:
+            uncertainties = score_inputs(x).flatten()
+            if len(uncertainties) == len(checked.counted):
+                uncertainties = uncertainties[checked.counted.to(uncertainties.device)]
+            batches_of_uncertainties.append([uncertainties])
+    scores = Scores.concatenate(batches_of_scores)
     if score_inputs is None:
-        return _report(scored, predict, batches, ood, intervals=intervals, level=level)
-    report = _report(scored, predict, batches, {}, intervals=False, level=level)
-    scores_ood = {name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()}
-    assert scored.scores is not None
-    statistics = report._statistics | separation(scored.scores, scores_ood)
+        return _report(scores, predict, batches, ood, intervals=intervals, level=level)
+    (uncertainties,) = concatenate_batches(batches_of_uncertainties, "evaluate")
+    report = _report(scores, predict, batches, {}, intervals=False, level=level)
+    uncertainties_ood = {
+        name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()
+    }
+    statistics = report._statistics | separation(uncertainties, uncertainties_ood)
     return report_of(statistics, report._targets, level, intervals)
 
 
-@dataclass(frozen=True, eq=False)
-class _ScoredData:
-    """The predictions for labelled data, with a row for each target that counts.
-
-    Attributes:
-        values: Probabilities, or means.
-        log_probs: The log-probabilities of the targets.
-        targets: The targets.
-        further: The other columns that `score` returns.
-        scores: The scores by which OOD data are separated; None if they are not asked for.
-        is_multilabel: Whether the predictive is that of several labels.
-        has_probabilities: Whether it is that of classes or labels.
-        is_normal: Whether it is normal.
-    """
-
-    values: Tensor
-    log_probs: Float[Tensor, " n"]
-    targets: Tensor
-    further: Sequence[Tensor]
-    scores: Float[Tensor, " n"] | None
-    is_multilabel: bool
-    has_probabilities: bool
-    is_normal: bool
-
-
-def _score_batches(
-    predict: Callable[[Inputs], Distribution],
-    likelihood: Likelihood,
-    batches: Batches,
-    class_dim: int | None,
-    score_inputs: Callable[[Inputs], Tensor] | None,
-) -> _ScoredData:
-    """Predict labelled data, over all processes that share it; it is read once."""
-    scored_batches = []
-    is_multilabel = False
-    has_probabilities = False
-    is_normal = False
-    for x, y in batches:
-        predictive = predict(x)
-        is_multilabel = isinstance(getattr(predictive, "base_dist", None), Bernoulli)
-        has_probabilities = is_multilabel or hasattr(predictive, "probs")
-        is_normal = isinstance(predictive, Normal | MultivariateNormal)
-        columns = score(likelihood, predictive, y, class_dim)
-        if score_inputs is not None:
-            _, counted, _ = check_targets(likelihood, predictive, y, class_dim)
-            batch_scores = score_inputs(x).flatten()
-            if len(batch_scores) == len(counted):
-                batch_scores = batch_scores[counted.to(batch_scores.device)]
-            columns.append(batch_scores)
-        scored_batches.append(columns)
-    values, log_probs, targets, *further = concatenate_batches(scored_batches, "evaluate")
-    scores = None if score_inputs is None else further.pop()
-    # A process without examples has predicted nothing that would show it.
-    flags = process_group().exchange((is_multilabel, has_probabilities, is_normal))
-    is_multilabel, has_probabilities, is_normal = map(any, zip(*flags, strict=True))
-    return _ScoredData(
-        values,
-        log_probs,
-        targets,
-        further,
-        scores,
-        is_multilabel=is_multilabel,
-        has_probabilities=has_probabilities,
-        is_normal=is_normal,
-    )
-
-
 def _report(
-    scored: _ScoredData,
+    scores: Scores,
     predict: Callable[[Inputs], Distribution],
     batches: Batches,
     ood: Mapping[str, Batches],
@@ -196,54 +199,64 @@ def _report(
     level: float,
 ) -> metrics.Report:
     """Evaluate predictions, and their uncertainty on OOD data."""
-    values = scored.values
-    log_probs = scored.log_probs
-    targets = scored.targets
-    has_probabilities = scored.has_probabilities
-    if not has_probabilities:
-        targets = targets.reshape(values.shape).to(values.dtype)
-    if not has_probabilities and not scored.further:
-        statistics = {"nll": nll_statistic(log_probs), "rmse": rmse_statistic(values, targets)}
-        if ood:
+    values = scores.values
 
-            def mean_variance(x: Inputs) -> Tensor:
-                variance = predict(x).variance
-                return variance.flatten(0, -2).mean(-1)
+    def for_ood_sets(summarise: Callable[[Distribution], Tensor]) -> dict[str, Tensor]:
+        return {
+            name: _for_all(data, name, lambda x: summarise(predict(x)))
+            for name, data in ood.items()
+        }
 
-            in_distribution = _for_all(batches, "test", mean_variance)
-            variances = {name: _for_all(data, name, mean_variance) for name, data in ood.items()}
-            statistics |= separation(in_distribution, variances)
-        return report_of(statistics, targets, level, intervals)
-
-    def predicted_values(x: Inputs) -> Tensor:
-        predictive = predict(x)
-        if has_probabilities:
-            return probabilities_or_means(predictive)
-        return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
-
-    predicted_ood = {name: _for_all(data, name, predicted_values) for name, data in ood.items()}
-    options: dict[str, Any] = {"intervals": intervals, "level": level}
-    if scored.is_normal:
-        return metrics.evaluate_regression(
-            values, scored.further[0], targets, predicted_ood, log_probs=log_probs, **options
-        )
-    if not has_probabilities:
-        deviation, *levels = scored.further
-        if levels:
-            options["levels"] = levels[0]
-        return metrics.evaluate_numbers(
-            values, deviation, targets, log_probs, predicted_ood, **options
-        )
-    if scored.is_multilabel:
-        labels = targets.long().reshape(values.shape)
+    if scores.kind == "labels":
         return metrics.evaluate_multilabel(
-            values, labels, predicted_ood, log_probs=log_probs, **options
+            values,
+            scores.targets.long().reshape(values.shape),
+            for_ood_sets(probabilities_or_means),
+            log_probs=scores.log_probs,
+            intervals=intervals,
+            level=level,
         )
-    probs, labels = classified(values, targets)
-    # A probability near 1 has no digits left for 1 − p; the logits of one label have.
-    if values.ndim == 1:
-        options["log_probs"] = log_probs
-    return metrics.evaluate(probs, labels, predicted_ood, **options)
+    if scores.kind == "classes":
+        probs, labels = classified(values, scores.targets)
+        return metrics.evaluate(
+            probs,
+            labels,
+            for_ood_sets(probabilities_or_means),
+            # A probability near 1 has no digits left for 1 − p; the logits of one label have.
+            log_probs=scores.log_probs if values.ndim == 1 else None,
+            intervals=intervals,
+            level=level,
+        )
+    targets = scores.targets.reshape(values.shape).to(values.dtype)
+    if scores.deviations is None:
+        statistics = {
+            "nll": nll_statistic(scores.log_probs),
+            "rmse": rmse_statistic(values, targets),
+        }
+        if ood:
+            in_distribution = _for_all(batches, "test", lambda x: _mean_variance(predict(x)))
+            statistics |= separation(in_distribution, for_ood_sets(_mean_variance))
+        return report_of(statistics, targets, level, intervals)
+    if scores.kind == "normal":
+        return metrics.evaluate_regression(
+            values,
+            scores.deviations,
+            targets,
+            for_ood_sets(_standard_deviations),
+            log_probs=scores.log_probs,
+            intervals=intervals,
+            level=level,
+        )
+    return metrics.evaluate_numbers(
+        values,
+        scores.deviations,
+        targets,
+        scores.log_probs,
+        for_ood_sets(_standard_deviations),
+        levels=scores.levels,
+        intervals=intervals,
+        level=level,
+    )
 
 
 def _for_all(data: Batches, name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
@@ -263,15 +276,11 @@ def check_targets(
     targets: Tensor,
     class_dim: int | None = None,
     leading: int = 0,
-) -> tuple[Tensor, Bool[Tensor, " terms"], Tensor]:
+) -> CheckedTargets:
     """Check that a batch's targets match their predictive.
 
     The predictive may have `leading` dimensions in front of the batch's; only the first of their
     entries is compared.
-
-    Returns:
-        The targets with a row for each term; which of these count; and the targets that
-        `predictive.log_prob` takes, zeros where they do not count.
     """
     shape = predictive.batch_shape[leading:]
     values = probabilities_or_means(predictive)[: shape.numel()]
@@ -291,42 +300,52 @@ def check_targets(
     with_density = with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):
         with_density = with_density.to(values.dtype)
-    return labels, counted, with_density
+    return CheckedTargets(labels, counted, with_density)
 
 
-def score(
-    likelihood: Likelihood, predictive: Distribution, targets: Tensor, class_dim: int | None
-) -> list[Tensor]:
-    """Score a predictive on the targets that count, one row for each.
-
-    Returns:
-        Probabilities, `[n, C]` or for a single logit `[n]`, else means, `[n, C]`; log-probabilities
-        `[n]`; labels. For numbers also standard deviations; if the predictive is not normal, the
-        levels of the intervals that contain the targets, if it has a distribution function.
-    """
-    labels, counted, with_density = check_targets(likelihood, predictive, targets, class_dim)
+def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
+    """Score a predictive on the targets that count."""
+    counted = checked.counted
+    kind = kind_of(predictive)
     values = probabilities_or_means(predictive)
-    log_probs = predictive.log_prob(with_density).flatten()
-    columns = [values[counted], log_probs[counted], labels[counted]]
-    single = single_targets(predictive)
-    if isinstance(single, Bernoulli) or hasattr(predictive, "probs"):
-        return columns
-    try:
-        deviation = predictive.variance.reshape(values.shape)[counted].sqrt()
-    except NotImplementedError:
-        return columns
-    columns.append(deviation)
-    if not isinstance(predictive, Normal | MultivariateNormal):
-        levels = interval_levels(single, with_density)
+    log_probs = predictive.log_prob(checked.with_density).flatten()
+    deviations = None
+    levels = None
+    if kind in ("normal", "numbers"):
+        with suppress(NotImplementedError):
+            deviations = _standard_deviations(predictive)[counted]
+    if kind == "numbers" and deviations is not None:
+        levels = interval_levels(single_targets(predictive), checked.with_density)
         if levels is not None:
-            columns.append(levels.reshape(values.shape)[counted])
-    return columns
+            levels = levels.reshape(values.shape)[counted]
+    return Scores(
+        kind, values[counted], log_probs[counted], checked.labels[counted], deviations, levels
+    )
+
+
+def kind_of(predictive: Distribution) -> PredictiveKind:
+    """Return what a predictive is for."""
+    if isinstance(predictive, Normal | MultivariateNormal):
+        return "normal"
+    if isinstance(getattr(predictive, "base_dist", None), Bernoulli):
+        return "labels"
+    return "classes" if hasattr(predictive, "probs") else "numbers"
 
 
 def probabilities_or_means(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
     """Return probabilities or means, with one row per term."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
     return values.flatten(0, len(predictive.batch_shape) - 1)
+
+
+def _standard_deviations(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
+    """Return standard deviations, with one row per term."""
+    return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
+
+
+def _mean_variance(predictive: Distribution) -> Float[Tensor, " n"]:
+    """Return the mean variance of the outputs of each term."""
+    return predictive.variance.flatten(0, -2).mean(-1)
 
 
 def classified(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 from torch.nn.functional import one_hot
@@ -15,6 +15,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (
+    CheckedTargets,
     check_targets,
     classified,
     concatenate_batches,
@@ -133,18 +134,14 @@ class ScoredTargets:
     Attributes:
         metric: `"nll"` or `"brier"`.
         with_noise: Whether the scores are the sums that the NLL at the best σ depends on.
-        labels: The targets with a row for each term.
-        counted: Which of the terms count.
-        targets: The targets that a predictive's `log_prob` takes.
+        targets: The targets.
         example_indices: Index of the example that each counted row belongs to.
         num_examples: The number of examples.
     """
 
     metric: str
     with_noise: bool
-    labels: Tensor
-    counted: Bool[Tensor, " terms"]
-    targets: Tensor
+    targets: CheckedTargets
     example_indices: Int[Tensor, " counted"]
     num_examples: int
 
@@ -160,21 +157,21 @@ class ScoredTargets:
         with_noise: bool = False,
     ) -> "ScoredTargets":
         """Check targets beside any of the predictives."""
-        labels, counted, targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
-        example_indices = counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
-        return cls(metric, with_noise, labels, counted, targets, example_indices, len(y))
+        targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
+        example_indices = targets.counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
+        return cls(metric, with_noise, targets, example_indices, len(y))
 
     def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
         """Compute the terms of the metric that count, with a column for each link."""
         if self.with_noise:
-            return _noise_terms(predicted, self.labels)
+            return _noise_terms(predicted, self.targets.labels)
         if self.metric == "brier":
-            return _brier_terms(predicted, self.labels, self.counted)
+            return _brier_terms(predicted, self.targets)
         # No class probabilities: for a thousand classes a thousandth of the memory.
         log_probs = predicted.log_prob(
-            self.targets.expand(predicted.batch_shape + predicted.event_shape)
+            self.targets.with_density.expand(predicted.batch_shape + predicted.event_shape)
         )
-        return -log_probs.flatten(1)[:, self.counted].double().T
+        return -log_probs.flatten(1)[:, self.targets.counted].double().T
 
     def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
         """Add up the terms of each example."""
@@ -321,14 +318,14 @@ def _with_best_noise(
 
 
 def _brier_terms(
-    predicted: Distribution, labels: Tensor, counted: Bool[Tensor, " terms"]
+    predicted: Distribution, targets: CheckedTargets
 ) -> Float[Tensor, "counted links"]:
     """Compute Σ_k (p_k − y_k)² of each term that counts, with a column for each link."""
     num_links = predicted.batch_shape[0]
-    labels = labels[counted]
+    labels = targets.labels[targets.counted]
     if not len(labels):  # All targets of a batch may be ignored.
         return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
-    values = probabilities_or_means(predicted)[counted.repeat(num_links)]
+    values = probabilities_or_means(predicted)[targets.counted.repeat(num_links)]
     labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
     probs, labels = check_classification(*classified(values, labels))
     return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T

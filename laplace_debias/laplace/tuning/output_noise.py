@@ -111,10 +111,10 @@ def _residuals_and_covariances(
         if isinstance(predicted, ValueError):
             raise predicted
         assert isinstance(predicted, MultivariateNormal)
-        labels, _, _ = check_targets(
+        checked = check_targets(
             likelihood, predicted, batch.targets, fitted.spec.class_dim, leading=1
         )
-        residuals = labels.double() - probabilities_or_means(predicted).double()
+        residuals = checked.labels.double() - probabilities_or_means(predicted).double()
         totals = predicted.covariance_matrix.flatten(0, -3).double()
         noise = likelihood.sigma.to(totals).square().expand(totals.shape[-1])
         batches.append([residuals.cpu(), (totals - noise.diag_embed()).cpu()])
