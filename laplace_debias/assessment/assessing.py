@@ -17,7 +17,7 @@ from laplace_debias.assessment.methods import (
     default_methods,
 )
 from laplace_debias.assessment.posteriors import TRAINING_EXAMPLES
-from laplace_debias.assessment.run_writer import RunWriter, evaluation_sets
+from laplace_debias.assessment.run_writer import RunWriter, evaluation_sets, run_record
 from laplace_debias.assessment.stages import fit, predict
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
@@ -98,9 +98,12 @@ def assess(
     # With several processes the first one prepares the folder, and writes to it.
     earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
     earlier = ranks.from_rank(earlier, 0)
-    run = RunWriter(loaded, folder, methods, sets, seed, log or (lambda line: None))
+    record = run_record(
+        loaded, methods, identity, earlier, title=title, seed=seed, seconds=seconds or {}
+    )
+    run = RunWriter(loaded, folder, methods, sets, seed, log or (lambda line: None), record)
     # `run.json` is written first and removed last: it marks a folder as that of a run.
-    run.begin(earlier, identity, title, seconds or {})
+    run.write()
     if config is not None:
         folder.write_config(config)
     predict(run, fit(run))

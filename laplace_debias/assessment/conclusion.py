@@ -10,6 +10,7 @@ count, however certain they are.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from laplace_debias.runs.records import (
     DifferenceRow,
@@ -43,10 +44,11 @@ def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
     verdict = _Verdict(record, measurements)
     doubts = list(verdict.doubts())
     if doubts:
-        sentences = [verdict.doubted(doubts), verdict.on_network()]
+        sentences = [verdict.doubted(doubts), verdict.on_network(), *verdict.on_shifts(None)]
     else:
-        sentences = [verdict.on_network(), *verdict.remedy()]
-    return [*sentences, *verdict.on_shifts(), *verdict.on_ood_sets()]
+        best_method = verdict.best_method
+        sentences = [verdict.on_network(), *verdict.remedy(), *verdict.on_shifts(best_method)]
+    return [*sentences, *verdict.on_ood_sets()]
 
 
 def points(share: float) -> str:
@@ -70,7 +72,6 @@ class _Verdict:
         measured = {row.metric for row in measurements.rows}
         self._criteria = [metric for metric in criteria if metric in measured]
         self._recommended = measurements.recommended
-        self._remedy: str | None = None
         self._rows = {
             (row.method, row.metric, row.set_name, row.score): row for row in measurements.rows
         }
@@ -242,10 +243,9 @@ class _Verdict:
 
     # ------------------------------------------------------------------------- the remedy
 
-    def remedy(self) -> list[str]:
-        """Describe the best method, and compare the others with it."""
-        if not self._others:
-            return ["Only the network was evaluated. Add a method to compare it with."]
+    @cached_property
+    def best_method(self) -> str | None:
+        """The method to use; None if no method is better than the network."""
         remedies = [key for key in self._others if self._is_better(key, self._network)]
         # The first of those that no other one improves on: simple methods come first.
         unbeaten = [
@@ -253,26 +253,32 @@ class _Verdict:
             for key in remedies
             if not any(self._is_better(rival, key) for rival in remedies if rival != key)
         ]
-        self._remedy = next(iter(unbeaten or remedies), None)
-        if self._remedy is None:
+        return next(iter(unbeaten or remedies), None)
+
+    def remedy(self) -> list[str]:
+        """Describe the best method, and compare the others with it."""
+        if not self._others:
+            return ["Only the network was evaluated. Add a method to compare it with."]
+        best = self.best_method
+        if best is None:
             advice = (
                 "No method improves the network significantly, judged by "
                 f"{_names(self._criteria)} together. Keep the network as it is, or use more test "
                 "examples."
             )
             return [advice, *self._on_others(self._network)]
-        better, _ = self._significant(self._remedy, self._network)
+        better, _ = self._significant(best, self._network)
         num_examples = next(iter(better.values())).num_examples
         unchanged = _names([metric for metric in self._criteria if metric not in better])
         unchanged = f" (no significant change: {unchanged})" if unchanged else ""
         confidence = ""
         if not self._has_numbers:
-            confidence = f" It is {_confidence(self._metric('overconfidence', self._remedy))}."
+            confidence = f" It is {_confidence(self._metric('overconfidence', best))}."
         advice = (
-            f"Use {self._labels[self._remedy]}. On the same {self._inputs(num_examples)}, it "
+            f"Use {self._labels[best]}. On the same {self._inputs(num_examples)}, it "
             f"lowers {_amounts(better)}{unchanged}.{confidence}"
         )
-        return [advice, *self._on_others(self._remedy)]
+        return [advice, *self._on_others(best)]
 
     def _on_others(self, reference: str) -> list[str]:
         """How the methods that are not recommended compare with the one that is."""
@@ -292,7 +298,7 @@ class _Verdict:
         label = self._labels[reference]
         if worse:
             sentences.append(f"Compared with {label}, {'; '.join(worse)}.")
-        if equal and (self._remedy or worse):
+        if equal and (worse or reference != self._network):
             sentences.append(
                 f"No significant difference from {label} was found for {_joined(equal)}."
             )
@@ -308,8 +314,8 @@ class _Verdict:
 
     # ------------------------------------------------------- inputs that differ from the test set
 
-    def on_shifts(self) -> list[str]:
-        """Describe accuracy and confidence on the hardest shift."""
+    def on_shifts(self, best_method: str | None) -> list[str]:
+        """Describe accuracy and confidence on the hardest shift, also of the method to use."""
         shifts = self._record.sets_of("shift")
         if not shifts:
             return []
@@ -324,10 +330,10 @@ class _Verdict:
         else:
             accuracy = 100 * self._metric("accuracy", set_name=hardest.name).value
             sentence += f" has an accuracy of {accuracy:.1f} % and is {_confidence(gap)}"
-        if self._remedy is None:
+        if best_method is None:
             return [f"{sentence}."]
-        row = self._difference(self._remedy, self._network, calibration, hardest.name)
-        label = self._labels[self._remedy]
+        row = self._difference(best_method, self._network, calibration, hardest.name)
+        label = self._labels[best_method]
         sign = self._sign(row)
         if not sign:
             return [f"{sentence}. For {label}, this is not significantly different."]

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -21,6 +21,7 @@ from laplace_debias.runs.records import (
     PredictionsSummary,
     RunRecord,
     SetRecord,
+    TrainingRecord,
 )
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.shown import plain
@@ -43,12 +44,67 @@ def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
     return sets
 
 
-@dataclass(eq=False)
+def run_record(
+    loaded: Loaded,
+    methods: Sequence[Method],
+    identity: Mapping[str, Any],
+    earlier: RunRecord | None,
+    *,
+    title: str,
+    seed: int,
+    seconds: Mapping[str, float],
+) -> RunRecord:
+    """Return the record with which a run begins, or continues if it was interrupted.
+
+    Args:
+        loaded: The network and its data.
+        methods: The methods, the network first.
+        identity: Settings by which a run is recognised when it is resumed.
+        earlier: The record of the interrupted run; None for a new one.
+        title: Title of the page; empty for the type of the network.
+        seed: Seed of all random choices.
+        seconds: Seconds of earlier stages by name.
+    """
+    new = RunRecord(
+        format=FORMAT,
+        title=title or type(loaded.model).__name__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        task=loaded.task,
+        targets=loaded.likelihood.targets or "numbers",
+        input_name=loaded.input_name,
+        target=loaded.target,
+        classes=None if loaded.classes is None else list(loaded.classes),
+        num_train=loaded.num_train,
+        num_parameters=sum(p.numel() for p in loaded.model.parameters()),
+        sets=_set_records(loaded),
+        methods=[_method_record(method) for method in methods],
+        notes=list(loaded.notes),
+        versions=_versions(),
+        seed=seed,
+        device=str(next(loaded.model.parameters()).device),
+        threads=torch.get_num_threads(),
+        seconds=dict(seconds),
+        identity=plain(identity),
+    )
+    if earlier is None:
+        return new
+    return replace(
+        new,
+        created=earlier.created,
+        sets=earlier.sets,
+        methods=earlier.methods,
+        sigma=earlier.sigma,
+        training=earlier.training,
+        notes=earlier.notes,
+        seconds=earlier.seconds,
+    )
+
+
+@dataclass(frozen=True, eq=False)
 class RunWriter:
     """The network, data, methods and folder of a run, with its record so far.
 
     Attributes:
-        loaded: The network and its data.
         folder: The run folder.
         methods: The methods, the network first.
         sets: The sets that they are evaluated on, by name.
@@ -57,52 +113,30 @@ class RunWriter:
         record: The content of `run.json`.
     """
 
-    loaded: Loaded
+    _loaded: Loaded
     folder: RunFolder
     methods: Sequence[Method]
     sets: Mapping[str, Batches]
     seed: int
     log: Callable[[str], object]
-    record: RunRecord = field(init=False)
+    record: RunRecord
 
-    def begin(
-        self,
-        earlier: RunRecord | None,
-        identity: Mapping[str, Any],
-        title: str,
-        seconds: Mapping[str, float],
-    ) -> None:
-        """Make the record, or continue that of an interrupted run, and write it."""
-        loaded = self.loaded
-        self.record = RunRecord(
-            format=FORMAT,
-            title=title or type(loaded.model).__name__,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            task=loaded.task,
-            targets=loaded.likelihood.targets or "numbers",
-            input_name=loaded.input_name,
-            target=loaded.target,
-            classes=None if loaded.classes is None else list(loaded.classes),
-            num_train=loaded.num_train,
-            num_parameters=sum(p.numel() for p in loaded.model.parameters()),
-            sets=_set_records(loaded),
-            methods=[_method_record(method) for method in self.methods],
-            notes=list(loaded.notes),
-            versions=_versions(),
-            seed=self.seed,
-            device=str(next(loaded.model.parameters()).device),
-            threads=torch.get_num_threads(),
-            seconds=dict(seconds),
-            identity=plain(identity),
-        )
-        if earlier is not None:
-            self.record.created = earlier.created
-            self.record.sets = earlier.sets
-            self.record.methods = earlier.methods
-            self.record.sigma = earlier.sigma
-            self.record.training = earlier.training
-            self.record.notes = earlier.notes
-            self.record.seconds = earlier.seconds
+    @property
+    def loaded(self) -> Loaded:
+        """The network and its data, with the noise that the run has estimated."""
+        sigma = self.record.sigma
+        if sigma is None:
+            return self._loaded
+        return replace(self._loaded, likelihood=self._loaded.likelihood.with_sigma(sigma))
+
+    def save_noise(self, sigma: float | list[float]) -> None:
+        """Record the noise of a regression, with which the run continues."""
+        self.record.sigma = sigma
+        self.write()
+
+    def save_training(self, training: TrainingRecord) -> None:
+        """Record how the network does on its own training examples."""
+        self.record.training = training
         self.write()
 
     def write(self) -> None:

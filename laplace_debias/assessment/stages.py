@@ -77,13 +77,9 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
     with run.stage("fit"):
         likelihood = run.loaded.likelihood
         if likelihood.has_sigma and likelihood.is_assumed:
-            if run.record.sigma is None:
-                run.record.sigma = _noise(run.loaded)
-            likelihood = likelihood.with_sigma(run.record.sigma)
-            run.loaded = replace(run.loaded, likelihood=likelihood)
+            run.save_noise(_noise(run.loaded))
         if run.record.training is None:
-            run.record.training = training_record(run.loaded)
-        run.write()
+            run.save_training(training_record(run.loaded))
         for method in run.methods:
             models = [run.loaded.model]
             if method.uses_all_checkpoints:
