@@ -4,7 +4,7 @@ The help, the types and the defaults are those of the dataclass; each field's te
 docstring's `Attributes`. Further facts are class attributes, all of which may be missing:
 
 - `option_names`: names on the command line by field, where they differ;
-- `repeated`: by field, the field of type list that takes an option which is option_values again;
+- `repeated`: by field, the field of type list that takes an option which is given again;
 - `groups`: headings of the help, each with fields; `metavars`: what stands for values there;
 - `unused`: fields that the command has no use for, with the reason; the help leaves them out;
 - `usage`: examples that end the help; `needed_by_most`: fields that most calls need.
@@ -63,7 +63,7 @@ class Option:
         field: Name of the field.
         name: Name on the command line, without dashes.
         kind: Type of its value.
-        default: Value where it is not option_values; `dataclasses.MISSING` if it is required.
+        default: Value where it is not given; `dataclasses.MISSING` if it is required.
         text: Description.
         metavar: Placeholder of its value in the help.
     """

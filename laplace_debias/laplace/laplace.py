@@ -35,7 +35,11 @@ from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.links import Link, SecondMoments
-from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, default_link
+from laplace_debias.laplace.prediction.predictive import (
+    LinkedFit,
+    PredictionMethod,
+    default_link_of_fit,
+)
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.laplace.saving import file, pretrained
 from laplace_debias.laplace.saving.export import export
@@ -1336,7 +1340,7 @@ class Laplace(Predictor):
         fitted = self._fitted
         link = link or fitted.link
         if method.is_closed and link is None:
-            link = default_link(fitted, x)
+            link = default_link_of_fit(fitted, x)
         return [LinkedFit(fitted, link)]
 
 

@@ -278,10 +278,10 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     return Link("probit")
 
 
-def required_moments(likelihood: Likelihood, by: Collection[Link]) -> SecondMoments:
+def required_moments(likelihood: Likelihood, links: Collection[Link]) -> SecondMoments:
     """Determine the part of the outputs' covariance that suffices for the predictives by links."""
-    if by and likelihood.activation == "softmax":
-        required = {FORMULAS[link.name].required_moments for link in by}
+    if links and likelihood.activation == "softmax":
+        required = {FORMULAS[link.name].required_moments for link in links}
         if len(required) > 1:
             return "covariance"
         return required.pop()

@@ -112,10 +112,10 @@ def thin_posterior(
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
 
     # Alternate inputs, as inputs may be sorted.
-    chosen_on = slice(0, None, 2)
-    measured_on = slice(1, None, 2)
-    chosen_on_variances = variances(fitted, chosen_on)
-    measured_on_variances = variances(fitted, measured_on)
+    search_half = slice(0, None, 2)
+    test_half = slice(1, None, 2)
+    search_variances = variances(fitted, search_half)
+    test_variances = variances(fitted, test_half)
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
     largest_block = max(fitted.posterior.curvature.sizes)
     low = float(_gain(2 * bound.double())) / largest_block
@@ -125,17 +125,17 @@ def thin_posterior(
     while high > _FACTOR * low:
         middle = math.sqrt(low) * math.sqrt(high)
         compressed = compress(fitted, middle)
-        if bool((errors(compressed, chosen_on, chosen_on_variances) <= bound).all()):
+        if bool((errors(compressed, search_half, search_variances) <= bound).all()):
             low = middle
         else:
             high = middle
     compressed = compress(fitted, low)
-    measured = errors(compressed, measured_on, measured_on_variances)
+    measured = errors(compressed, test_half, test_variances)
     num_inputs = len(measured)
     if num_inputs > 1:
         standard_error = measured.std() / math.sqrt(num_inputs)
     else:
-        standard_error = measured[0] + math.inf
+        standard_error = measured.new_tensor(math.inf)
     return compressed, Thinning(
         share=_num_bytes(compressed) / _num_bytes(fitted),
         error=float(measured.mean()),

@@ -29,7 +29,7 @@ EQUIVALENTS = {
     "override": "la.update(loader) to add data to a fit",
     "posterior_covariance": "la.posterior.covariance",
     "posterior_precision": "la.posterior.precision",
-    "posterior_scale": "la.posterior.covariance",
+    "posterior_scale": "la.posterior.scale",
     "pred_type": 'method="glm" or "nn"',
     "functional_samples": "la.sample_outputs(x, n)",
     "predictive_samples": "la.sample_outputs(x, n), or la.predict(x).sample((n,))",

@@ -201,7 +201,7 @@ def joint_jacobians(
     looked_up = [rotated.columns for rotated in slices if rotated.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:
-        # Sorted, so that each rotated's columns are found among all.
+        # Sorted, so that the columns of each slice are found among all.
         places = [torch.searchsorted(columns, part_columns) for part_columns in looked_up]
         slices = [
             Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_add_(3, place, J))

@@ -386,7 +386,7 @@ def _closed_predictive(
         return error
 
 
-def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
+def default_link_of_fit(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
     """Return the link of a fit that has none, by the shape of the outputs of an example."""
     if fitted.likelihood.activation != "softmax":
         return links.default_link(fitted.likelihood, torch.Size())

@@ -29,7 +29,11 @@ from laplace_debias.curvature.network.inputs import (
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import Link, link_from, required_moments
-from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, default_link
+from laplace_debias.laplace.prediction.predictive import (
+    LinkedFit,
+    PredictionMethod,
+    default_link_of_fit,
+)
 from laplace_debias.laplace.saving.onnx_program import (
     Answers,
     check_onnx,
@@ -80,7 +84,7 @@ def export(
             )
         if path.suffix == ".onnx":
             check_onnx_inputs(tensors_of(inputs))
-        chosen_link = chosen_link or default_link(fitted, inputs)
+        chosen_link = chosen_link or default_link_of_fit(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(
                 '`link="exact"` needs a matrix decomposition of the covariances, and '

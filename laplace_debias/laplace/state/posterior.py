@@ -127,19 +127,20 @@ class GaussianPosterior:
     ) -> None:
         """Require a prior precision that can be combined with this curvature.
 
-        Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must
-        not show beside δ, so δ/N must be a normal number, too.
+        Magnitudes below the dtype's least normal number lose digits, which the weight of the
+        data multiplies. That must not show beside δ, so the ratio of δ to this weight must be a
+        normal number, too.
         """
         bounds = self.largest_curvatures
         deltas = check_prior_precision(prior_precision, len(bounds))
         if len(deltas) == 1:
             deltas = deltas * len(bounds)
-        num_data = self.data_weight
+        weight = self.data_weight
         dtype = self.curvature.dtype
         tiny = torch.finfo(dtype).tiny
         for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
-            highest = num_data * curvature + delta
-            if delta < num_data * tiny:
+            highest = weight * curvature + delta
+            if delta < weight * tiny:
                 reason = f"The prior precision of {name} is {delta:.3g}, which is too small"
             elif highest > 1 / tiny:
                 reason = (
@@ -149,9 +150,9 @@ class GaussianPosterior:
                 continue
             raise ValueError(
                 f"{reason} for {dtype}, because the curvature has values up to "
-                f"{curvature:.3g}, which are multiplied by N = {num_data}. The prior "
-                "precision and the posterior precision must lie between "
-                f"{num_data * tiny:.3g} and {1 / tiny:.3g}. Rescale the inputs, the targets and "
+                f"{curvature:.3g}, which are multiplied by the weight of the data, {weight}. "
+                "The prior precision and the posterior precision must lie between "
+                f"{weight * tiny:.3g} and {1 / tiny:.3g}. Rescale the inputs, the targets and "
                 "`sigma`, use a different prior precision, or convert the model to a "
                 "wider dtype."
             )

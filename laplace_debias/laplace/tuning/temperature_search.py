@@ -87,8 +87,9 @@ class LastLayerBatch:
     targets: ScoredTargets
     counts: Float[Tensor, " examples"]
     squared_differences: Float[Tensor, "rows pairs"] | None
-    _prior_precision: float = field(default=math.nan, init=False)
-    _eigen_variances: list[Float[Tensor, "batch _"]] = field(default_factory=list, init=False)
+    _last_variances: tuple[float, list[Float[Tensor, "batch _"]]] | None = field(
+        default=None, init=False
+    )
 
     @classmethod
     def score(
@@ -133,20 +134,25 @@ class LastLayerBatch:
         likelihood = self.likelihood
         if prior_precision == math.inf:
             return tempered_predictives(likelihood, inputs.mean, None, links)
-        if prior_precision != self._prior_precision:
-            deltas = inputs.heads[0].magnitudes.new_full((len(inputs.heads),), prior_precision)
-            self._eigen_variances = inputs.eigen_variances(deltas)
-            self._prior_precision = prior_precision
+        eigen_variances = self._eigen_variances(prior_precision)
         if links[0].name == "pairwise" and self.squared_differences is not None:
-            variances = torch.cat(self._eigen_variances, 1)
+            variances = torch.cat(eigen_variances, 1)
             temperatures = [link.temperature for link in links]
             logits = pairwise_of_directions(
                 inputs.mean, variances, self.squared_differences, temperatures
             )
             return [likelihood.predictive(logits, None)]
-        outputs = inputs.outputs(self._eigen_variances)
+        outputs = inputs.outputs(eigen_variances)
         covariance = outputs.second_moments(required_moments(likelihood, links))
         return tempered_predictives(likelihood, inputs.mean, covariance, links)
+
+    def _eigen_variances(self, prior_precision: float) -> list[Float[Tensor, "batch _"]]:
+        """Compute the variances at a prior precision, unless they are those of the last call."""
+        if self._last_variances is None or self._last_variances[0] != prior_precision:
+            heads = self.inputs.heads
+            deltas = heads[0].magnitudes.new_full((len(heads),), prior_precision)
+            self._last_variances = prior_precision, self.inputs.eigen_variances(deltas)
+        return self._last_variances[1]
 
 
 class TemperatureSearch:

@@ -123,7 +123,7 @@ def tune_on_data(
     default = None
     is_last_layer = False
     for batch in stream.first:
-        default = predictive.default_link(fitted, batch.inputs)
+        default = predictive.default_link_of_fit(fitted, batch.inputs)
         is_last_layer = recorded_inputs(fitted, take(batch.inputs, slice(1))) is not None
     default = next(filter(None, process_group().exchange(default)), None)
     links = links_to_try(default, link)
