@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.assessment.predictions import SelectedBatches
+from laplace_debias.assessment.predicting import SelectedBatches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.metrics.definitions import per_example

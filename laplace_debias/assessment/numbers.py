@@ -1,4 +1,4 @@
-"""Table columns that describe a predictive distribution of numbers."""
+"""Predictions of numbers, from moments of the outputs or a predictive distribution."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
+from laplace_debias.assessment.predictions import NumberPredictions
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.laplace import links
 from laplace_debias.laplace.prediction.decomposition import uncertainty_of_draws
@@ -21,18 +22,13 @@ LEVEL = 0.95
 """Level of the intervals whose lower and upper ends are columns of the table."""
 
 
-def number_columns(
+def number_predictions(
     likelihood: Likelihood,
     mean: Float[Tensor, "n outputs"],
     covariance: Float[Tensor, "n outputs outputs"] | Float[Tensor, "n outputs"] | None,
     targets: Tensor | None,
-) -> dict[str, Tensor]:
-    """Compute the columns of the predictive from the moments of the outputs.
-
-    They are `mean`, `standard_deviation` and `epistemic`, `[n, C]`. A predictive that is not normal
-    also has `log_prob` `[n]` and `interval_level` `[n, C]` of the targets, if there are any, and
-    `lower` and `upper` `[n, C]`, the ends of its 95 % interval, as far as it has a distribution
-    function and quantiles.
+) -> NumberPredictions:
+    """Predict numbers from the moments of the outputs.
 
     Args:
         likelihood: The likelihood.
@@ -40,30 +36,42 @@ def number_columns(
         covariance: Their covariances, or only variances; None for outputs that are certain.
         targets: The true targets.
     """
-    predictive = _predictive(likelihood, mean, covariance)
-    columns = predictive_columns(predictive, targets)
-    columns["epistemic"] = torch.zeros_like(columns["mean"])
+    epistemic = None
     if covariance is not None:
-        epistemic = _epistemic_variance(likelihood, mean, covariance)
-        columns["epistemic"] = epistemic.double().cpu().sqrt()
-    return columns
+        epistemic = _epistemic_variance(likelihood, mean, covariance).double().cpu().sqrt()
+    return describe_predictive(_predictive(likelihood, mean, covariance), epistemic, targets)
 
 
-def predictive_columns(predictive: Any, targets: Tensor | None = None) -> dict[str, Tensor]:
-    """Compute the columns of `number_columns`, except `epistemic`, for a distribution."""
+def describe_predictive(
+    predictive: Any, epistemic: Float[Tensor, "n outputs"] | None, targets: Tensor | None = None
+) -> NumberPredictions:
+    """Describe a predictive of numbers.
+
+    Args:
+        predictive: The predictive.
+        epistemic: Standard deviations without the noise; None if they are zero.
+        targets: The true targets.
+    """
     predictive = single_targets(predictive)
-    columns = {
-        "mean": predictive.mean.double().cpu(),
-        "standard_deviation": predictive.variance.double().cpu().sqrt(),
-    }
-    if isinstance(predictive, Normal | MultivariateNormal):
-        return columns
-    ends = interval_ends(predictive, LEVEL)
-    if ends is not None:
-        columns["lower"], columns["upper"] = (end.double().cpu() for end in ends)
-    if targets is not None:
-        columns |= _columns_of_targets(predictive, targets.reshape(columns["mean"].shape))
-    return columns
+    mean = predictive.mean.double().cpu()
+    ends = None
+    log_prob = None
+    levels = None
+    if not isinstance(predictive, Normal | MultivariateNormal):
+        ends = interval_ends(predictive, LEVEL)
+        if targets is not None:
+            targets = targets.reshape(mean.shape).to(predictive.mean)
+            log_prob = predictive.log_prob(targets).double().cpu().reshape(len(targets), -1).sum(1)
+            levels = interval_levels(predictive, targets)
+    return NumberPredictions(
+        mean=mean,
+        standard_deviation=predictive.variance.double().cpu().sqrt(),
+        lower=None if ends is None else ends[0].double().cpu(),
+        upper=None if ends is None else ends[1].double().cpu(),
+        log_prob=log_prob,
+        interval_level=None if levels is None else levels.cpu(),
+        epistemic=torch.zeros_like(mean) if epistemic is None else epistemic,
+    )
 
 
 def _predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor | None) -> Distribution:
@@ -99,14 +107,3 @@ def gaussian_draws(
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     points = links.normal_points(mean.shape[1])
     return mean.double().cpu() + torch.einsum("bij,sj->sbi", root, points)
-
-
-def _columns_of_targets(predictive: Any, targets: Tensor) -> dict[str, Tensor]:
-    """Log-probabilities of targets, and the levels of the intervals that they lie in."""
-    targets = targets.to(predictive.mean)
-    log_prob = predictive.log_prob(targets).double().cpu()
-    columns = {"log_prob": log_prob.reshape(len(targets), -1).sum(1)}
-    levels = interval_levels(predictive, targets)
-    if levels is not None:
-        columns["interval_level"] = levels.cpu()
-    return columns

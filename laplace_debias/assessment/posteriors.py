@@ -7,13 +7,13 @@ import torch
 
 from laplace_debias.assessment.labelled import labelled_report
 from laplace_debias.assessment.methods import PosteriorChoice
-from laplace_debias.assessment.predictions import (
+from laplace_debias.assessment.numbers import number_predictions
+from laplace_debias.assessment.predicting import (
     SelectedBatches,
-    labels_like,
+    network_classes,
     network_outputs,
-    network_predictions,
-    probabilities,
 )
+from laplace_debias.assessment.predictions import labels_like, probabilities
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
@@ -156,7 +156,7 @@ def training_record(loaded: Loaded) -> TrainingRecord:
     targets = torch.cat(all_targets)
     likelihood = loaded.likelihood
     if likelihood.predicts_numbers:
-        mean = network_predictions(outputs, likelihood)["mean"]
+        mean = number_predictions(likelihood, outputs, None, None).mean
         targets = targets.double().reshape(mean.shape)
         squared_error = (mean - targets).square().mean(0)
         variance = (targets - targets.mean(0)).square().mean(0)
@@ -167,7 +167,7 @@ def training_record(loaded: Loaded) -> TrainingRecord:
             return TrainingRecord(len(targets), [])
         explained = (1 - squared_error[varies] / variance[varies]).mean().item()
         return TrainingRecord(len(targets), [MetricValue(metric="explained", value=explained)])
-    log_probs = network_predictions(outputs, likelihood)["log_probs"]
+    log_probs = network_classes(outputs, likelihood).log_probs
     probs = probabilities(log_probs, likelihood)
     rows = [
         MetricValue(**row)

@@ -11,8 +11,9 @@ from torch import Generator, Tensor
 from tqdm import tqdm
 
 from laplace_debias import metrics
-from laplace_debias.assessment.numbers import predictive_columns
-from laplace_debias.assessment.predictions import posterior_predictions, probabilities
+from laplace_debias.assessment.numbers import describe_predictive
+from laplace_debias.assessment.predicting import posterior_classes, posterior_numbers
+from laplace_debias.assessment.predictions import probabilities
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
@@ -103,9 +104,9 @@ def _batch_columns(
         return _number_columns(la, x, method, samples, generator)
     scores: Mapping[str, Tensor] = {}
     if method == "glm" and samples is None:
-        table = posterior_predictions(la, x)
-        probs = probabilities(table["log_probs"], la.likelihood)
-        scores = table
+        predictions = posterior_classes(la, x)
+        probs = probabilities(predictions.log_probs, la.likelihood)
+        scores = predictions.scores
     else:
         same_draws = generator.clone_state()
         predictive: Any = la.predict(x, method, samples, generator)
@@ -148,22 +149,27 @@ def _number_columns(
     The interval of a predictive that has no quantiles is that of the normal distribution.
     """
     if method == "glm" and samples is None:
-        table = posterior_predictions(la, x)
+        predictions = posterior_numbers(la, x)
     else:
         same_draws = generator.clone_state()
         predictive = la.predict(x, method, samples, generator)
-        table = predictive_columns(predictive)
-        epistemic = torch.zeros_like(table["mean"])
+        epistemic = None
         if method != "map":
             epistemic = la.uncertainty(x, method, samples, same_draws).epistemic.double().sqrt()
-        table["epistemic"] = epistemic
-    if "lower" not in table:
-        ends = gaussian_interval(table["mean"], table["standard_deviation"])
-        table["lower"], table["upper"] = ends
-    numbered: dict[str, Tensor] = {}
-    for name in ("mean", "standard_deviation", "lower", "upper", "epistemic"):
-        numbered |= _numbered(name, table[name])
-    return numbered
+        predictions = describe_predictive(predictive, epistemic)
+    mean = predictions.mean
+    deviation = predictions.standard_deviation
+    if predictions.lower is None or predictions.upper is None:
+        lower, upper = gaussian_interval(mean, deviation)
+    else:
+        lower, upper = predictions.lower, predictions.upper
+    return {
+        **_numbered("mean", mean),
+        **_numbered("standard_deviation", deviation),
+        **_numbered("lower", lower),
+        **_numbered("upper", upper),
+        **_numbered("epistemic", predictions.epistemic),
+    }
 
 
 def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:

@@ -22,17 +22,16 @@ from laplace_debias.assessment.posteriors import (
     training_record,
     tune_posterior,
 )
-from laplace_debias.assessment.predictions import (
-    Predictions,
+from laplace_debias.assessment.predicting import (
     SelectedBatches,
-    columns_to_write,
-    mean_of_members,
-    network_logits,
     posterior_predictions,
     predict_set,
-    recalibrated,
-    scaled_by_temperature,
     subset_indices,
+)
+from laplace_debias.assessment.predictions import (
+    ClassPredictions,
+    NumberPredictions,
+    PredictedSet,
 )
 from laplace_debias.assessment.recalibration import Recalibration, fit_recalibration
 from laplace_debias.assessment.run_writer import RunWriter
@@ -104,9 +103,10 @@ def _noise(loaded: Loaded) -> float | list[float]:
     Several outputs have one each.
     """
     data = loaded.train if loaded.validation is None else loaded.validation
-    predictions, _ = predict_set(loaded, data, None, None)
-    targets = predictions["targets"].double().reshape(predictions["mean"].shape)
-    residuals = targets - predictions["mean"]
+    predicted = predict_set(loaded, data, None, None)
+    assert isinstance(predicted.predictions, NumberPredictions)
+    mean = predicted.predictions.mean
+    residuals = predicted.targets.double().reshape(mean.shape) - mean
     num_outputs = residuals.shape[1]
     sigmas = [math.sqrt(column.square().mean().item()) for column in residuals.unbind(1)]
     for number, sigma in enumerate(sigmas, start=1):
@@ -239,9 +239,10 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
     """Fit the network's temperature on the validation examples."""
     assert run.loaded.validation is not None
     with run.stage("tune", method):
-        predictions, _ = predict_set(run.loaded, run.loaded.validation, None, None)
+        predicted = predict_set(run.loaded, run.loaded.validation, None, None)
+        assert isinstance(predicted.predictions, ClassPredictions)
         temperature = fit_temperature(
-            predictions["log_probs"], predictions["targets"], run.loaded.likelihood
+            predicted.predictions.log_probs, predicted.targets, run.loaded.likelihood
         )
         run.method_record(method).temperature = temperature
     if temperature in BOUNDS:
@@ -257,9 +258,12 @@ def _recalibration(run: RunWriter, method: Method) -> Recalibration:
     assert run.loaded.validation is not None
     assert method.recalibration is not None
     with run.stage("tune", method):
-        predictions, _ = predict_set(run.loaded, run.loaded.validation, None, None)
-        logits = network_logits(predictions)
-        return fit_recalibration(method.recalibration, logits, predictions["targets"])
+        predicted = predict_set(run.loaded, run.loaded.validation, None, None)
+        assert isinstance(predicted.predictions, ClassPredictions)
+        assert predicted.predictions.logits is not None
+        return fit_recalibration(
+            method.recalibration, predicted.predictions.logits, predicted.targets
+        )
 
 
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
@@ -286,50 +290,60 @@ def predict(run: RunWriter, members: Mapping[str, Sequence[Member]]) -> None:
     """Write the missing predictions of every method for every set."""
     for dataset in run.record.sets:
         with run.stage("predict"):
-            network_predictions: tuple[Predictions, float] | None = None
+            by_network: PredictedSet | None = None
             for method in run.methods:
                 if run.summary(method, dataset.name) is not None:
                     continue
                 run.log(f"Predicting {dataset.name}: {method.label}")
                 is_network = method.posterior is None and not method.uses_all_checkpoints
-                if is_network and network_predictions is not None:
-                    predictions, seconds = network_predictions
+                if is_network and by_network is not None:
+                    predicted = by_network
                 else:
-                    predictions, seconds = _predicted(
-                        run, method, dataset.name, members[method.key]
-                    )
+                    predicted = _predicted(run, method, dataset.name, members[method.key])
                 if is_network:
-                    network_predictions = predictions, seconds
-                recalibration = members[method.key][0].recalibration
-                if recalibration is not None:
-                    predictions = recalibrated(predictions, recalibration, run.loaded.likelihood)
-                _write_predictions(run, method, dataset.name, predictions, seconds)
+                    by_network = predicted
+                _write_predictions(
+                    run, method, dataset.name, predicted, members[method.key][0].recalibration
+                )
             summary = run.summary(run.methods[0], dataset.name)
             assert summary is not None
             dataset.num_examples = summary.num_examples
 
 
 def _write_predictions(
-    run: RunWriter, method: Method, set_name: str, predictions: Predictions, seconds: float
+    run: RunWriter,
+    method: Method,
+    set_name: str,
+    predicted: PredictedSet,
+    recalibration: Recalibration | None,
 ) -> None:
-    """Write a method's predictions, by its temperature where it has one."""
+    """Write a method's predictions, by its recalibration or temperature where it has one."""
     likelihood = run.loaded.likelihood
+    predictions = predicted.predictions
+    if recalibration is not None:
+        assert isinstance(predictions, ClassPredictions)
+        predictions = predictions.recalibrated(recalibration, likelihood)
     temperature = run.method_record(method).temperature
     if temperature is not None:
-        predictions = scaled_by_temperature(predictions, temperature, likelihood)
+        assert isinstance(predictions, ClassPredictions)
+        predictions = predictions.scaled(temperature, likelihood)
     has_labels = set_name not in run.loaded.ood
     columns = {
-        name: column.numpy()
-        for name, column in columns_to_write(predictions, likelihood, has_labels).items()
+        "index": predicted.index,
+        **predictions.columns(likelihood, predicted.targets if has_labels else None),
     }
-    summary = PredictionsSummary(len(predictions["index"]), seconds)
-    run.folder.write_predictions(method.key, set_name, columns, summary)
+    run.folder.write_predictions(
+        method.key,
+        set_name,
+        {name: column.numpy() for name, column in columns.items()},
+        PredictionsSummary(len(predicted.index), predicted.seconds),
+    )
 
 
 def _predicted(
     run: RunWriter, method: Method, set_name: str, members: Sequence[Member]
-) -> tuple[Predictions, float]:
-    """A method's predictions for a set, without its temperature, and the seconds they took."""
+) -> PredictedSet:
+    """A method's predictions for a set, without its recalibration or temperature."""
     positions = None
     limit = run.method_record(method).examples
     if limit is not None:
@@ -343,9 +357,6 @@ def _predicted(
         predict_set(member.loaded, batches, member.posterior, positions, has_labels=has_labels)
         for member in members
     ]
-    seconds = sum(seconds for _, seconds in results)
-    if not method.uses_all_checkpoints:
-        predictions, _ = results[0]
-        return predictions, seconds
-    members_predictions = [predictions for predictions, _ in results]
-    return mean_of_members(members_predictions, run.loaded.likelihood), seconds
+    if method.uses_all_checkpoints:
+        return PredictedSet.mean_of(results, run.loaded.likelihood)
+    return results[0]

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace, Link
-from laplace_debias.assessment.predictions import (
+from laplace_debias.assessment.predicting import (
     SelectedBatches,
-    posterior_predictions,
+    posterior_classes,
     predict_set,
-    probabilities,
 )
+from laplace_debias.assessment.predictions import probabilities
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def fitted():
 def test_probabilities_are_those_of_predict(fitted):
     loaded, la = fitted
     x, _ = loaded.test[0]
-    found = posterior_predictions(la, x)
+    found = posterior_classes(la, x)
     torch.testing.assert_close(
-        probabilities(found["log_probs"], la.likelihood).float(), la.predict(x).probs
+        probabilities(found.log_probs, la.likelihood).float(), la.predict(x).probs
     )
     scores = la.uncertainty(x).scores
     for name in ("variance", "instability"):
-        torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
-    assert found["energy"].isnan().all()
+        torch.testing.assert_close(found.scores[name].float(), scores[name], rtol=1e-3, atol=1e-6)
+    assert "energy" not in found.scores
 
 
 def test_the_temperature_divides_the_logits_of_every_column(fitted):
@@ -41,12 +41,12 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
     x, _ = loaded.test[0]
     mean, covariance = (part.double() for part in la.functional(x))
     la.link = Link("pairwise", 4.0)
-    found = posterior_predictions(la, x)
+    found = posterior_classes(la, x)
     predicted, scores = la.predict(x).probs, la.uncertainty(x).scores
     la.link = None
-    torch.testing.assert_close(probabilities(found["log_probs"], la.likelihood).float(), predicted)
+    torch.testing.assert_close(probabilities(found.log_probs, la.likelihood).float(), predicted)
     for name in ("variance", "instability"):
-        torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(found.scores[name].float(), scores[name], rtol=1e-3, atol=1e-6)
     generator = torch.Generator().manual_seed(7)
     aleatoric = []
     for row in range(len(x)):
@@ -54,13 +54,13 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
         noise = torch.randn(40_000, 5, generator=generator, dtype=torch.float64)
         p = ((mean[row] + noise @ root.T) / 4).softmax(1)
         aleatoric.append(-(p * p.log()).sum(1).mean())
-    torch.testing.assert_close(found["aleatoric"], torch.stack(aleatoric), rtol=0.02, atol=0)
+    torch.testing.assert_close(found.scores["aleatoric"], torch.stack(aleatoric), rtol=0.02, atol=0)
 
 
 def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
     loaded, la = fitted
     x = loaded.test[0][0][:4]
-    found = posterior_predictions(la, x)
+    found = posterior_classes(la, x)
     mean, covariance = la.functional(x)
     generator = torch.Generator().manual_seed(7)
     for row in range(len(x)):
@@ -70,9 +70,9 @@ def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
         aleatoric = -(p * p.log()).sum(1).mean()
         total = -(p.mean(0) * p.mean(0).log()).sum()
         # 128 points of a Sobol sequence.
-        assert found["aleatoric"][row] == pytest.approx(float(aleatoric), rel=0.1, abs=0.01)
+        assert found.scores["aleatoric"][row] == pytest.approx(float(aleatoric), rel=0.1, abs=0.01)
         expected = pytest.approx(float(total - aleatoric), rel=0.3, abs=0.01)
-        assert found["mutual_information"][row] == expected
+        assert found.scores["mutual_information"][row] == expected
 
 
 def test_predictions_do_not_depend_on_the_batches(fitted):
@@ -82,8 +82,9 @@ def test_predictions_do_not_depend_on_the_batches(fitted):
     both = [
         predict_set(loaded, a_run.batches_of(whole, labels, size), la, None) for size in (7, 40)
     ]
-    for name in ("log_probs", "aleatoric", "mutual_information", "variance"):
-        values = [found[name] for found, _ in both]
+    columns = [found.predictions.columns(la.likelihood, found.targets) for found in both]
+    for name in ("probs", "aleatoric", "mutual_information", "variance"):
+        values = [found[name] for found in columns]
         torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
 
 
@@ -93,11 +94,10 @@ def test_many_outputs_have_variances_alone():
         model = nn.Linear(3, 101).eval()
         x, y = torch.randn(20, 3), torch.randint(101, (20,))
     la = Laplace(model).fit([(x, y)], num_data=20)
-    found = posterior_predictions(la, x)
-    assert found["mutual_information"].isnan().all()
-    assert found["aleatoric"].isnan().all()
+    found = posterior_classes(la, x)
+    assert set(found.scores) == {"variance"}
     torch.testing.assert_close(
-        probabilities(found["log_probs"], la.likelihood).float(), la.predict(x).probs
+        probabilities(found.log_probs, la.likelihood).float(), la.predict(x).probs
     )
 
 
@@ -106,19 +106,19 @@ def test_labels_that_apply_or_not(task):
     loaded = a_run.loaded_yes_no(task)
     la = Laplace(loaded.model, task).fit(loaded.train, num_data=loaded.num_train)
     x, _ = loaded.test[0]
-    found = posterior_predictions(la, x)
+    found = posterior_classes(la, x)
     predicted = la.predict(x)
     if task == "binary":
         expected = torch.stack([1 - predicted.probs, predicted.probs], 1)
     else:
         expected = predicted.mean
-    torch.testing.assert_close(probabilities(found["log_probs"], la.likelihood).float(), expected)
-    assert (found["mutual_information"] >= 0).all()
-    assert found["mutual_information"].max() > 0.01
+    torch.testing.assert_close(probabilities(found.log_probs, la.likelihood).float(), expected)
+    assert (found.scores["mutual_information"] >= 0).all()
+    assert found.scores["mutual_information"].max() > 0.01
     mean, variances = la.functional(x, diagonal=True)
-    torch.testing.assert_close(found["variance"].float(), variances.mean(1))
+    torch.testing.assert_close(found.scores["variance"].float(), variances.mean(1))
     least = torch.special.ndtr(-mean.abs() / variances.sqrt()).amax(1)
-    torch.testing.assert_close(found["instability"].exp().float(), least)
+    torch.testing.assert_close(found.scores["instability"].exp().float(), least)
 
 
 def test_some_examples_are_chosen_across_batches(fitted):

@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch.nn import functional as F
 
-from laplace_debias.assessment.predictions import scaled_by_temperature
+from laplace_debias.assessment.predictions import ClassPredictions
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
 from laplace_debias.curvature.losses.likelihoods import Categorical
 
@@ -74,7 +74,6 @@ def test_what_cannot_be_fitted_is_refused():
 
 def test_tempered_classes_are_normalised_and_keep_their_order():
     z, _ = problem("classification")
-    network = {"log_probs": z.log_softmax(1)}
-    found = scaled_by_temperature(network, 2.5, Categorical())["log_probs"]
+    found = ClassPredictions(z.log_softmax(1)).scaled(2.5, Categorical()).log_probs
     torch.testing.assert_close(found.exp().sum(1), torch.ones(len(z), dtype=torch.float64))
     torch.testing.assert_close(found, (z / 2.5).log_softmax(1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from laplace_debias import Laplace
-from laplace_debias.assessment import assess, predictions, stages
+from laplace_debias.assessment import assess, predicting, stages
 from laplace_debias.assessment.methods import LAST_LAYER
 from laplace_debias.runs.folder import read_json
 from laplace_debias.runs.wording import duration
@@ -18,13 +18,13 @@ def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypat
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=(1,))
     made, lines = [], []
     monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6)
-    functional = predictions.posterior_predictions
+    functional = predicting.posterior_predictions
 
     def counted(la, x, *rest):
         made.append(len(x))
         return functional(la, x, *rest)
 
-    monkeypatch.setattr(predictions, "posterior_predictions", counted)
+    monkeypatch.setattr(predicting, "posterior_predictions", counted)
     assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), log=lines.append)
     (line,) = (line for line in lines if "will take about" in line)
     # A search takes as long as three predictions of the 60 that are chosen.

@@ -1,0 +1,225 @@
+"""The predictions of a network, or of its posterior, for a data set."""
+
+import itertools
+import operator
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias import metrics
+from laplace_debias.assessment.numbers import gaussian_draws, number_predictions
+from laplace_debias.assessment.predictions import (
+    ClassPredictions,
+    NumberPredictions,
+    PredictedSet,
+    Predictions,
+)
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.calling import call
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
+from laplace_debias.laplace import Laplace, links
+from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
+from laplace_debias.laplace.prediction.decomposition import scores_of_logits, uncertainty_of_draws
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.shares import dealt
+from laplace_debias.system.ranks import process_group
+
+MOST_OUTPUTS = 100
+"""With more outputs than this, the covariance costs too much. Only the variances of the outputs
+are computed, including the part that all outputs share. Mutual information, aleatoric uncertainty
+and instability are not known."""
+
+
+def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | None:
+    """Return the indices of the examples that a method predicts, or None for all.
+
+    Sets of one size have the same positions, so that corrupted examples are those of the test set.
+    """
+    if limit is None or limit >= num_examples:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_examples, generator=generator)[:limit].sort().values
+
+
+class SelectedBatches:
+    """Batches of all or selected examples, on the model's device.
+
+    With several processes each has every n-th batch. Targets that a set without labels lacks are
+    zeros.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        positions: Tensor | None = None,
+        *,
+        has_labels: bool = True,
+    ) -> None:
+        self._model = model
+        self._batches = batches
+        self._positions = positions
+        self._read = BatchReader(model, needs_targets=has_labels)
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        for _, x, y in self.with_positions():
+            yield x, y
+
+    def with_positions(self) -> Iterator[tuple[int, Inputs, Tensor]]:
+        """Yield the batches, each with the index of its first selected example."""
+        device = next(self._model.parameters()).device
+        for _, first, x, y in dealt(self._batches, self._read):
+            if self._positions is None:
+                yield first, move(x, device, None), y
+                continue
+            start, end = torch.searchsorted(
+                self._positions, torch.tensor([first, first + num_examples(x)])
+            ).tolist()
+            if start < end:
+                in_batch = self._positions[start:end] - first
+                yield start, move(take(x, in_batch), device, None), y[in_batch]
+            if end == len(self._positions):
+                return
+
+
+@torch.no_grad()
+def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs"]:
+    """Compute the outputs of the trained network, `[B, C]`, float64 on the CPU."""
+    outputs = call(model, x)
+    if outputs.ndim != 2:
+        raise ValueError(
+            f"The outputs of the network have the shape {tuple(outputs.shape)}. Return one row "
+            "of outputs per example, [B, C]."
+        )
+    if not outputs.isfinite().all():
+        raise ValueError(
+            "The outputs of the network are not finite. Check its inputs and its weights."
+        )
+    return outputs.double().cpu()
+
+
+def network_classes(
+    outputs: Float[Tensor, "n outputs"], likelihood: Likelihood
+) -> ClassPredictions:
+    """Predict classes or labels with the trained network, from its outputs."""
+    if likelihood.activation == "sigmoid":
+        return ClassPredictions(outputs, logits=outputs)
+    if likelihood.activation is None:
+        return ClassPredictions(_log_probs(likelihood.predictive(outputs, None)))
+    scores = {"energy": metrics.energy(outputs), "max_logit": metrics.max_logit(outputs)}
+    return ClassPredictions(outputs.log_softmax(1), scores, logits=outputs)
+
+
+def _log_probs(predictive: Any) -> Float[Tensor, "n classes"]:
+    """Logarithms of the probabilities of classes."""
+    return predictive.probs.double().cpu().log()
+
+
+def posterior_predictions(la: Laplace, x: Inputs, targets: Tensor | None = None) -> Predictions:
+    """Predict with a Laplace posterior, by `method="glm"` in closed form.
+
+    Args:
+        la: The posterior.
+        x: Inputs.
+        targets: The targets of the examples, for their log-probabilities; None if there are none.
+    """
+    if la.likelihood.predicts_numbers:
+        return posterior_numbers(la, x, targets)
+    return posterior_classes(la, x)
+
+
+def posterior_numbers(la: Laplace, x: Inputs, targets: Tensor | None = None) -> NumberPredictions:
+    """Predict numbers with a Laplace posterior; see `posterior_predictions`."""
+    likelihood = la.likelihood
+    needs_covariance = not (likelihood.has_marginals or likelihood.variances_suffice)
+    mean, covariance = la.functional(x, diagonal=not needs_covariance)
+    return number_predictions(likelihood, mean, covariance, targets)
+
+
+def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
+    """Predict classes or labels with a Laplace posterior; see `posterior_predictions`."""
+    likelihood = la.likelihood
+    if likelihood.activation is None:
+        mean, covariance = la.functional(x)
+        log_probs = _log_probs(likelihood.predictive(mean, covariance))
+        return ClassPredictions(log_probs, _information_scores(la, mean, covariance))
+    has_covariance = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS
+    mean, covariance = la.functional(x, diagonal=not has_covariance)
+    link = la.link or links.default_link(la.likelihood, mean.shape)
+    predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
+    per_label = getattr(predictive, "base_dist", predictive)
+    log_probs = per_label.logits.reshape(mean.shape).double().cpu()
+    # The link divides the logits by its temperature, and scores are those of the divided logits.
+    mean, covariance = links.tempered_moments(link, mean.double(), covariance.double())
+    if not has_covariance:
+        return ClassPredictions(log_probs, {"variance": covariance.mean(1).cpu()})
+    scores = scores_of_logits(la.likelihood, [DenseOutputs(mean, covariance)])
+    scores = {name: score.cpu() for name, score in scores.items()}
+    return ClassPredictions(log_probs, scores | _information_scores(la, mean, covariance))
+
+
+def _information_scores(
+    la: Laplace, mean: Float[Tensor, "n outputs"], covariance: Float[Tensor, "n outputs outputs"]
+) -> dict[str, Float[Tensor, " n"]]:
+    """Mutual information and aleatoric entropy, at the Sobol points that links take."""
+    uncertainty = uncertainty_of_draws([la.likelihood], [gaussian_draws(mean, covariance)])
+    return {"aleatoric": uncertainty.aleatoric, "mutual_information": uncertainty.epistemic}
+
+
+def predict_set(
+    loaded: Loaded,
+    batches: Batches,
+    la: Laplace | None,
+    positions: Tensor | None,
+    has_labels: bool = True,
+) -> PredictedSet:
+    """Predict a set with a posterior, or with the network itself, in all processes.
+
+    Args:
+        loaded: The network and its data, with the noise of its likelihood.
+        batches: The set.
+        la: The posterior; None for the network itself.
+        positions: Positions of the examples that are predicted; None for all.
+        has_labels: Whether targets are the true ones, whose log-probabilities are predicted.
+    """
+    own_batches: list[tuple[int, Predictions, Tensor]] = []
+    seconds = 0.0
+    selected = SelectedBatches(loaded.model, batches, positions, has_labels=has_labels)
+    for first, x, y in selected.with_positions():
+        start = time.perf_counter()
+        targets = y.detach().cpu()
+        predictions = _batch_predictions(loaded, x, la, targets if has_labels else None)
+        seconds += time.perf_counter() - start
+        own_batches.append((first, predictions, targets))
+    exchanged = itertools.chain.from_iterable(process_group().exchange(own_batches))
+    # In the order of the batches, which were dealt to the processes.
+    in_order = sorted(exchanged, key=operator.itemgetter(0))
+    if not in_order:
+        raise ValueError("A data set has no examples. Add examples, or remove the data set.")
+    all_predictions = [predictions for _, predictions, _ in in_order]
+    targets = torch.cat([targets for _, _, targets in in_order])
+    return PredictedSet(
+        predictions=type(all_predictions[0]).concatenate(all_predictions),
+        targets=targets,
+        index=torch.arange(len(targets)) if positions is None else positions,
+        seconds=max(process_group().exchange(seconds)),
+    )
+
+
+def _batch_predictions(
+    loaded: Loaded, x: Inputs, la: Laplace | None, targets: Tensor | None
+) -> Predictions:
+    """Predict a batch with a posterior, or with the network itself."""
+    if la is not None:
+        return posterior_predictions(la, x, targets)
+    likelihood = loaded.likelihood
+    outputs = network_outputs(loaded.model, x)
+    if likelihood.predicts_numbers:
+        return number_predictions(likelihood, outputs, None, targets)
+    return network_classes(outputs, likelihood)
