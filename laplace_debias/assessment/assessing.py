@@ -22,7 +22,6 @@ from laplace_debias.assessment.stages import fit, predict
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
-from laplace_debias.laplace.fitting.mode_names import MODES
 from laplace_debias.laplace.fitting.resuming import likelihood_identity, random_samplers_of
 from laplace_debias.runs.folder import RunFolder
 from laplace_debias.sources.changed import Changed
@@ -131,10 +130,9 @@ def _num_read(methods: Sequence[Method]) -> int | None:
         choice = method.posterior
         if not isinstance(choice, PosteriorChoice):
             continue
-        if choice.fit_examples is None:
+        if choice.num_read is None:
             return None
-        num_batches = MODES[choice.mode].num_first_batches or 1
-        largest = max(largest, num_batches * choice.fit_examples)
+        largest = max(largest, choice.num_read)
     return largest
 
 

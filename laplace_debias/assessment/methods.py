@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laplace_debias.curvature.structures import CurvatureName
-from laplace_debias.laplace.fitting.mode_names import ModeName
+from laplace_debias.laplace.fitting.modes import MODES, ModeName
 from laplace_debias.system.settings import check_at_least
 
 if TYPE_CHECKING:
@@ -52,6 +52,13 @@ class PosteriorChoice:
         check_at_least(self, 2, "fit_examples")
         if self.fit_examples is not None and self.mode == "auto":
             raise ValueError("`mode=auto` decides how many examples it uses. Remove fit_examples.")
+
+    @property
+    def num_read(self) -> int | None:
+        """The number of training examples that a fit reads at most; None for all."""
+        if self.fit_examples is None:
+            return None
+        return self.fit_examples * (MODES[self.mode].num_first_batches or 1)
 
 
 @dataclass(frozen=True, kw_only=True)

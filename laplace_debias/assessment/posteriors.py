@@ -20,7 +20,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import join
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.metrics.intervals import normal_quantile
 from laplace_debias.runs.records import MetricValue, Sweep, SweepPoint, TrainingRecord
 from laplace_debias.sources.loaded import Loaded
@@ -53,8 +53,8 @@ def fitted_posterior(
         sharing=choice.sharing,
     )
     batches = loaded.train
-    if choice.fit_examples is not None:
-        batches = _first_batches(loaded, choice.fit_examples, MODES[choice.mode].num_first_batches)
+    if choice.num_read is not None:
+        batches = _first_batches(loaded, choice.num_read, MODES[choice.mode].num_first_batches)
     return la.fit(
         share(batches, loaded.model),
         choice.mode,
@@ -64,13 +64,12 @@ def fitted_posterior(
     )
 
 
-def _first_batches(loaded: Loaded, size: int, num_batches: int | None) -> Batches:
+def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -> Batches:
     """The first training examples, whose order mixes the classes.
 
-    They come in batches of a size, or without a number of batches as the loader has them, up to
-    that size.
+    They come in a number of batches of equal size, or without such a number in the loader's own.
     """
-    num_missing = size * (num_batches or 1)
+    num_missing = num_examples
     read = BatchReader(loaded.model)
     batches = []
     for loaded_batch in loaded.train:

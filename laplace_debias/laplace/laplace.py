@@ -24,7 +24,8 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace.description import describe
 from laplace_debias.laplace.fitting.fit import fit
-from laplace_debias.laplace.fitting.modes import check_mode, scheme_of_mode
+from laplace_debias.laplace.fitting.mode_schemes import scheme_of_mode
+from laplace_debias.laplace.fitting.modes import check_mode
 from laplace_debias.laplace.fitting.plan import Plan, plan_fit
 from laplace_debias.laplace.fitting.schemes import CrossFit, Full, Scheme, Split
 from laplace_debias.laplace.fitting.update import update

@@ -1,4 +1,4 @@
-"""Packages and registries whose contents are imported when they are first used.
+"""Packages, functions and registries whose contents are imported when they are first used.
 
 The command line reads a command's options without importing torch.
 """
@@ -30,6 +30,15 @@ def attributes_from(
         return getattr(importlib.import_module(module_by_name[name]), name)
 
     return attribute
+
+
+def function_from(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module, which is imported when the function is first called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return call
 
 
 class LazyRegistry(MutableMapping[str, type[Entry]]):

@@ -8,7 +8,7 @@ from laplace_debias.cli import main
 from laplace_debias.commands import evaluate
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.structures import STRUCTURES
-from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.modes import MODES
 
 
 def test_names_are_listed_without_torch():
@@ -16,7 +16,7 @@ def test_names_are_listed_without_torch():
 import sys
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.structures import STRUCTURES
-from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.modes import MODES
 assert "auto" in MODES
 assert "poisson" in LIKELIHOODS and "kfac" in STRUCTURES
 assert list(STRUCTURES) and list(LIKELIHOODS)

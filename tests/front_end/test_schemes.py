@@ -111,7 +111,7 @@ def test_an_iterator_is_refused_where_it_is_read_twice(model):
 class EveryOther(Scheme):
     """A user's own way: directions from the batches with even numbers, magnitudes from the rest."""
 
-    mode = "every other"
+    label = "every other"
     data: list
 
     @property

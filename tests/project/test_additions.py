@@ -22,7 +22,7 @@ from laplace_debias.commands import COMMANDS
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.modes import MODES, Mode
 from laplace_debias.laplace.fitting.schemes import Scheme, Split
 from laplace_debias.metrics import METRICS, Metric, evaluation
 from laplace_debias.metrics.statistics import Mean
@@ -83,13 +83,8 @@ def test_a_named_likelihood_is_a_task_of_the_command_line(monkeypatch, tmp_path)
 class FirstFour(Scheme):
     """Directions from the first and third of four batches, magnitudes from the others."""
 
-    mode = "first-four"
-    num_first_batches = 4
+    label = "first-four"
     data: list
-
-    @classmethod
-    def from_batches(cls, batches, folds):
-        return cls(batches)
 
     @property
     def sources(self):
@@ -103,7 +98,8 @@ class FirstFour(Scheme):
 
 
 def test_a_way_to_fit_is_a_class_and_a_line(model, monkeypatch):
-    monkeypatch.setitem(MODES, "first-four", FirstFour)
+    mode = Mode(lambda batches, folds: FirstFour(batches), num_first_batches=4)
+    monkeypatch.setitem(MODES, "first-four", mode)
     data = batches(6)
     la = Laplace(model).fit(data, "first-four", num_data=54)
     expected = Laplace(model).fit(Split(data[0:4:2], data[1:4:2]), num_data=54)

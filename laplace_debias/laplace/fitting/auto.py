@@ -64,7 +64,7 @@ class Auto(Scheme):
             or used all the data.
     """
 
-    mode = "auto"
+    label = "auto"
     is_resumable = False
     reads_all = False
     data: Batches
@@ -73,11 +73,6 @@ class Auto(Scheme):
     examples: int | None = None
     forward_ratio: int = FORWARD_RATIO
     after: FitReport | None = None
-
-    @classmethod
-    def from_batches(cls, batches: Batches, folds: int | None) -> "Auto":
-        """Make an `Auto` for a loader, with the default tolerance."""
-        return cls(batches)
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "seconds"):
@@ -102,7 +97,7 @@ class Auto(Scheme):
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
         """Return the number of training examples N."""
-        return training_size(self.data, num_data, self.mode, reads_whole_loader=False)
+        return training_size(self.data, num_data, self.label, reads_whole_loader=False)
 
     def check(self, structure: CurvatureStructure) -> None:
         """Check that the curvature is K-FAC and that the data are in random order."""

@@ -7,6 +7,7 @@ import torch
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.adapters import adapter_states
 from laplace_debias.curvature.network.batch import Batch
@@ -16,10 +17,11 @@ from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fitting.plan import available_memory, check_memory, least_bytes
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
-from laplace_debias.laplace.fitting.schemes import Scheme
+from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
 from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
@@ -32,6 +34,7 @@ def fit(
     scheme: Scheme,
     size: TrainingSize,
     *,
+    information: Information | None = None,
     generator: torch.Generator | None = None,
     resume: Path | None = None,
     progress: bool = False,
@@ -45,6 +48,9 @@ def fit(
         state: The model, the options of the fit, and the prior.
         scheme: Which data give the directions and the magnitudes.
         size: N, as far as it is known before the fit.
+        information: The information of the state's earlier data, to which that of the new data is
+            added, at the noise of the earlier fit. By default, the noise is that of a new fit, and
+            the prior's information, if it has any, is added.
         generator: Seeds sampled labels and the order of loaders.
         resume: The folder of the checkpoint; None for none.
         progress: Whether to show progress bars.
@@ -53,43 +59,62 @@ def fit(
         ValueError: If the options, the data and the model do not fit each other.
         RuntimeError: Under autocast, or with TF32 products.
     """
-    if not scheme.keeps_noise:
+    is_new = information is None
+    if is_new:
         spec = state.spec
         state = replace(state, spec=replace(spec, likelihood=spec.likelihood.for_new_fit()))
-    information = state.prior.information
-    if information is not None:
-        weight = information.weight * state.temperature
-        scheme = scheme.adding(replace(information, weight=weight))
-    check_before_fit(state, scheme, generator=generator, resume=resume)
+        information = _prior_information(state)
+    check_before_fit(state, scheme, information, generator=generator, resume=resume)
     with torch.inference_mode(False):
-        prepared = prepare_fit(state, scheme, size, generator=generator, progress=progress)
-        if resume is None:
-            return build_posterior(prepared, scheme.fit(prepared))
-        identity = fit_identity(prepared, generator, scheme)
-        context = prepared.context
-        checkpoint = Checkpoint(resume, identity, context.ranks)
-        prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))
-        fitted = build_posterior(prepared, scheme.fit(prepared))
-        checkpoint.end()
+        prepared = prepare_fit(
+            state, scheme, size, may_estimate_noise=is_new, generator=generator, progress=progress
+        )
+        checkpoint = None
+        if resume is not None:
+            identity = fit_identity(prepared, generator, scheme.num_folds, information)
+            context = prepared.context
+            checkpoint = Checkpoint(resume, identity, context.ranks)
+            prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))
+        if information is None:
+            curvature_fit = scheme.fit(prepared)
+        else:
+            curvature_fit = _add_information(prepared, information)
+        fitted = build_posterior(prepared, curvature_fit)
+        if checkpoint is not None:
+            checkpoint.end()
         return fitted
+
+
+def _prior_information(state: Unfitted | FittedPosterior) -> Information | None:
+    """Return the information of the prior, at the temperature of the posterior."""
+    information = state.prior.information
+    if information is None:
+        return None
+    return replace(information, weight=information.weight * state.temperature)
 
 
 def check_before_fit(
     state: Unfitted | FittedPosterior,
     scheme: Scheme,
+    information: Information | None,
     *,
     generator: torch.Generator | None,
     resume: Path | None,
 ) -> None:
     """Check everything that needs no data."""
+    if information is not None and not isinstance(scheme, Full):
+        raise prior_needs_all_data(scheme.label)
     check_generator(generator)
     if resume is not None:
         if not scheme.is_resumable:
             raise ValueError(
-                f'A fit with `mode="{scheme.mode}"` cannot be resumed. Remove `resume=`.'
+                f'A fit with `mode="{scheme.label}"` cannot be resumed. Remove `resume=`.'
             )
         check_resumable(resume, state.config.fisher, generator, list(scheme.sources.values()))
-    scheme.check(state.config.structure)
+    if information is None:
+        scheme.check(state.config.structure)
+    elif isinstance(state.config.structure, KfacCurvature):
+        _check_has_factors(information)
     device = state.device
     check_no_autocast(device)
     if device.type == "cuda" and _rounds_to_tf32():
@@ -97,6 +122,18 @@ def check_before_fit(
             "TF32 matrix products are not precise enough for the eigendecompositions. Call "
             "torch.set_float32_matmul_precision('highest') before fitting."
         )
+
+
+def _check_has_factors(information: Information) -> None:
+    """Require Kronecker factors that can be recovered from the curvature."""
+    for name, block in information.curvature.blocks.items():
+        if getattr(block, "trace_A", None) is None:
+            raise ValueError(
+                f"The Kronecker factors of {name} cannot be recovered. Either the "
+                "posterior was loaded from a file written by an earlier version of the "
+                "library, or it was created by OnlineCurvature. Fit to the earlier and "
+                "the new data together."
+            )
 
 
 def _rounds_to_tf32() -> bool:
@@ -109,6 +146,7 @@ def prepare_fit(
     scheme: Scheme,
     size: TrainingSize,
     *,
+    may_estimate_noise: bool,
     generator: torch.Generator | None,
     progress: bool,
 ) -> PreparedFit:
@@ -124,12 +162,12 @@ def prepare_fit(
     ]
     parameters, context = examine(state, streams, reads_all=scheme.reads_all, fisher=fisher)
     likelihood = state.spec.likelihood
-    if likelihood.has_sigma and likelihood.is_assumed:
+    if may_estimate_noise and likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context, streams)
         state = replace(state, spec=replace(state.spec, likelihood=likelihood))
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
-    size = _size_with_weights(size, scheme.mode, streams[0], ranks)
+    size = _size_with_weights(size, scheme.label, streams[0], ranks)
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.is_random or config.structure.draws_examples:
@@ -144,7 +182,7 @@ def prepare_fit(
         context = replace(context, num_examples=size.num_data)
     config.structure.check(context)
     _require_memory(context, config.structure)
-    return PreparedFit(state, parameters, context, size=size, mode=scheme.mode, streams=streams)
+    return PreparedFit(state, parameters, context, size=size, mode=scheme.label, streams=streams)
 
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
@@ -184,6 +222,21 @@ def _check_different_data(ranks: Ranks, first: list[Batch]) -> None:
     """Raise an error if two processes begin with the same batch."""
     marks = [mark_of(batch.inputs, batch.targets) for batch in first]
     check_all_different(ranks.exchange(marks[0] if marks else None), "starts with the same batch")
+
+
+def _add_information(prepared: PreparedFit, information: Information) -> CurvatureFit:
+    """Add the information of the data to that of earlier data."""
+    names = prepared.parameters.block_names
+    earlier_names = list(information.curvature.blocks)
+    structure = prepared.config.structure
+    if names != earlier_names and not structure.has_independent_outputs:
+        differing = sorted(set(names) ^ set(earlier_names)) or names
+        raise ValueError(
+            "The new data has different curvature blocks from the earlier data: "
+            f"{differing[:4]} differ. Fit to the earlier and the new data together."
+        )
+    (data,) = prepared.streams
+    return structure.update(prepared.context, information, data, prepared.size.num_data)
 
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:

@@ -1,77 +1,65 @@
-"""The modes of `Laplace.fit`, and what each reads from a loader."""
+"""The modes of `Laplace.fit`. The table of their names imports no fitting scheme."""
 
-import copy
-import itertools
-from pathlib import Path
-from typing import Any, SupportsIndex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from laplace_debias.system.lazy import function_from
 
-from laplace_debias.curvature.network.batches import Batches, check_batches
-from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
-from laplace_debias.laplace.fitting.mode_names import MODES
-from laplace_debias.laplace.fitting.resuming import check_resumable
-from laplace_debias.laplace.fitting.schemes import Scheme
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
-from laplace_debias.system.ranks import process_group
+if TYPE_CHECKING:
+    from laplace_debias.laplace.fitting.schemes import Scheme
 
 
-def check_mode(mode: str, folds: int | None) -> None:
+@dataclass(frozen=True)
+class Mode:
+    """A mode: the part of a loader that it reads, and the fitting scheme of these batches.
+
+    Attributes:
+        make: Makes the scheme from the loader, or from the list of its first batches, and from the
+            number of folds, which is None for the default number and for a mode without folds.
+        num_first_batches: The number of a loader's first batches that the scheme gets; None if it
+            gets the loader.
+        takes_folds: Whether a fit splits its data into folds.
+        is_debiased: Whether the magnitudes are measured on other batches than the directions.
+    """
+
+    make: Callable[[Any, int | None], "Scheme"]
+    num_first_batches: int | None = None
+    takes_folds: bool = False
+    is_debiased: bool = False
+
+
+def _scheme(name: str) -> Callable[[Any, int | None], "Scheme"]:
+    return function_from("laplace_debias.laplace.fitting.mode_schemes", name)
+
+
+MODES = {
+    "full": Mode(_scheme("full")),
+    "mini": Mode(_scheme("mini"), num_first_batches=1),
+    "debiased": Mode(_scheme("debiased"), num_first_batches=2, is_debiased=True),
+    "crossfit": Mode(_scheme("crossfit"), num_first_batches=1, takes_folds=True),
+    "auto": Mode(_scheme("auto")),
+}
+"""The modes by the names that a user passes as `mode`."""
+
+if TYPE_CHECKING:
+    ModeName = str
+else:
+    ModeName = Literal[tuple(MODES)]
+"""The type of an option whose value is the name of a mode."""
+
+
+def check_mode(name: str, folds: int | None) -> None:
     """Require a known mode, and folds only where they are used."""
-    if mode not in MODES:
-        raise ValueError(f"Unknown mode={mode!r}. Use one of {', '.join(MODES)}.")
-    if folds is not None and not MODES[mode].takes_folds:
-        names = " and ".join(f'"{name}"' for name, scheme in MODES.items() if scheme.takes_folds)
+    if name not in MODES:
+        raise ValueError(f"Unknown mode={name!r}. Use one of {', '.join(MODES)}.")
+    if folds is not None and not MODES[name].takes_folds:
+        names = " and ".join(f'"{other}"' for other in names_with_folds())
         raise ValueError(
-            f'`folds={folds}` applies only to mode={names}, got `mode="{mode}"`. Remove `folds=`.'
+            f'`folds={folds}` applies only to mode={names}, got `mode="{name}"`. Remove `folds=`.'
         )
 
 
-def scheme_of_mode(
-    state: Unfitted | FittedPosterior,
-    loader: Batches,
-    mode: str,
-    num_data: SupportsIndex | None,
-    generator: torch.Generator | None,
-    resume: Path | None,
-    folds: int | None,
-) -> tuple[Scheme, TrainingSize]:
-    """Return the scheme of a mode, with its data, and N."""
-    check_batches(loader)
-    check_mode(mode, folds)
-    scheme = MODES[mode]
-    num_batches = scheme.num_first_batches
-    reads_whole_loader = num_batches is None and scheme.reads_all
-    size = training_size(loader, num_data, mode, reads_whole_loader=reads_whole_loader)
-    if num_batches is None:
-        return scheme.from_batches(loader, folds), size
-    if resume is not None:
-        check_resumable(resume, state.config.fisher, generator, [loader])
-    stream = state.spec.stream(loader, state.device, generator)
-    with stream.randomness:
-        batches = [_copied(batch) for batch in itertools.islice(stream.source, num_batches)]
-    num_read = max(process_group().exchange(len(batches)))
-    if num_read < num_batches:
-        raise ValueError(
-            f'`mode="{mode}"` needs {num_batches} batch(es), but the loader has {num_read}. Use '
-            "a smaller batch size or more data."
-        )
-    return scheme.from_batches(batches, folds), size
-
-
-def _copied(batch: Any) -> Any:
-    """Copy a batch, since a loader may write the next one into the same memory."""
-    return pytree.tree_map(_copied_leaf, batch)
-
-
-def _copied_leaf(leaf: Any) -> Any:
-    """Copy a tensor, or an object of a library that holds tensors."""
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
-    try:
-        return copy.deepcopy(leaf)
-    except (RuntimeError, TypeError):
-        # An object that cannot be copied, such as an open file, stays as it is.
-        return leaf
+def names_with_folds() -> list[str]:
+    """Return the names of the modes that split their data into folds."""
+    return [name for name, mode in MODES.items() if mode.takes_folds]

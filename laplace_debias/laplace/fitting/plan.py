@@ -22,7 +22,7 @@ from laplace_debias.curvature.network.batches import Batches, Fold
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
-from laplace_debias.laplace.fitting.mode_names import MODES
+from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.fitting.schemes import FOLDS
 from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
@@ -129,12 +129,11 @@ def plan_fit(
             "and the fit would then miss that batch. Pass a DataLoader or a list of "
             "batches."
         )
-    scheme = MODES[mode]
     num_batches: int | None = 1
-    if scheme.num_first_batches is None:
+    if MODES[mode].num_first_batches is None:
         num_batches = len(loader) if isinstance(loader, Sized) else None
     num_folds = 1
-    if scheme.takes_folds:
+    if MODES[mode].takes_folds:
         num_folds = folds or FOLDS
     structure = state.config.structure
     # The folds of all batches are read after one another, or each fold of all batches separately.
@@ -143,7 +142,7 @@ def plan_fit(
     if structure.reads_folds_together:
         num_reads = 1
         num_parts = None if num_batches is None else num_batches * num_folds
-    is_debiased = scheme.is_split
+    is_debiased = MODES[mode].is_debiased
     trial = _Trial()
     # The random states are restored, so that the fit draws the loader's order and labels itself.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.checkpoint import check_folder
+from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import digest_of, digests
 from laplace_debias.laplace.fitting.prepared import PreparedFit
-from laplace_debias.laplace.fitting.schemes import Added, Scheme
 from laplace_debias.laplace.saving.file import likelihood_to_json
 from laplace_debias.system.version import __version__
 
@@ -57,9 +57,19 @@ def random_samplers_of(data: Batches) -> list[Any]:
 
 
 def fit_identity(
-    prepared: PreparedFit, generator: torch.Generator | None, scheme: Scheme
+    prepared: PreparedFit,
+    generator: torch.Generator | None,
+    num_folds: int | None,
+    information: Information | None,
 ) -> dict[str, Any]:
-    """Collect everything besides the data that the sums of a fit depend on."""
+    """Collect everything besides the data that the sums of a fit depend on.
+
+    Args:
+        prepared: The fit.
+        generator: The generator that was passed to the fit.
+        num_folds: The number of folds of cross-fitting; None without it.
+        information: The information of earlier data, to which the fit adds that of its data.
+    """
     spec = prepared.state.spec
     config = prepared.config
     context = prepared.context
@@ -93,18 +103,20 @@ def fit_identity(
         "version of torch": torch.__version__,
         "mode": prepared.mode,
         "num_data": prepared.size.num_data,
-        "folds": scheme.num_folds,
-        "earlier data": _earlier_data_identity(prepared, scheme),
+        "folds": num_folds,
+        "earlier data": _earlier_data_identity(prepared, information),
     }
 
 
-def _earlier_data_identity(prepared: PreparedFit, scheme: Scheme) -> dict[str, Any] | None:
+def _earlier_data_identity(
+    prepared: PreparedFit, information: Information | None
+) -> dict[str, Any] | None:
     """Collect the information that new data are added to; None for a fit to new data only."""
-    if not isinstance(scheme, Added):
+    if information is None:
         return None
     structure = prepared.config.structure
-    identity: dict[str, Any] = {"number of examples": scheme.information.weight}
-    for name, block in scheme.information.curvature.blocks.items():
+    identity: dict[str, Any] = {"number of examples": information.weight}
+    for name, block in information.curvature.blocks.items():
         tensors = structure.tensors(block)
         identity[name] = {key: digest_of([tensor]) for key, tensor in tensors.items()}
     return identity
