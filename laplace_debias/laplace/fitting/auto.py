@@ -18,12 +18,12 @@ from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
+from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler, SampledSums
 from laplace_debias.laplace.fitting.noise import estimate_noise
 from laplace_debias.laplace.fitting.prepared import PreparedFit
 from laplace_debias.laplace.fitting.rounds import CURVE, Round, errors_by_block, fit_round
 from laplace_debias.laplace.fitting.schemes import Scheme
-from laplace_debias.laplace.state.fit_report import FitReport
+from laplace_debias.laplace.state.fit_report import FitReport, StopReason
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks
@@ -34,8 +34,19 @@ FIRST_ROUND = 64
 FORWARD_RATIO = 8
 """How many examples are passed forward per example that is passed backward."""
 _MIN_EXAMPLES = 16
-# The reason to stop if the data end before all of it, or N examples, are in the fit.
-_END_OF_DATA = "the end of the data"
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """The state of a fit, from which a later fit continues.
+
+    Attributes:
+        sums: The sums over the examples that were read.
+        last_round: The posterior after the last round, and its error.
+    """
+
+    sums: SampledSums
+    last_round: Round
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,7 @@ class Auto(Scheme):
     def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
         """Estimate the noise from the first batch, or reuse the noise of the earlier fit."""
         if self.after is not None:
-            _, last_round = self.after.continuation
-            likelihood = last_round.fitted.likelihood
+            likelihood = _continuation(self.after).last_round.fitted.likelihood
             if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
                 return likelihood
         (data,) = streams
@@ -148,52 +158,53 @@ class Auto(Scheme):
                 '`mode="full"`.'
             )
         (data,) = prepared.streams
-        last_round: Round | None
+        last_round: Round | None = None
+        rounds: list[tuple[int, float]] = []
+        seconds_before = 0.0
         if self.after is None:
-            sampler = ImportanceSampler(context, data.unchecked_pass(), self.forward_ratio)
-            last_round = None
-            rounds: list[tuple[int, float]] = []
-            seconds_before = 0.0
+            batches = data.unchecked_pass()
+            sampler, sums = ImportanceSampler.start(context, batches, self.forward_ratio)
         else:
-            sampler, last_round = self.after.continuation
-            rounds = list(self.after.rounds)
+            sums = _continuation(self.after).sums
+            last_round = _continuation(self.after).last_round
+            rounds += self.after.rounds
             seconds_before = self.after.seconds
             _check_same_fit(last_round.fitted, prepared)
-            sampler = sampler.continued(context, data, self.forward_ratio)
+            sampler = ImportanceSampler.after(sums, context, data, self.forward_ratio)
         clock = partial(_seconds_since, perf_counter() - seconds_before, context.ranks)
-        stop_reason = ""
+        stop_reason: StopReason | None = None
         try:
-            while not stop_reason:
+            while stop_reason is None:
                 round_started = clock()
-                target = self._target(sampler.num_drawn, last_round)
-                advanced = sampler.until(target)
-                if advanced.num_drawn < target:
-                    stop_reason = "data"
+                target = self._target(sums.num_drawn, last_round)
+                new_sums = sampler.read(sums, target)
+                if new_sums.num_drawn < target:
+                    stop_reason = StopReason.END_OF_DATA
                     break
-                sampler = advanced
-                last_round = fit_round(sampler, prepared)
-                rounds.append((sampler.num_drawn, last_round.error))
-                stop_reason = self._reason_to_stop(sampler, last_round, round_started, clock())
-            if stop_reason == "data":
+                sums = new_sums
+                last_round = fit_round(sums, prepared)
+                rounds.append((sums.num_drawn, last_round.error))
+                stop_reason = self._reason_to_stop(
+                    sums.num_drawn, last_round.error, round_started, clock()
+                )
+            if stop_reason is StopReason.END_OF_DATA:
                 has_budget = self.seconds is not None or self.examples is not None
                 can_read_again = not isinstance(data.source, Iterator)
                 if last_round is None or (can_read_again and not has_budget):
                     curvature_fit = _fit_all(prepared, data)
                     report = _report_on_all(
-                        prepared, curvature_fit, sampler, last_round, rounds, seconds=clock()
+                        prepared, curvature_fit, sums, last_round, rounds, seconds=clock()
                     )
-                    if report.ended_by != "data":
+                    if report.ended_by is not StopReason.ALL_DATA:
                         _warn_of_error(report, self.tolerance)
                     return replace(curvature_fit, report=report)
-                stop_reason = _END_OF_DATA
         except KeyboardInterrupt:
             if last_round is None or context.ranks.size > 1:
                 raise
-            stop_reason = "interrupt"
+            stop_reason = StopReason.INTERRUPT
         assert last_round is not None
-        sampler.numbered = iter(())  # The workers of a loader end.
-        report = _report(last_round, sampler, rounds, stop_reason=stop_reason, seconds=clock())
-        if stop_reason != "tolerance":
+        report = _report(last_round, sums, rounds, stop_reason=stop_reason, seconds=clock())
+        if stop_reason is not StopReason.TOLERANCE:
             _warn_of_error(report, self.tolerance)
         return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
 
@@ -209,16 +220,21 @@ class Auto(Scheme):
         return target
 
     def _reason_to_stop(
-        self, sampler: ImportanceSampler, last_round: Round, started: float, ended: float
-    ) -> str:
-        """Return what ends the fit after a round; an empty string if nothing does."""
-        if last_round.error <= self.tolerance:
-            return "tolerance"
-        if self.examples is not None and sampler.num_drawn >= self.examples:
-            return "examples"
+        self, num_drawn: int, error: float, started: float, ended: float
+    ) -> StopReason | None:
+        """Return what ends the fit after a round; None if nothing does."""
+        if error <= self.tolerance:
+            return StopReason.TOLERANCE
+        if self.examples is not None and num_drawn >= self.examples:
+            return StopReason.EXAMPLES
         if self.seconds is not None and ended + 2 * (ended - started) > self.seconds:
-            return "seconds"
-        return ""
+            return StopReason.SECONDS
+        return None
+
+
+def _continuation(report: FitReport) -> Continuation:
+    assert isinstance(report.continuation, Continuation)
+    return report.continuation
 
 
 def _is_in_order(data: Any) -> bool:
@@ -244,14 +260,17 @@ def _seconds_since(start: float, ranks: Ranks) -> float:
 
 def _report(
     last_round: Round,
-    sampler: ImportanceSampler,
+    sums: SampledSums,
     rounds: Sequence[tuple[int, float]],
-    stop_reason: str,
+    stop_reason: StopReason,
     seconds: float,
 ) -> FitReport:
     """Report on the last round, with the contribution of each block to its error."""
     fitted = last_round.fitted
-    errors = errors_by_block(last_round, sampler.probes)
+    errors = errors_by_block(last_round, sums.probes)
+    continuation = None
+    if stop_reason is not StopReason.TOLERANCE:
+        continuation = Continuation(sums, last_round)
     return FitReport(
         num_examples=rounds[-1][0],
         num_read=last_round.totals.num_examples,
@@ -260,16 +279,16 @@ def _report(
         rounds=tuple(rounds),
         curve=dict(zip(CURVE, last_round.curve, strict=True)),
         error_by_block=dict(zip(fitted.parameters.block_names, errors, strict=True)),
-        continuation=None if stop_reason == "tolerance" else (sampler, last_round),
+        continuation=continuation,
     )
 
 
 def _warn_of_error(report: FitReport, tolerance: float) -> None:
     reasons = {
-        "seconds": "Stopped by the time budget",
-        "examples": "Stopped by the budget of examples",
-        "interrupt": "Interrupted",
-        _END_OF_DATA: "The data ended",
+        StopReason.SECONDS: "Stopped by the time budget",
+        StopReason.EXAMPLES: "Stopped by the budget of examples",
+        StopReason.INTERRUPT: "Interrupted",
+        StopReason.END_OF_DATA: "The data ended",
     }
     reason = f"{reasons[report.ended_by]} before the fit reached the tolerance of {tolerance:g}."
     if math.isnan(report.error):
@@ -318,7 +337,7 @@ def _fit_all(prepared: PreparedFit, data: Stream) -> CurvatureFit:
 def _report_on_all(
     prepared: PreparedFit,
     curvature_fit: CurvatureFit,
-    sampler: ImportanceSampler,
+    sums: SampledSums,
     last_round: Round | None,
     rounds: Sequence[tuple[int, float]],
     seconds: float,
@@ -333,7 +352,7 @@ def _report_on_all(
     weight = curvature_fit.totals.weight
     is_complete = weight >= prepared.size.after_reading(weight)
     if not is_complete and last_round is not None:
-        report = _report(last_round, sampler, rounds, _END_OF_DATA, seconds)
+        report = _report(last_round, sums, rounds, StopReason.END_OF_DATA, seconds)
         return replace(
             report,
             num_examples=num_read,
@@ -346,7 +365,7 @@ def _report_on_all(
         num_examples=num_read,
         num_read=num_read,
         seconds=seconds,
-        ended_by="data" if is_complete else _END_OF_DATA,
+        ended_by=StopReason.ALL_DATA if is_complete else StopReason.END_OF_DATA,
         rounds=(*rounds, (num_read, error)),
         curve=dict.fromkeys(CURVE, error),
         error_by_block=dict.fromkeys(prepared.parameters.block_names, error),

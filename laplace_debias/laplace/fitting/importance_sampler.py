@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, islice
@@ -72,9 +71,9 @@ def output_curvatures(
     return traces, loss.value(outputs, labels)
 
 
-@dataclass
-class _SampledFold:
-    """A fold of the examples.
+@dataclass(frozen=True, eq=False)
+class SampledFold:
+    """Sums over the examples of a fold.
 
     Attributes:
         gradients: G of the examples drawn, weighted by their inverse probabilities.
@@ -105,41 +104,81 @@ class _SampledFold:
         return factors
 
 
-@dataclass
-class _DrawnExamples:
-    """The examples of a fold that were drawn in a round.
+@dataclass(frozen=True, eq=False)
+class SampledSums:
+    """Sums over the examples that were read by the end of a round.
 
     Attributes:
-        batches: This process's examples, with weights.
-        first_indices: For each batch, the index of its first example among those of all
-            processes, in the order in which they are read.
-        total: The number of examples of all processes.
+        probes: Inputs at which fits are compared, which are no part of the fit.
+        folds: The sums of each fold.
+        totals: The totals of all examples read.
+        curvatures: The curvature in the outputs of every example read.
+        num_drawn: How many examples were drawn.
+        num_batches: How many batches were read.
+        random_state: The state of the generator that draws the next examples.
     """
 
-    batches: list[Batch] = field(default_factory=list)
-    first_indices: list[int] = field(default_factory=list)
-    total: int = 0
+    probes: Inputs
+    folds: tuple[SampledFold, ...]
+    totals: DataTotals
+    curvatures: Float[Tensor, " examples"]
+    num_drawn: int
+    num_batches: int
+    random_state: Tensor
 
-    def as_fold(self, needs_indices: bool) -> Fold:
-        """Return the examples of this process, in one batch if possible.
+    @classmethod
+    def before_reading(cls, probes: Inputs) -> "SampledSums":
+        """Return the sums over no examples."""
+        return cls(
+            probes,
+            folds=tuple(SampledFold() for _ in range(NUM_FOLDS)),
+            totals=DataTotals(),
+            curvatures=torch.zeros(0, dtype=torch.float64),
+            num_drawn=0,
+            num_batches=0,
+            random_state=torch.Generator().manual_seed(0).get_state(),
+        )
+
+
+@dataclass
+class _NewExamples:
+    """The examples of a fold that are read in a round.
+
+    Attributes:
+        inputs: The sums of A over this process's examples.
+        totals: The totals of this process's examples.
+        drawn: This process's examples that were drawn, with weights.
+        first_indices: For each batch of `drawn`, the index of its first example among those of all
+            processes, in the order in which they are read.
+        num_drawn: The number of examples of all processes that were drawn.
+    """
+
+    inputs: SideSums
+    totals: DataTotals = field(default_factory=DataTotals)
+    drawn: list[Batch] = field(default_factory=list)
+    first_indices: list[int] = field(default_factory=list)
+    num_drawn: int = 0
+
+    def drawn_fold(self, needs_indices: bool) -> Fold:
+        """Return this process's examples that were drawn, in one batch if possible.
 
         Examples of different shapes are not joined. If `needs_indices`, neither are those that
         have examples of other processes between them.
         """
         shapes = {
             tuple(tensor.shape[1:] for tensor in (*tensors_of(batch.inputs), batch.targets))
-            for batch in self.batches
+            for batch in self.drawn
         }
-        weight = sum(batch.total_weight for batch in self.batches)
+        weight = sum(batch.total_weight for batch in self.drawn)
         are_consecutive = all(
             first + batch.num_examples == following
             for first, batch, following in zip(
-                self.first_indices, self.batches, self.first_indices[1:], strict=False
+                self.first_indices, self.drawn, self.first_indices[1:], strict=False
             )
         )
         if len(shapes) != 1 or (needs_indices and not are_consecutive):
-            return Fold(list(self.batches), self.first_indices, weight)
-        return Fold([Batch.joined(self.batches)], self.first_indices[:1], weight)
+            return Fold(list(self.drawn), self.first_indices, weight)
+        return Fold([Batch.joined(self.drawn)], self.first_indices[:1], weight)
 
 
 class ImportanceSampler:
@@ -150,28 +189,26 @@ class ImportanceSampler:
 
     Args:
         context: The network, its loss and its blocks.
-        batches: The data.
+        numbered_batches: The data that is not read yet, with the number of each batch.
         forward_ratio: Examples passed forward per example passed backward.
-
-    Attributes:
-        folds: The factors, by folds.
-        totals: The totals of all examples read.
-        num_drawn: How many examples were drawn.
-        curvatures: The curvature in the outputs of every example read.
-        probes: Inputs at which fits are compared, which are no part of the fit.
     """
 
-    def __init__(self, context: FitContext, batches: Iterator[Batch], forward_ratio: int) -> None:
-        self.context = context
+    def __init__(
+        self,
+        context: FitContext,
+        numbered_batches: Iterator[tuple[int, Batch]],
+        forward_ratio: int,
+    ) -> None:
+        self._context = context
+        self._numbered_batches = numbered_batches
         self._forward_ratio = forward_ratio
         self._forward = ForwardPasses(context)
-        self._generator = torch.Generator().manual_seed(0)
-        self._faults = Faults()
-        self.num_batches = 0
-        self.folds = [_SampledFold() for _ in range(NUM_FOLDS)]
-        self.totals = DataTotals(0, 0.0, 0, 0)
-        self.num_drawn = 0
-        self.curvatures = torch.zeros(0, dtype=torch.float64)
+
+    @classmethod
+    def start(
+        cls, context: FitContext, batches: Iterator[Batch], forward_ratio: int
+    ) -> "tuple[ImportanceSampler, SampledSums]":
+        """Set the probes aside, and return a reader of all other data, and the sums so far."""
         first_batches, steps = _first_batches(batches, context.ranks)
         rank = context.ranks.rank
         num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
@@ -187,113 +224,114 @@ class ImportanceSampler:
             # The probes may be all of this process's batch, which the others still read.
             remainders.append(batch.take(slice(num_own, None)))
         probes_by_rank = context.ranks.exchange(own_probes)
-        self.probes = join(list(chain.from_iterable(probes_by_rank)))
-        self.numbered: Iterator[tuple[int, Batch]] = enumerate(chain(remainders, batches), start=1)
+        probes = join(list(chain.from_iterable(probes_by_rank)))
+        numbered_batches = enumerate(chain(remainders, batches), start=1)
+        sampler = cls(context, numbered_batches, forward_ratio)
+        return sampler, SampledSums.before_reading(probes)
 
-    def continued(
-        self, context: FitContext, data: Stream, forward_ratio: int
+    @classmethod
+    def after(
+        cls, sums: SampledSums, context: FitContext, data: Stream, forward_ratio: int
     ) -> "ImportanceSampler":
-        """Return a copy for a later fit, which continues after the examples of this one."""
-        num_skipped = 0 if isinstance(data.source, Iterator) else self.num_batches
-        later = copy(self)
-        later.context = context
-        later._forward_ratio = forward_ratio
-        later._forward = ForwardPasses(context)
-        later.numbered = enumerate(
-            islice(data.unchecked_pass(), num_skipped, None), start=num_skipped + 1
-        )
-        return later
+        """Return a reader of the data after the examples of an earlier fit's sums."""
+        num_skipped = 0 if isinstance(data.source, Iterator) else sums.num_batches
+        batches = islice(data.unchecked_pass(), num_skipped, None)
+        return cls(context, enumerate(batches, start=num_skipped + 1), forward_ratio)
 
-    def until(self, target: int) -> "ImportanceSampler":
-        """Return a copy that has read until a number of examples are drawn."""
-        advanced = copy(self)
-        advanced.folds = [copy(fold) for fold in self.folds]
-        advanced._generator = self._generator.clone_state()
-        advanced._read(target)
-        return advanced
+    def read(self, sums: SampledSums, target: int) -> SampledSums:
+        """Add the next examples to sums, until the number of those drawn reaches a target.
 
-    def _read(self, target: int) -> None:
-        ranks = self.context.ranks
-        drawn = [_DrawnExamples() for _ in self.folds]
-        inputs = [SideSums(self.context, Side.A) for _ in self.folds]
-        own_totals = [DataTotals() for _ in self.folds]
-        while self.num_drawn + sum(examples.total for examples in drawn) < target:
-            number, batch = next(self.numbered, (0, None))
+        It is less than the target if the data ends before.
+        """
+        ranks = self._context.ranks
+        generator = torch.Generator()
+        generator.set_state(sums.random_state)
+        faults = Faults()
+        new_by_fold = [_NewExamples(SideSums(self._context, Side.A)) for _ in sums.folds]
+        while sums.num_drawn + sum(new.num_drawn for new in new_by_fold) < target:
+            number, batch = next(self._numbered_batches, (0, None))
             sizes = ranks.exchange(None if batch is None else batch.num_examples)
             if sizes.count(None) == len(sizes):
                 break
-            self.num_batches = number or self.num_batches
-            with self._faults.during_batch(number):
-                self._draw(batch, [size or 0 for size in sizes], inputs, drawn, own_totals)
-        self._faults.read()
-        for index, fold in enumerate(self.folds):
-            fold_inputs = inputs.pop(0)
-            read = reduce(operator.add, ranks.exchange(own_totals[index].as_numbers()))
-            if read.num_examples:
-                fold.totals = fold.totals + read
-                factors_A = sum_at_owners(self.context, fold_inputs)
-                fold.inputs = _sum_of_both(fold.inputs, factors_A)
-            if drawn[index].total:
-                # Random labels depend on the index among the examples that were drawn.
-                examples = drawn[index].as_fold(self.context.cotangents.fisher.is_random)
-                sums, totals = factor_sums(self.context, examples, self.num_drawn)
-                self.num_drawn += totals.num_examples
-                gradients = {block: G for block, (G, _) in sums.items()}
-                fold.gradients = _sum_of_both(fold.gradients, gradients)
+            sums = replace(sums, num_batches=number or sums.num_batches)
+            with faults.during_batch(number):
+                sums = self._draw(
+                    sums, batch, [size or 0 for size in sizes], new_by_fold, generator
+                )
+        faults.read()
+        num_drawn = sums.num_drawn
+        folds = []
+        for fold in sums.folds:
+            # This frees the memory of a fold's sums before the next fold.
+            new = new_by_fold.pop(0)
+            folds.append(self._with_new_examples(fold, new, num_drawn))
+            num_drawn += new.num_drawn
+        return replace(
+            sums, folds=tuple(folds), num_drawn=num_drawn, random_state=generator.get_state()
+        )
 
     def _draw(
         self,
+        sums: SampledSums,
         batch: Batch | None,
         sizes: Sequence[int],
-        inputs: Sequence[SideSums],
-        drawn: Sequence[_DrawnExamples],
-        own_totals: Sequence[DataTotals],
-    ) -> None:
+        new_by_fold: Sequence[_NewExamples],
+        generator: torch.Generator,
+    ) -> SampledSums:
         """Draw from all processes' batches, of which every fourth example belongs to a fold.
 
         Args:
+            sums: The sums over earlier examples.
             batch: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
-            inputs: The sums of A, by folds.
-            drawn: The drawn examples, by folds, to which those of the batch are added.
-            own_totals: The totals of this process's examples, by folds; the batch is added.
+            new_by_fold: The examples of the round, by folds, to which those of the batch are added.
+            generator: The generator that draws.
+
+        Returns:
+            The sums with the totals and the curvatures of the batches.
         """
-        ranks = self.context.ranks
+        ranks = self._context.ranks
         total = sum(sizes)
-        fold_indices = (self.totals.num_examples + torch.arange(total)) % len(self.folds)
+        fold_indices = (sums.totals.num_examples + torch.arange(total)) % len(sums.folds)
         start = sum(sizes[: ranks.rank])
         own_part = slice(start, start + sizes[ranks.rank])
         own_traces, nll, num_outputs = self._pass_forward(
-            batch, fold_indices[own_part], inputs, own_totals
+            batch, fold_indices[own_part], new_by_fold
         )
         by_rank = ranks.exchange((own_traces.tolist(), nll, num_outputs))
         traces_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
         traces = torch.tensor(list(chain.from_iterable(traces_by_rank)), dtype=torch.float64)
-        self.curvatures = torch.cat([self.curvatures, traces])
-        self.totals = self.totals + DataTotals(total, sum(nlls), sum(nums_outputs), total)
-        mean_curvature = float(self.curvatures.mean())
+        curvatures = torch.cat([sums.curvatures, traces])
+        mean_curvature = float(curvatures.mean())
         probabilities = inclusion_probabilities(traces, mean_curvature, self._forward_ratio)
-        uniforms = torch.rand(total, generator=self._generator, dtype=torch.float64)
+        uniforms = torch.rand(total, generator=generator, dtype=torch.float64)
         is_drawn = uniforms < probabilities
-        for index, fold in enumerate(self.folds):
+        folds = []
+        for index, (fold, new) in enumerate(zip(sums.folds, new_by_fold, strict=True)):
             in_fold = fold_indices == index
             is_chosen = in_fold & is_drawn
-            fold.weighted_curvature += float((traces[is_chosen] / probabilities[is_chosen]).sum())
+            weighted_curvature = float((traces[is_chosen] / probabilities[is_chosen]).sum())
+            folds.append(
+                replace(fold, weighted_curvature=fold.weighted_curvature + weighted_curvature)
+            )
             own_indices = is_chosen[own_part].nonzero()[:, 0]
             if batch is not None and len(own_indices):
                 weights = probabilities[start + own_indices].reciprocal()
-                examples = replace(batch.take(own_indices), weights=weights)
-                drawn[index].batches.append(examples)
-                first_index = drawn[index].total + int(is_chosen[:start].sum())
-                drawn[index].first_indices.append(first_index)
-            drawn[index].total += int(is_chosen.sum())
+                new.drawn.append(replace(batch.take(own_indices), weights=weights))
+                new.first_indices.append(new.num_drawn + int(is_chosen[:start].sum()))
+            new.num_drawn += int(is_chosen.sum())
+        return replace(
+            sums,
+            folds=tuple(folds),
+            totals=sums.totals + DataTotals(total, sum(nlls), sum(nums_outputs), total),
+            curvatures=curvatures,
+        )
 
     def _pass_forward(
         self,
         batch: Batch | None,
         fold_indices: Int[Tensor, " batch"],
-        inputs: Sequence[SideSums],
-        own_totals: Sequence[DataTotals],
+        new_by_fold: Sequence[_NewExamples],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
         """Pass a batch forward, fold by fold: curvatures in the outputs, loss, size of outputs."""
         traces = torch.zeros(len(fold_indices), dtype=torch.float64)
@@ -305,18 +343,43 @@ class ImportanceSampler:
             raise ValueError(
                 '`mode="auto"` does not support weights of examples. Remove them from the batches.'
             )
-        for index, (sums, totals) in enumerate(zip(inputs, own_totals, strict=True)):
+        for index, new in enumerate(new_by_fold):
             in_fold = (fold_indices == index).nonzero()[:, 0]
             if len(in_fold):
-                totals.num_examples += len(in_fold)
-                totals.weight += len(in_fold)
+                new.totals.num_examples += len(in_fold)
+                new.totals.weight += len(in_fold)
                 examples = batch.take(in_fold)
-                outputs = self._forward(examples, sums, totals)
-                fold_traces, loss = output_curvatures(self.context, outputs, examples.targets)
+                outputs = self._forward(examples, new.inputs, new.totals)
+                fold_traces, loss = output_curvatures(self._context, outputs, examples.targets)
                 traces[in_fold] = fold_traces.cpu()
                 nll += float(loss)
                 num_outputs += outputs.numel()
         return traces, nll, num_outputs
+
+    def _with_new_examples(
+        self, fold: SampledFold, new: _NewExamples, num_drawn: int
+    ) -> SampledFold:
+        """Add A of the examples read, and G of those drawn, to the sums of a fold.
+
+        Args:
+            fold: The sums over earlier examples.
+            new: The examples of the round.
+            num_drawn: How many examples were drawn before, in all folds.
+        """
+        context = self._context
+        gradients = fold.gradients
+        inputs = fold.inputs
+        totals = fold.totals
+        read = reduce(operator.add, context.ranks.exchange(new.totals.as_numbers()))
+        if read.num_examples:
+            totals = totals + read
+            inputs = _sum_of_both(inputs, sum_at_owners(context, new.inputs))
+        if new.num_drawn:
+            # Random labels depend on the index among the examples that were drawn.
+            drawn = new.drawn_fold(context.cotangents.fisher.is_random)
+            factors, _ = factor_sums(context, drawn, num_drawn)
+            gradients = _sum_of_both(gradients, {block: G for block, (G, _) in factors.items()})
+        return replace(fold, gradients=gradients, inputs=inputs, totals=totals)
 
 
 def _first_batches(

@@ -11,7 +11,7 @@ from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.laplace.fitting.fit import build_posterior
-from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler
+from laplace_debias.laplace.fitting.importance_sampler import SampledSums
 from laplace_debias.laplace.fitting.prepared import PreparedFit
 from laplace_debias.laplace.functional.context import map_outputs, prediction_context
 from laplace_debias.laplace.functional.linearised import moments
@@ -52,26 +52,27 @@ class Round:
         return max(self.curve)
 
 
-def fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> Round:
+def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
     """Fit the posterior to what was read, and estimate its error."""
-    curvatures = sampler.curvatures
-    mean_curvature = float(curvatures.mean())
-    factors = [fold.factors(mean_curvature) for fold in sampler.folds]
-    totals = [fold.totals for fold in sampler.folds]
-    crossfit, in_fold, *replicates = crossfit_with_replicates(sampler.context, totals, factors)
-    fitted = build_posterior(prepared, CurvatureFit(crossfit, sampler.totals))
+    context = prepared.context
+    mean_curvature = float(sums.curvatures.mean())
+    factors = [fold.factors(mean_curvature) for fold in sums.folds]
+    totals = [fold.totals for fold in sums.folds]
+    crossfit, in_fold, *replicates = crossfit_with_replicates(context, totals, factors)
+    fitted = build_posterior(prepared, CurvatureFit(crossfit, sums.totals))
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(CURVE)[:, None]
     # The folds share one mean curvature, so its error is estimated from all that was read.
+    curvatures = sums.curvatures
     spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
-    last_round = Round(fitted, sampler.totals, replicates, spread=spread, curve=[])
-    variances, chance = _variances_with_errors(last_round, sampler.probes, deltas)
-    in_fold_variances = _variances(fitted, in_fold, sampler.probes, deltas)
+    last_round = Round(fitted, sums.totals, replicates, spread=spread, curve=[])
+    variances, statistical_errors = _variances_with_errors(last_round, sums.probes, deltas)
+    in_fold_variances = _variances(fitted, in_fold, sums.probes, deltas)
     # Magnitudes from held-out folds also have an error, but far less than magnitudes in fold.
     bias = (in_fold_variances / variances).log() / 8
-    relative = torch.hypot(chance / (2 * variances), bias).nan_to_num(0.0)
+    relative = torch.hypot(statistical_errors / (2 * variances), bias).nan_to_num(0.0)
     errors = relative.square().mean((1, 2)).sqrt().tolist()
     # All processes decide by the same numbers, to the last bit.
-    return replace(last_round, curve=sampler.context.ranks.from_rank(errors, 0))
+    return replace(last_round, curve=context.ranks.from_rank(errors, 0))
 
 
 def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
@@ -82,8 +83,9 @@ def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
     # One block at a time, with the others frozen.
     deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
     variances = _variances(fitted, fitted.posterior.curvature, x, deltas[None])
-    _, chance = _variances_with_errors(last_round, x, deltas_by_block)
-    return (chance / (2 * variances)).nan_to_num(0.0).square().mean((1, 2)).sqrt().tolist()
+    _, statistical_errors = _variances_with_errors(last_round, x, deltas_by_block)
+    relative = (statistical_errors / (2 * variances)).nan_to_num(0.0)
+    return relative.square().mean((1, 2)).sqrt().tolist()
 
 
 def _variances_with_errors(

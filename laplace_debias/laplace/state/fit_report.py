@@ -2,7 +2,22 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+
+
+class StopReason(StrEnum):
+    """The event that ended a fit with `mode="auto"`."""
+
+    TOLERANCE = "tolerance"
+    SECONDS = "seconds"
+    EXAMPLES = "examples"
+    INTERRUPT = "interrupt"
+    END_OF_DATA = "the end of the data"
+    """The data ended before all of it, or N examples, were in the fit."""
+    ALL_DATA = "data"
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 @dataclass(frozen=True)
@@ -32,11 +47,11 @@ class FitReport:
     num_examples: int
     num_read: int
     seconds: float
-    ended_by: str
+    ended_by: StopReason
     rounds: tuple[tuple[int, float], ...]
     curve: dict[float, float]
     error_by_block: dict[str, float]
-    continuation: Any = field(default=None, repr=False, compare=False)
+    continuation: object | None = field(default=None, repr=False, compare=False)
 
     @property
     def error(self) -> float:
@@ -52,7 +67,7 @@ class FitReport:
         return self.error / math.sqrt(2)
 
     def __str__(self) -> str:
-        if self.ended_by == "data":
+        if self.ended_by is StopReason.ALL_DATA:
             return f"The fit used all {self.num_examples:,} examples."
         if math.isnan(self.error):
             return (
