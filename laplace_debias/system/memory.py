@@ -1,8 +1,16 @@
-"""Memory: the sizes of slices on each kind of device, and errors of allocation."""
+"""Memory: sizes of slices, the bytes that are available and in use, and errors of allocation."""
 
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Factors of the sizes of slices and of the default bound, by kind of device. Slices of a processor
 # stay in its cache; on a GPU a call costs microseconds, however little it does.
@@ -10,6 +18,9 @@ ROOM = defaultdict(lambda: 16, cpu=1)
 
 # Messages of torch's allocators and of NVIDIA's libraries. The CPU's raises a plain RuntimeError.
 _MESSAGES = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+# Files of Linux.
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -21,3 +32,106 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
+
+
+def available_memory(device: torch.device | None = None) -> int | None:
+    """Return the bytes that can still be allocated, or None if unknown.
+
+    For a GPU these are its free bytes, and those that torch's allocator has reserved without using
+    them. For the CPU these are the bytes that Linux reports as available, but at most those within
+    the limit of the process's control group (version 2), as containers have it; cached files count
+    as available.
+    """
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused
+    limits: list[int] = []
+    if device is None or device.type == "cpu":
+        with suppress(OSError, LookupError):
+            kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]
+            limits.append(1024 * int(kibibytes))
+        # Without a limit it is "max".
+        with suppress(OSError, LookupError, ValueError):
+            limit = int((_CGROUP / "memory.max").read_text())
+            stat = (_CGROUP / "memory.stat").read_text()
+            cached = int(stat.partition("inactive_file ")[2].split()[0])
+            used = int((_CGROUP / "memory.current").read_text()) - cached
+            limits.append(max(0, limit - used))
+    return min(limits, default=None)
+
+
+def check_memory(
+    needed: int,
+    available: int | None,
+    subject: str,
+    less_memory: str,
+) -> None:
+    """Require memory, unless the system does not report how much is available.
+
+    Args:
+        needed: Bytes that are needed.
+        available: Bytes that are available; None if that is not known.
+        subject: Subject and verb of the error message, such as `"The fit takes"`.
+        less_memory: The options that take less memory.
+
+    Raises:
+        ValueError: If more bytes are needed than are available.
+    """
+    if available is not None and needed > available:
+        raise ValueError(
+            f"{subject} {shown_size(needed)} ({needed:,} bytes), but only {shown_size(available)} "
+            f"are available. To need less memory, use {less_memory}. `plan` reports how many bytes "
+            "each option needs."
+        )
+
+
+def shown_size(num_bytes: int) -> str:
+    """Return a number of bytes in MiB or GiB."""
+    return f"{num_bytes / 2**20:,.3f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
+
+
+class MemoryCounter(TorchDispatchMode):
+    """A context that counts the bytes of tensors that are made within it.
+
+    Memory that an operation only uses while it runs is not counted.
+
+    Attributes:
+        live: Bytes of the tensors that are alive.
+        peak: Largest number of these bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and count the storages that it made."""
+        for argument in tree_leaves((args, kwargs)):
+            self._register(argument, is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for output in tree_leaves(result):
+            self._register(output, is_new=True)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _register(self, value: Any, is_new: bool) -> None:
+        """Remember a tensor's storage until it is freed; count its bytes if it is new."""
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return
+        storage = value.untyped_storage()
+        key = id(storage)
+        if key in self._storages:
+            return
+        size = storage.nbytes() if is_new else 0
+
+        def free(_: Any) -> None:
+            self.live -= size
+            self._storages.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, free)
+        self.live += size

@@ -16,7 +16,7 @@ from laplace_debias.curvature.layers import tap as tap_module
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.shared_copy import shared_copy
-from laplace_debias.laplace.fitting.plan import MemoryCounter
+from laplace_debias.system.memory import MemoryCounter
 
 
 class Net(nn.Module):

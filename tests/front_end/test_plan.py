@@ -14,8 +14,9 @@ from laplace_debias.curvature.fits import data_pass, factor_sums
 from laplace_debias.curvature.fits.gram_factor import GramFactor
 from laplace_debias.laplace.fitting import fit as fits
 from laplace_debias.laplace.fitting import plan as plans
-from laplace_debias.laplace.fitting.plan import MemoryCounter
 from laplace_debias.laplace.state.fitted import Unfitted
+from laplace_debias.system import memory as system_memory
+from laplace_debias.system.memory import MemoryCounter
 
 
 class Tokens(nn.Module):
@@ -250,14 +251,14 @@ def test_a_printed_plan_is_aligned_and_complete(case):
 
 
 def test_available_memory_is_no_more_than_a_container_has(tmp_path, monkeypatch):
-    of_machine = plans.available_memory()
-    monkeypatch.setattr(plans, "_CGROUP", tmp_path)
+    of_machine = system_memory.available_memory()
+    monkeypatch.setattr(system_memory, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    assert plans.available_memory() == 500 < of_machine
+    assert system_memory.available_memory() == 500 < of_machine
     (tmp_path / "memory.max").write_text("max\n")
-    assert plans.available_memory() > 500
+    assert system_memory.available_memory() > 500
 
 
 def test_a_wide_layer_has_no_factor_on_that_side():

@@ -18,7 +18,6 @@ from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.fitting.plan import available_memory, check_memory, least_bytes
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
@@ -26,6 +25,7 @@ from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.system.checks import check_generator, check_no_autocast
+from laplace_debias.system.memory import available_memory, check_memory
 from laplace_debias.system.ranks import Ranks, process_group
 
 
@@ -187,8 +187,9 @@ def prepare_fit(
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
     """Require memory for the posterior, before any pass over the data."""
+    mean_bytes = context.dtype.itemsize * sum(block.size for block in context.blocks)
     check_memory(
-        least_bytes(context, structure),
+        structure.least_bytes(context) + mean_bytes,
         available_memory(context.device),
         f"Nothing was fitted, because the posterior of curvature={structure.name!r} needs",
         structure.less_memory,

@@ -1,18 +1,13 @@
 """Plans, which estimate the memory and time of a fit from one batch."""
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.chunks import run_example
 from laplace_debias.curvature.fits.context import FitContext
@@ -26,11 +21,14 @@ from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.fitting.schemes import FOLDS
 from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.system.memory import (
+    MemoryCounter,
+    available_memory,
+    check_memory,
+    shown_size,
+)
 from laplace_debias.system.ranks import alone, process_group
 from laplace_debias.system.shown import aligned
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Plan:
             ValueError: If more bytes are needed than are available.
         """
         subject = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-        check_memory(self.peak, self.available, subject)
+        check_memory(self.peak, self.available, subject, CurvatureStructure.less_memory)
 
     def summary(self) -> dict[str, Any]:
         """Return the plan as a dictionary for JSON; blocks are counted, not listed."""
@@ -86,13 +84,13 @@ class Plan:
         number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
         lines = [f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {number}"]
         if self.blocks:
-            rows = [(name, *map(_size, sizes)) for name, *sizes in map(astuple, self.blocks)]
+            rows = [(name, *map(shown_size, sizes)) for name, *sizes in map(astuple, self.blocks)]
             lines += ["", aligned([("block", "factors", "magnitudes", "posterior"), *rows])]
         stages = {f"  {name}": number for name, number in self.stages.items()}
         totals = {"memory at most": self.peak, **stages, "posterior": self.posterior}
         if self.available is not None:
             totals["available"] = self.available
-        total_rows = [(name, _size(num_bytes)) for name, num_bytes in totals.items()]
+        total_rows = [(name, shown_size(num_bytes)) for name, num_bytes in totals.items()]
         if self.seconds is not None:
             total_rows.append(("passes over the data", f"{self.seconds:.3g} s"))
         return "\n".join([*lines, "", aligned(total_rows)])
@@ -201,64 +199,6 @@ def posterior_bytes(
     return structure.posterior_bytes(context, num_rows) + mean_bytes
 
 
-def least_bytes(context: FitContext, structure: CurvatureStructure) -> int:
-    """Count the bytes that a fit needs at least, including the posterior's mean."""
-    size = sum(block.size for block in context.blocks)
-    return structure.least_bytes(context) + context.dtype.itemsize * size
-
-
-def available_memory(device: torch.device | None = None) -> int | None:
-    """Return the bytes that can still be allocated, or None if unknown.
-
-    For a GPU these are its free bytes, and those that torch's allocator has reserved without using
-    them. For the CPU these are the bytes that Linux reports as available, but at most those within
-    the limit of the process's control group (version 2), as containers have it; cached files count
-    as available.
-    """
-    if device is not None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + unused
-    limits: list[int] = []
-    if device is None or device.type == "cpu":
-        with suppress(OSError, LookupError):
-            kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]
-            limits.append(1024 * int(kibibytes))
-        # Without a limit it is "max".
-        with suppress(OSError, LookupError, ValueError):
-            limit = int((_CGROUP / "memory.max").read_text())
-            stat = (_CGROUP / "memory.stat").read_text()
-            cached = int(stat.partition("inactive_file ")[2].split()[0])
-            used = int((_CGROUP / "memory.current").read_text()) - cached
-            limits.append(max(0, limit - used))
-    return min(limits, default=None)
-
-
-def check_memory(
-    needed: int,
-    available: int | None,
-    subject: str,
-    less_memory: str = CurvatureStructure.less_memory,
-) -> None:
-    """Require memory, unless the system does not report how much is available.
-
-    Args:
-        needed: Bytes that are needed.
-        available: Bytes that are available; None if that is not known.
-        subject: Subject and verb of the error message, such as `"The fit takes"`.
-        less_memory: The options that take less memory.
-
-    Raises:
-        ValueError: If more bytes are needed than are available.
-    """
-    if available is not None and needed > available:
-        raise ValueError(
-            f"{subject} {_size(needed)} ({needed:,} bytes), but only {_size(available)} are "
-            f"available. To need less memory, use {less_memory}. `plan` reports how many bytes "
-            "each option needs."
-        )
-
-
 class _Trial(NamedTuple):
     """The costs of the passes over one batch: bytes in addition to their sums, and seconds."""
 
@@ -319,53 +259,3 @@ def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float,
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return memory.peak, perf_counter() - start, result
-
-
-class MemoryCounter(TorchDispatchMode):
-    """A context that counts the bytes of tensors that are made within it.
-
-    Memory that an operation only uses while it runs is not counted.
-
-    Attributes:
-        live: Bytes of the tensors that are alive.
-        peak: Largest number of these bytes so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._storages: dict[int, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation, and count the storages that it made."""
-        for argument in tree_leaves((args, kwargs)):
-            self._register(argument, is_new=False)
-        result = func(*args, **(kwargs or {}))
-        for output in tree_leaves(result):
-            self._register(output, is_new=True)
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _register(self, value: Any, is_new: bool) -> None:
-        """Remember a tensor's storage until it is freed; count its bytes if it is new."""
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            return
-        storage = value.untyped_storage()
-        key = id(storage)
-        if key in self._storages:
-            return
-        size = storage.nbytes() if is_new else 0
-
-        def free(_: Any) -> None:
-            self.live -= size
-            self._storages.pop(key, None)
-
-        self._storages[key] = weakref.ref(storage, free)
-        self.live += size
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.3f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
