@@ -583,14 +583,17 @@ class Laplace(Predictor):
         """
         self._agree(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
         if method == "marglik":
-            has_default = (
-                not progress and metric == "nll" and loader is grid is generator is link is None
-            )
-            if not has_default:
-                raise ValueError(
-                    '`method="marglik"` does not use `loader`, `generator`, `grid`, `link`, '
-                    "`progress` or `metric`. Remove them."
-                )
+            is_passed = {
+                "loader": loader is not None,
+                "generator": generator is not None,
+                "grid": grid is not None,
+                "link": link is not None,
+                "progress": progress,
+                "metric": metric != "nll",
+            }
+            unused = " and ".join(f"`{name}`" for name in is_passed if is_passed[name])
+            if unused:
+                raise ValueError(f'`method="marglik"` does not use {unused}. Remove {unused}.')
             if isinstance(sigma, str):
                 raise ValueError(
                     f"sigma={sigma!r} requires held-out data. Pass a loader, or sigma=True."

@@ -346,5 +346,5 @@ def test_a_list_of_batches_takes_nothing_from_the_generator():
 
 
 def test_the_marginal_likelihood_takes_no_generator():
-    with pytest.raises(ValueError, match="does not use `loader`, `generator"):
+    with pytest.raises(ValueError, match=r"does not use `generator`\. Remove"):
         fitted().tune(method="marglik", generator=seed(0))

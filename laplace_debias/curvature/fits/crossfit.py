@@ -14,7 +14,7 @@ covariance matrix estimator").
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -71,19 +71,20 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     num_before = 0
     folds = []
     for fold_index in range(num_folds):
-        fold = Fold([], [], 0.0)
+        fold_batches: list[Batch] = []
+        fold_first_indices: list[int] = []
         for batch, first_index in zip(batches, first_indices, strict=False):
             examples = slice((fold_index - first_index) % num_folds, None, num_folds)
             examples_of_fold = batch.take(examples)
             if examples_of_fold.num_examples:
-                fold.batches.append(examples_of_fold)
+                fold_batches.append(examples_of_fold)
                 index_in_data = first_index + examples.start
                 index_in_fold = (index_in_data - fold_index + num_folds - 1) // num_folds
-                fold.first_indices.append(num_before + index_in_fold)
-        size = sum(ranks.exchange(sum(batch.total_weight for batch in fold.batches)))
+                fold_first_indices.append(num_before + index_in_fold)
+        size = sum(ranks.exchange(sum(batch.total_weight for batch in fold_batches)))
         if not size:
             raise ValueError("All examples of one fold have the weight zero. Use fewer folds.")
-        folds.append(replace(fold, size=size))
+        folds.append(Fold(fold_batches, fold_first_indices, size))
         num_before += (num_examples - fold_index + num_folds - 1) // num_folds
     return folds
 
@@ -144,7 +145,8 @@ def crossfit_factors(
         magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
         trace_A = trace_along(along_A, basis.U_A)
         operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes, trace_A=trace_A)]
-    return _share_curvatures(context, operators, total_of(totals_by_fold))[0]
+    (curvature,) = _share_curvatures(context, operators, 1, total_of(totals_by_fold))
+    return curvature
 
 
 def crossfit_with_replicates(
@@ -183,7 +185,8 @@ def crossfit_with_replicates(
         ]
         for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
             operators[block].append(EigenKronecker(U_G, U_A, outer(values_G, values_A)))
-    return _share_curvatures(context, operators, total_of(totals_by_fold))
+    num_curvatures = 2 + len(totals_by_fold)
+    return _share_curvatures(context, operators, num_curvatures, total_of(totals_by_fold))
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
@@ -219,6 +222,7 @@ def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: Side) -> Fact
 def _share_curvatures(
     context: FitContext,
     operators: Mapping[Block, Sequence[EigenKronecker]],
+    num_curvatures: int,
     totals: DataTotals,
 ) -> list[BlockDiagonal]:
     """Collect curvatures of all blocks from the processes that own the blocks.
@@ -226,32 +230,36 @@ def _share_curvatures(
     Args:
         context: The blocks, and the processes.
         operators: For each block of this process its operators, one for each curvature.
+        num_curvatures: The number of curvatures.
         totals: The totals of all folds.
     """
-    tensors: dict[Block, list[Tensor | None]] = {}
-    for block, block_operators in operators.items():
-        tensors[block] = []
-        for kronecker in block_operators:
-            tensors[block] += [kronecker.U_G, kronecker.U_A, kronecker.magnitudes]
-            tensors[block].append(kronecker.trace_A)
-    shared = context.ranks.share(tensors, owners_of_blocks(context))
-    curvatures: list[dict[str, EigenKronecker]] = []
-    for block in context.blocks:
-        block_tensors = shared.pop(block)
-        for index in range(len(block_tensors) // 4):
-            U_G, U_A, magnitudes, trace_A = block_tensors[4 * index : 4 * index + 4]
+    owned = {
+        (block, index): (kronecker.U_G, kronecker.U_A, kronecker.magnitudes, kronecker.trace_A)
+        for block, block_operators in operators.items()
+        for index, kronecker in enumerate(block_operators)
+    }
+    owners = {
+        (block, index): rank
+        for block, rank in owners_of_blocks(context).items()
+        for index in range(num_curvatures)
+    }
+    shared = context.ranks.share(owned, owners)
+    curvatures: list[BlockDiagonal] = []
+    for index in range(num_curvatures):
+        blocks: dict[str, EigenKronecker] = {}
+        for block in context.blocks:
+            U_G, U_A, magnitudes, trace_A = shared.pop((block, index))
             assert magnitudes is not None
-            if index == len(curvatures):
-                curvatures.append({})
-            shared_operator = EigenKronecker(
+            kronecker = EigenKronecker(
                 U_G,
                 U_A,
                 magnitudes,
                 trace_A=trace_A,
                 share_A=totals.input_share(block),
             )
-            curvatures[index][block.name] = shared_operator.to(context.dtype)
-    return [BlockDiagonal(blocks) for blocks in curvatures]
+            blocks[block.name] = kronecker.to(context.dtype)
+        curvatures.append(BlockDiagonal(blocks))
+    return curvatures
 
 
 @dataclass(frozen=True)

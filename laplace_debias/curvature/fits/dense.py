@@ -162,7 +162,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
 
 
 class KeptRows(RowAccumulator[list[Tensor]]):
-    """An accumulator that keeps all rows, which `reduce` joins to one tensor per process."""
+    """An accumulator that keeps all rows of this process."""
 
     def __init__(self, context: FitContext) -> None:
         super().__init__(context, [])
@@ -171,13 +171,8 @@ class KeptRows(RowAccumulator[list[Tensor]]):
         """Keep rows."""
         self.sums.append(rows)
 
-    def reduce(self) -> None:
-        """Check that the rows are finite, and join those of this process."""
-        super().reduce()
-        self.joined = self._join()
-
-    def _join(self) -> Rows:
-        """Return all rows, of which there may be none; the list is emptied."""
+    def take_rows(self) -> Rows:
+        """Return all rows, of which there may be none, and keep them no longer."""
         rows = self.sums
         if not rows:
             return torch.zeros(
@@ -244,7 +239,7 @@ def read_rows_of_folds(context: FitContext, folds: Sequence[Fold]) -> tuple[list
     for fold in folds:
         accumulator = KeptRows(context)
         totals = totals + accumulate(accumulator, fold)
-        rows_by_fold.append(accumulator.joined)
+        rows_by_fold.append(accumulator.take_rows())
     return rows_by_fold, totals
 
 

@@ -32,36 +32,36 @@ class ExampleCounts:
     """Numbers of examples, by which earlier information and that of new data are weighted.
 
     Attributes:
-        earlier: The number of earlier examples.
-        new: The number of new examples.
-        read: The total weight of the new examples that were read.
+        num_earlier: The number of earlier examples.
+        num_new: The number of new examples.
+        weight_read: The total weight of the new examples that were read.
     """
 
-    earlier: float
-    new: float
-    read: float
+    num_earlier: float
+    num_new: float
+    weight_read: float
 
     @classmethod
     def for_update(
         cls, information: Information, num_data: int | None, totals: DataTotals
     ) -> "ExampleCounts":
         """Count the new examples: as passed, or by the weights of those that were read."""
-        new = totals.weight if num_data is None else num_data
-        return cls(information.weight, new, totals.weight)
+        num_new = totals.weight if num_data is None else num_data
+        return cls(information.weight, num_new, totals.weight)
 
     @property
     def total(self) -> float:
         """The number of all examples."""
-        return self.earlier + self.new
+        return self.num_earlier + self.num_new
 
     @property
     def scale(self) -> float:
         """Factor by which sums over the examples that were read become sums over the new ones."""
-        return self.new / self.read
+        return self.num_new / self.weight_read
 
     def mean(self, earlier: Tensor, sums: Tensor) -> Tensor:
         """Average earlier means and sums over what was read, in the dtype of the sums."""
-        return (self.earlier * earlier.to(sums) + self.scale * sums) / self.total
+        return (self.num_earlier * earlier.to(sums) + self.scale * sums) / self.total
 
 
 def add_earlier_factors(
@@ -87,16 +87,16 @@ def add_earlier_factors(
         earlier = information.curvature.blocks[block.name]
         assert isinstance(earlier, EigenKronecker)
         eigenvalues_G, eigenvalues_A = earlier.factor_eigenvalues
-        earlier_in_A = counts.earlier * earlier.share_A
+        earlier_in_A = counts.num_earlier * earlier.share_A
         new_absent = counts.scale * totals.absent.get(block.name, 0.0)
-        all_totals.add_absent(block, counts.earlier - earlier_in_A + new_absent)
+        all_totals.add_absent(block, counts.num_earlier - earlier_in_A + new_absent)
         scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
         is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
         scale_to_all = all_totals.input_divisor(block) / totals.input_divisor(block)
         scales_A = torch.where(is_zero, scale_to_all, scales)
         key_G = FactorKey(block, Side.G)
         key_A = FactorKey(block, Side.A)
-        earlier_G = _factor(key_G, counts.earlier * eigenvalues_G, earlier.U_G, new_G)
+        earlier_G = _factor(key_G, counts.num_earlier * eigenvalues_G, earlier.U_G, new_G)
         earlier_A = _factor(key_A, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
         sums[block] = (
             earlier_G + _scaled(new_G, scales),

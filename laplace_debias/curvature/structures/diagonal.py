@@ -64,7 +64,7 @@ class DiagonalCurvature(CurvatureStructure):
         blocks = {}
         for name, block in new.curvature.blocks.items():
             earlier = information.curvature.blocks[name].magnitudes
-            sums = counts.read * block.magnitudes.double()
+            sums = counts.weight_read * block.magnitudes.double()
             magnitudes = counts.mean(earlier, sums).to(context.dtype)
             blocks[name] = EigenKronecker(None, None, magnitudes)
         return replace(new, curvature=BlockDiagonal(blocks))

@@ -79,7 +79,7 @@ class FullCurvature(DenseCurvature):
         totals = accumulate(accumulator, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
         earlier = information.curvature.blocks[DENSE_BLOCK]
-        accumulator.scale_and_add(counts.scale, counts.earlier, earlier)
+        accumulator.scale_and_add(counts.scale, counts.num_earlier, earlier)
         eigenvalues, U = accumulator.decompose(counts.total)
         return _assemble(context, eigenvalues, U, totals)
 

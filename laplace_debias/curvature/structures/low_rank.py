@@ -67,11 +67,9 @@ class LowRankCurvature(DenseCurvature):
         totals = accumulate(accumulator, directions)
         eigenvalues, U = decompose_on_first(
             context,
-            [accumulator.joined],
+            [accumulator.take_rows()],
             lambda rows: leading_pairs(rows[0], rank, context.dtype),
         )
-        # Its rows are let go before the next pass.
-        del accumulator
         eigenvalues = eigenvalues / totals.weight
         values, totals = measure_along(context, U, eigenvalues, data=magnitudes, totals=totals)
         return _assemble(context, values, U, totals)
@@ -106,10 +104,10 @@ class LowRankCurvature(DenseCurvature):
         accumulator = LeadingRows(context, rank)
         totals = accumulate(accumulator, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
-        rows = [accumulator.joined * counts.scale**0.5]
+        rows = [accumulator.take_rows() * counts.scale**0.5]
         if context.ranks.rank == 0:
             earlier = information.curvature.blocks[DENSE_BLOCK]
-            lengths = (counts.earlier * earlier.magnitudes.to(rows[0])).sqrt()
+            lengths = (counts.num_earlier * earlier.magnitudes.to(rows[0])).sqrt()
             rows.append((earlier.U.to(rows[0]) * lengths).T)
         eigenvalues, U = decompose_on_first(
             context,

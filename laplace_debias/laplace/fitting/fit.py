@@ -174,8 +174,8 @@ def prepare_fit(
             # Draws are keyed by an example's index among those of all processes.
             for stream in streams:
                 stream.first_index_among_all = first_index_of_batch(ranks, stream)
-        model = checksum(state.spec.plain_model)
-        ranks.require_same(model=model, blocks=parameters.block_names)
+        model_checksum = checksum(state.spec.plain_model)
+        ranks.require_same(model=model_checksum, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
     if size.must_match_read:
