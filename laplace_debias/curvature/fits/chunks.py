@@ -256,8 +256,7 @@ class ChunkRunner:
         """
         absent_weight: Tensor | None = None
         if presence is not None:
-            record = replace(record, masks=presence.masks(record))
-            absent_weight = presence.absent_weight(record)
+            record, absent_weight = presence.masked(record)
         self._accumulator.update(record)
         if absent_weight is not None:
             totals.add_absent(record.block, absent_weight)

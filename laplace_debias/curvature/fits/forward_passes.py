@@ -1,7 +1,5 @@
 """Passes that run the network only forward, to sum the input factors A."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
@@ -53,11 +51,10 @@ class ForwardPasses:
                 totals.add_absent(block, batch.num_examples)
                 continue
             record = BlockRecord(block, tap.network.get_submodule(block.layer), inputs)
-            record = replace(record, masks=presence.masks(record))
+            record, absent_weight = presence.masked(record)
             as_rows = sums.keeps_rows(block)
             for A in input_factors(record.layer, block, inputs, record.masks, as_rows):
                 sums.add(block, A)
-            absent_weight = presence.absent_weight(record)
             if absent_weight is not None:
                 totals.add_absent(block, absent_weight)
         return outputs

@@ -1,6 +1,7 @@
 """Presence: which examples take part in a layer, chunk by chunk of a pass over data."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,7 +9,6 @@ from torch import Tensor
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factors import absent_examples
 from laplace_debias.curvature.layer_rules import Site
-from laplace_debias.curvature.layers.masks import Masks
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
 from laplace_debias.curvature.layers.recorder import LayerCall
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -32,8 +32,8 @@ class Presence:
     def __init__(
         self, context: FitContext, layer_calls: Sequence[LayerCall], outputs: Tensor
     ) -> None:
-        self.tap = context.tap
-        self.positions = PositionFinder(
+        self._tap = context.tap
+        self._positions = PositionFinder(
             context.network,
             context.blocks,
             context.cotangents,
@@ -41,12 +41,7 @@ class Presence:
             outputs=outputs,
         )
         # Whether all examples reach the layers of these blocks is not known yet.
-        self.new_blocks = {block for block in context.blocks if not block.is_vector}
-
-    def find_conditional_layers(self, batch: Batch) -> None:
-        """Examine all layers: find those that some of these examples do not reach."""
-        self.tap.conditional |= self.positions.sites_not_reached(batch.inputs, batch.targets)
-        self.new_blocks.clear()
+        self._new_blocks = {block for block in context.blocks if not block.is_vector}
 
     def of_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
         """Find out who takes part among some examples.
@@ -57,6 +52,31 @@ class Presence:
                 context's tap knows.
         """
         return ChunkPresence(self, chunk, uncalled)
+
+    def find_positions(self, chunk: Batch, uncalled: Collection[Site]) -> PresentPositions:
+        """Find the positions that take part; the arguments are those of `of_chunk`."""
+        conditional = self._tap.conditional.union(uncalled)
+        return self._positions.find(chunk.inputs, chunk.targets, conditional)
+
+    def find_conditional_layers(self, batch: Batch) -> None:
+        """Examine all layers: find those that some of these examples do not reach."""
+        self._tap.conditional |= self._positions.sites_not_reached(batch.inputs, batch.targets)
+        self._new_blocks.clear()
+
+    def learn_from(self, record: BlockRecord, chunk: Batch) -> bool:
+        """Examine all layers if the first record of a layer lacks the gradients of some example.
+
+        Returns:
+            Whether all layers were examined, so that other positions may take part now.
+        """
+        # Without any gradient a record shows nothing: an adapter that is not trained yet has none.
+        if record.block not in self._new_blocks or not _has_gradient(record):
+            return False
+        self._new_blocks.discard(record.block)
+        if _all_examples_have_gradients(record):
+            return False
+        self.find_conditional_layers(chunk)
+        return True
 
 
 class ChunkPresence:
@@ -73,30 +93,21 @@ class ChunkPresence:
         self._presence = presence
         self._chunk = chunk
         self._uncalled = uncalled
-        self._present = self._find()
+        self._present = presence.find_positions(chunk, uncalled)
 
-    def _find(self) -> PresentPositions:
-        conditional = self._presence.tap.conditional.union(self._uncalled)
-        chunk = self._chunk
-        return self._presence.positions.find(chunk.inputs, chunk.targets, conditional)
+    def masked(self, record: BlockRecord) -> tuple[BlockRecord, Tensor | None]:
+        """Mask the positions of a record's layer that take part.
 
-    def masks(self, record: BlockRecord) -> Masks | None:
-        """Return the positions of a record's layer that take part; None for all."""
-        new_blocks = self._presence.new_blocks
-        # Without any gradient a record shows nothing: an adapter that is not trained yet has none.
-        if record.block in new_blocks and _has_gradient(record):
-            new_blocks.discard(record.block)
-            if not _all_examples_have_gradients(record):
-                self._presence.find_conditional_layers(self._chunk)
-                self._present = self._find()
-        return self._present.masks(record.block, len(record.inputs))
-
-    def absent_weight(self, record: BlockRecord) -> Tensor | None:
-        """Sum the weights of the examples without a position in a layer; None if there are none.
-
-        Args:
-            record: A record of the layer, with its masks.
+        Returns:
+            The record with its masks, and the sum of the weights of the examples without a position
+            in the layer; None if there are none, or an earlier record had the inputs.
         """
+        if self._presence.learn_from(record, self._chunk):
+            self._present = self._presence.find_positions(self._chunk, self._uncalled)
+        record = replace(record, masks=self._present.masks(record.block, len(record.inputs)))
+        return record, self._absent_weight(record)
+
+    def _absent_weight(self, record: BlockRecord) -> Tensor | None:
         if record.block.is_vector or not record.has_new_inputs:
             return None
         absent = absent_examples(record.layer, record.block, record.inputs, record.masks)

@@ -28,7 +28,7 @@ target of the example counts.
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -221,7 +221,7 @@ def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | N
     return (x == 0).all(-1)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _RecordedCall:
     """A call of a layer in the pass.
 
@@ -230,7 +230,8 @@ class _RecordedCall:
         layer: The layer.
         x: Its input.
         z: Its output.
-        gradient: The cotangent at its output; None if the outputs do not depend on it.
+        gradient: The cotangent at its output; None if the outputs do not depend on it, or before
+            the backward pass.
     """
 
     path: str | None
@@ -304,8 +305,8 @@ class _Pass:
         edges = [call.z.edge for call in calls if call.z.edge is not None]
         cotangent = _generic_cotangent(outputs, counted)
         gradients = torch.autograd.grad(outputs, edges, cotangent, allow_unused=True)
-        for call, gradient in zip(calls, gradients, strict=True):
-            call.gradient = gradient
+        pairs = zip(calls, gradients, strict=True)
+        calls = [replace(call, gradient=gradient) for call, gradient in pairs]
         reached = _reached_examples(calls)
         influence = _influence(calls)
         padding = _padding(calls)
