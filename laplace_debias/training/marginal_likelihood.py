@@ -26,7 +26,7 @@ from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fitted import FittedPosterior, checked_temperature, initial_state
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.prior import check_prior_precision
-from laplace_debias.laplace.tuning.evidence import PER, nll_with_noise, rescaled
+from laplace_debias.laplace.tuning.evidence import PER, rescaled
 from laplace_debias.laplace.tuning.result import Row
 from laplace_debias.system.checks import check_generator, check_is, real, whole
 from laplace_debias.system.ranks import refuse_ranks
@@ -438,7 +438,7 @@ class HyperParameters:
         tuned = [log_deltas]
         log_noise = None
         if tunes_noise:
-            if fitted.num_targets is None:
+            if fitted.residuals is None:
                 raise ValueError(
                     'The noise cannot be optimised with `fisher="empirical"`, because the '
                     "curvature of the empirical Fisher is not proportional to the noise "
@@ -492,7 +492,8 @@ def log_marginal_likelihood(
     share = (-2 * log_factor).exp()
     size = sum(posterior.curvature.sizes)
     log_det = size * share.log() + posterior.log_det_precision(deltas / share)
-    nll = nll_with_noise(fitted, log_factor)
+    assert fitted.residuals is not None
+    nll = fitted.nll + fitted.residuals.nll_change(log_factor)
     return posterior.log_marginal_likelihood(nll, deltas, log_det)
 
 

@@ -128,7 +128,7 @@ def test_the_noise_of_a_regression_is_at_hand():
 
 def test_each_prints_its_arguments_and_no_long_tensor():
     assert repr(Bernoulli()) == "Bernoulli()"
-    assert repr(Gaussian(0.5)) == "Gaussian(is_assumed=False, sigma=0.5)"
+    assert repr(Gaussian(0.5)) == "Gaussian(sigma=0.5)"
     assert "[1000] 1 … 1" in repr(Categorical(class_weights=[1.0] * 1000))
 
 

@@ -370,8 +370,8 @@ class Laplace:
             log_det = torch.logdet(data_precision + precisions.diag())
         scatter = (precisions * fitted.posterior.displacement.double().square()).sum()
         nll = torch.tensor(fitted.nll, dtype=torch.float64)
-        if self.likelihood == "regression" and fitted.num_targets is not None:
-            nll = evidence.nll_with_noise(fitted, log_factor)
+        if fitted.residuals is not None:
+            nll = nll + fitted.residuals.nll_change(log_factor)
         log_likelihood = -nll / fitted.temperature
         return log_likelihood - 0.5 * (log_det - precisions.log().sum() + scatter)
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.backends import uses_backpack
-from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.adapters import AdapterState, adapter_states
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
 from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
@@ -65,6 +65,26 @@ class Unfitted:
         """The device of the Bayesian parameters."""
         names = None if self.parameters is None else self.parameters.names
         return self.spec.first_parameter(names).device
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """The residuals of a regression, at the noise σ at which its curvature was measured.
+
+    Attributes:
+        num_targets: The number M of entries of the targets of the N examples.
+        squared: Q = Σ ‖(f − y)/σ‖² over the N examples.
+    """
+
+    num_targets: float
+    squared: float
+
+    def nll_change(self, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        r"""Compute by how much the negative log-likelihood grows if the noise is multiplied by k.
+
+        It is $\tfrac12 Q(k^{-2} - 1) + M\log k$, and differentiable in log k.
+        """
+        return 0.5 * self.squared * ((-2 * log_factor).exp() - 1) + self.num_targets * log_factor
 
 
 # Two prior precisions are equal to the rounding of single precision.
@@ -125,6 +145,17 @@ class FittedPosterior:
     def likelihood(self) -> Likelihood:
         """The likelihood of the model's outputs."""
         return self.spec.likelihood
+
+    @property
+    def residuals(self) -> "Residuals | None":
+        """The residuals of a regression; None if the curvature is not proportional to σ⁻²."""
+        if self.num_targets is None:
+            return None
+        assert isinstance(self.likelihood, Gaussian)
+        sigma = self.likelihood.curvature_sigma
+        # The mean over outputs: there is one sigma per output, or one for all of them.
+        normaliser = self.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
+        return Residuals(self.num_targets, 2 * (self.nll - self.num_targets * normaliser))
 
     @property
     def prior(self) -> Prior:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.fitted import FittedPosterior, Residuals
 from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
@@ -70,7 +70,7 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
         ValueError: If σ cannot be tuned.
     """
     if sigma is None:
-        sigma = fitted.likelihood.has_free_sigma and fitted.num_targets is not None
+        sigma = fitted.likelihood.has_free_sigma and fitted.residuals is not None
     if sigma:
         check_can_tune_noise(fitted)
     return sigma
@@ -89,19 +89,20 @@ def check_can_tune_noise(fitted: FittedPosterior) -> None:
             "`sigma=True` tunes the noise of a regression, but the likelihood is "
             f"{type(likelihood).__name__}. Remove `sigma=`."
         )
-    if fitted.num_targets is None and fitted.posterior.prior.information is not None:
+    residuals = fitted.residuals
+    if residuals is None and fitted.posterior.prior.information is not None:
         raise ValueError(
             "`sigma=True` does not work after a fit with `prior=`, because the precision of this "
             "prior does not change with the noise. Pass the noise, as Laplace(..., sigma=)."
         )
-    if fitted.num_targets is None:
+    if residuals is None:
         raise ValueError(
             '`sigma=True` does not work after a fit with `fisher="empirical"`, or '
             "with a posterior file saved by an early version of this library. Fit "
             'again with `fisher="exact"` or `fisher="mc"`.'
         )
-    # `squared_residuals` is a difference of these two numbers, in double precision.
-    if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
+    # The squares are a difference of these two numbers, in double precision.
+    if 1e-12 * (abs(fitted.nll) + residuals.num_targets) >= residuals.squared:
         raise ValueError(
             "The residuals are so small compared with `sigma` that they are zero up "
             "to rounding, so the noise cannot be estimated. Check that the targets "
@@ -119,7 +120,7 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
     else:
         value = "Its value is assumed to be 1.0"
     advice = "Pass `sigma=True` to tune it"
-    if fitted.num_targets is None:
+    if fitted.residuals is None:
         advice = "Pass the noise as Laplace(..., sigma=)"
     note = f"`sigma` was not specified, and is not tuned here. {value}. {advice}."
     return replace(tuning, notes=(*tuning.notes, note))
@@ -345,13 +346,12 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     # Imported here because it takes a third of a second.
     from scipy.optimize import minimize_scalar
 
-    assert fitted.num_targets is not None
+    residuals = fitted.residuals
+    assert residuals is not None
     posterior = fitted.posterior
     # At a temperature the likelihood is that of N/T examples.
-    M, Q, nll = (
-        value / posterior.temperature
-        for value in (fitted.num_targets, squared_residuals(fitted), fitted.nll)
-    )
+    M = residuals.num_targets / posterior.temperature
+    Q = residuals.squared / posterior.temperature
     D = sum(posterior.curvature.sizes)
     S = posterior.num_copies * posterior.displacement.double().square().sum().item()
     table: list[dict[str, float]] = []
@@ -359,11 +359,11 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     def loss(log_gamma: float) -> float:
         gamma = 10.0 ** float(log_gamma)
         k = math.sqrt((Q + gamma * S) / M)
-        at_k = nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
+        nll = (fitted.nll + _nll_change(residuals, k)) / posterior.temperature
         log_det = posterior.log_det_precision(
             torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
         ).item()
-        value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-2 - log_det)
+        value = -nll + 0.5 * (D * math.log(gamma) - gamma * S * k**-2 - log_det)
         table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, LOG_EVIDENCE: value})
         return -value
 
@@ -397,8 +397,9 @@ def rescaled(
     """
     posterior = fitted.posterior
     curvature_factor = factor**-2
+    residuals = fitted.residuals
     assert isinstance(fitted.likelihood, Gaussian)
-    assert fitted.num_targets is not None
+    assert residuals is not None
     likelihood = fitted.likelihood.scaled(factor)
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=posterior.mean.device)
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
@@ -406,17 +407,20 @@ def rescaled(
     if limits is not None:
         # The same ratio of the curvature to the prior precision.
         limits = tuple(limit * curvature_factor for limit in limits)
-    nll_change = 0.5 * squared_residuals(fitted) * (curvature_factor - 1)
     tuned = replace(
         fitted,
         spec=replace(fitted.spec, likelihood=likelihood),
         posterior=posterior.changed(
             curvature=curvature, prior=replace(posterior.prior, precision=delta)
         ),
-        nll=fitted.nll + nll_change + fitted.num_targets * math.log(factor),
+        nll=fitted.nll + _nll_change(residuals, factor),
         thinned_at=limits,
     )
     return tuned, likelihood.sigma.tolist()
+
+
+def _nll_change(residuals: Residuals, factor: float) -> float:
+    return float(residuals.nll_change(torch.tensor(factor, dtype=torch.float64).log()))
 
 
 def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosterior:
@@ -440,7 +444,7 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
         )
     factors = (sigma / earlier).reshape(-1)
     is_common = bool((factors / factors[0] - 1).abs().max() < 1e-6)
-    if fitted.num_targets is None or not is_common:
+    if fitted.residuals is None or not is_common:
         raise ValueError(
             "The curvature at this `sigma` is not known: it can be computed only if the noise "
             "levels of all outputs change by the same factor, and not after a fit with "
@@ -449,25 +453,3 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
     rescaled_fit, _ = rescaled(fitted, float(factors[0]), 1.0)
     rescaled_fit = rescaled_fit.changed(prior=fitted.prior)
     return replace(rescaled_fit, spec=replace(rescaled_fit.spec, likelihood=likelihood))
-
-
-def nll_with_noise(fitted: FittedPosterior, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    r"""Compute the negative log-likelihood with noise that is multiplied by k.
-
-    $\ell + \tfrac12 Q(k^{-2} - 1) + M\log k$ with the residuals' Q = Σ‖(f − y)/σ‖² and the number
-    M of target values. It is differentiable in log k.
-    """
-    assert fitted.num_targets is not None
-    share = (-2 * log_factor).exp()
-    nll = fitted.nll + 0.5 * squared_residuals(fitted) * (share - 1)
-    return nll + fitted.num_targets * log_factor
-
-
-def squared_residuals(fitted: FittedPosterior) -> float:
-    """Compute Q = Σ ‖(f − y)/σ‖² over the N examples."""
-    assert isinstance(fitted.likelihood, Gaussian)
-    assert fitted.num_targets is not None
-    sigma = fitted.likelihood.curvature_sigma
-    # The mean over outputs: there is one sigma per output, or one for all of them.
-    normaliser = fitted.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
-    return 2 * (fitted.nll - fitted.num_targets * normaliser)

@@ -112,8 +112,9 @@ def tune_on_data(
         )
         # The grid is one of γ = δ k², around the k² of the residuals of the training data.
         likelihood = fitted.likelihood
-        assert fitted.num_targets is not None
-        points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
+        residuals = fitted.residuals
+        assert residuals is not None
+        points = points * (residuals.squared / residuals.num_targets)
     if grid is None:
         points = _representable(posterior, points)
     else:

@@ -37,7 +37,6 @@ class Likelihood(ABC):
             not logits.
         has_sigma: Whether the curvature is proportional to the inverse square of a noise `sigma`,
             so that a fit, `tune` and `tune_evidence` can determine this noise.
-        is_assumed: Whether `sigma` was not given, and has not been tuned.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
         variances_suffice: Whether `predictive` depends on the variances of the outputs only.
         outputs_meaning: The name of the network's outputs in messages.
@@ -49,7 +48,6 @@ class Likelihood(ABC):
     targets: ClassVar[Literal["class", "labels", "numbers"] | None] = None
     activation: ClassVar[Literal["softmax", "sigmoid"] | None] = None
     has_sigma: ClassVar[bool] = False
-    is_assumed: bool = False
     has_marginals: ClassVar[bool] = False
     variances_suffice: bool = False
     outputs_meaning: ClassVar[str] = "outputs"
@@ -73,6 +71,11 @@ class Likelihood(ABC):
         The method is called for every batch. On an accelerator, the host waits for each number that
         it reads; the likelihoods of this package read their numbers once per fit.
         """
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether there is a noise `sigma` that was not given, and has not been tuned."""
+        return False
 
     @property
     def has_free_sigma(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -61,6 +61,11 @@ class NormalMixture(MixtureSameFamily):
         return ((low + high) / 2).to(dtype)
 
 
+SigmaOrigin = Literal["given", "assumed", "estimated", "tuned"]
+"""How the noise σ of a regression was determined: by the user, as 1.0 by default, from residuals,
+or, if the user gave none, by tuning."""
+
+
 class Gaussian(Likelihood):
     r"""Regression with Gaussian noise, with targets `[B, C]`, or `[B]` if C = 1.
 
@@ -73,7 +78,6 @@ class Gaussian(Likelihood):
 
     Attributes:
         sigma: The noise of the predictive.
-        is_assumed: Whether no `sigma` was given, and none has been tuned.
 
     Raises:
         ValueError: If a standard deviation is not positive and finite.
@@ -86,13 +90,11 @@ class Gaussian(Likelihood):
     has_sigma = True
     has_marginals = True
     checks_shapes_only = True
-    # The noise of the loss, if the predictive has another one.
-    _curvature_sigma: Tensor | None = None
-    # Whether the noise was tuned, and none had been given.
-    _is_tuned: bool = False
 
     def __init__(self, sigma: float | Sequence[float] | Tensor | None = None) -> None:
-        self.is_assumed = sigma is None
+        self._origin: SigmaOrigin = "assumed" if sigma is None else "given"
+        # The noise of the loss, if the predictive has another one.
+        self._curvature_sigma: Tensor | None = None
         self.sigma = real(1.0 if sigma is None else sigma, "sigma").detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
             raise ValueError(
@@ -104,13 +106,18 @@ class Gaussian(Likelihood):
     def estimated(cls, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
         """Make a likelihood whose noise was estimated rather than given."""
         likelihood = cls(sigma)
-        likelihood.is_assumed = True
+        likelihood._origin = "estimated"
         return likelihood
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether no `sigma` was given, and none has been tuned."""
+        return self._origin in ("assumed", "estimated")
 
     @property
     def has_free_sigma(self) -> bool:
         """Whether no `sigma` was given, so that tuning chooses it."""
-        return self.is_assumed or self._is_tuned
+        return self._origin != "given"
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
@@ -133,7 +140,8 @@ class Gaussian(Likelihood):
     def scaled(self, factor: float) -> "Gaussian":
         """Return the likelihood with the noise `curvature_sigma` times a factor that was tuned."""
         likelihood = Gaussian(self.curvature_sigma * factor)
-        likelihood._is_tuned = self.has_free_sigma
+        if self.has_free_sigma:
+            likelihood._origin = "tuned"
         return likelihood
 
     def for_same_curvature(self) -> "Gaussian":
@@ -142,14 +150,12 @@ class Gaussian(Likelihood):
 
     def options(self) -> dict[str, Any]:
         """Return the noise σ, or None if it is the default of 1, and how σ was determined."""
-        # Whether it was given steers `tune`.
-        if self.is_assumed and self.sigma.ndim == 0:
+        if self._origin == "assumed":
             return {"sigma": None}
         options: dict[str, Any] = {"sigma": self.sigma.tolist()}
-        if self.is_assumed:
-            options["is_estimated"] = True
-        if self._is_tuned:
-            options["is_tuned"] = True
+        # Whether it was given steers `tune`.
+        if self._origin != "given":
+            options[f"is_{self._origin}"] = True
         if self._curvature_sigma is not None:
             options["curvature_sigma"] = self._curvature_sigma.tolist()
         return options
@@ -158,8 +164,10 @@ class Gaussian(Likelihood):
     def from_options(cls, options: Mapping[str, Any]) -> "Gaussian":
         """Make an instance from the result of `options`."""
         likelihood = cls(options["sigma"])
-        likelihood.is_assumed |= options.get("is_estimated", False)
-        likelihood._is_tuned = options.get("is_tuned", False)
+        if options.get("is_estimated"):
+            likelihood._origin = "estimated"
+        if options.get("is_tuned"):
+            likelihood._origin = "tuned"
         if "curvature_sigma" in options:
             likelihood._curvature_sigma = cls(options["curvature_sigma"]).sigma
         return likelihood
