@@ -16,7 +16,6 @@ from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
     LinearOperator,
-    LowRankPlusDiagonal,
     ParameterLayout,
     Permuted,
     Spectrum,
@@ -316,14 +315,9 @@ def _log_det(
     """Compute log det of a weighted curvature plus δ, float64, differentiable in δ."""
     terms = []
     for block, delta in zip(curvature.blocks.values(), deltas, strict=True):
-        magnitudes = block.magnitudes.double()
-        counts = block.multiplicities.double().expand_as(magnitudes)
-        if isinstance(block, LowRankPlusDiagonal):
-            remainder = block.diagonal.double()
-            num_remaining = block.shape[0] - len(magnitudes)
-            terms.append(num_remaining * (weight * remainder + delta).log())
-            magnitudes = magnitudes + remainder
-        terms.append((counts * (weight * magnitudes + delta).log()).sum())
+        eigenvalues = block.distinct_eigenvalues.double()
+        counts = block.multiplicities.double()
+        terms.append((counts * (weight * eigenvalues + delta).log()).sum())
     return torch.stack(terms).sum()
 
 
@@ -333,32 +327,32 @@ def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
 
 
 def _largest_curvature(name: str, block: CurvatureBlock) -> float:
-    largest = 0.0
-    for tensor_name in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
-        values = getattr(block, tensor_name, None)
-        if tensor_name == "magnitudes" and isinstance(block, LowRankPlusDiagonal):
-            # The curvature along the directions.
-            values = block.magnitudes + block.diagonal
-        if not isinstance(values, Tensor) or not values.numel():
-            continue
-        lowest, highest = torch.stack(torch.aminmax(values)).tolist()
-        is_magnitude = tensor_name in ("magnitudes", "diagonal")
-        if not (math.isfinite(lowest) and math.isfinite(highest)):
-            subject = "curvature" if is_magnitude else "eigenvectors"
-            raise ValueError(
-                f"Entries of the {subject} of {name} are NaN or Inf in {block.dtype}. Check the "
-                "inputs for Inf. If the targets or `sigma` are far from 1 in size, rescale them. "
-                "Otherwise convert the model to a wider dtype."
-            )
-        if is_magnitude and lowest < 0:
-            raise ValueError(
-                f"The curvature of {name} is negative along some directions, down to "
-                f"{lowest:.3g}. Use a positive semi-definite matrix, such as the GGN or a "
-                "Fisher."
-            )
-        if is_magnitude:
-            largest = max(largest, highest)
-    return largest
+    directions = (block.U_G, block.U_A) if isinstance(block, EigenKronecker) else (block.U,)
+    for U in directions:
+        if isinstance(U, Tensor):
+            _finite_range(U, f"eigenvectors of {name}")
+    lowest, highest = _finite_range(block.distinct_eigenvalues, f"curvature of {name}")
+    if lowest < 0:
+        raise ValueError(
+            f"The curvature of {name} is negative along some directions, down to "
+            f"{lowest:.3g}. Use a positive semi-definite matrix, such as the GGN or a "
+            "Fisher."
+        )
+    return highest
+
+
+def _finite_range(values: Tensor, subject: str) -> tuple[float, float]:
+    """Return the smallest and the largest entry of a tensor, which must be finite."""
+    if not values.numel():
+        return 0.0, 0.0
+    lowest, highest = torch.stack(torch.aminmax(values)).tolist()
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        raise ValueError(
+            f"Entries of the {subject} are NaN or Inf in {values.dtype}. Check the "
+            "inputs for Inf. If the targets or `sigma` are far from 1 in size, rescale them. "
+            "Otherwise convert the model to a wider dtype."
+        )
+    return lowest, highest
 
 
 def standard_normal(

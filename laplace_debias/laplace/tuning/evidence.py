@@ -233,13 +233,13 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     without_distance: dict[str, float] = {}
     for name, block_indices in groups.items():
         group = [blocks[index] for index in block_indices]
+        eigenvalues = [block.distinct_eigenvalues for block in group]
         multiplicities = [
-            block.multiplicities.expand_as(block.magnitudes).flatten() for block in group
+            block.multiplicities.expand_as(values)
+            for block, values in zip(group, eigenvalues, strict=True)
         ]
-        counts = torch.cat(multiplicities).double()
-        # h along the directions that have curvature; along the others it is zero.
-        magnitudes = torch.cat([block.magnitudes.double().flatten() for block in group])
-        h = posterior.data_weight * magnitudes
+        counts = torch.cat([values.flatten() for values in multiplicities]).double()
+        h = posterior.data_weight * torch.cat([values.double().flatten() for values in eigenvalues])
         squared_distance = squared_distances[block_indices].double().sum().cpu()
         num_parameters = sum(block.shape[0] for block in group)
         low, high = map(

@@ -100,8 +100,13 @@ class EigenKronecker(Symmetric):
         return size, size
 
     @property
+    def distinct_eigenvalues(self) -> Float[Tensor, "*groups rows columns"]:
+        """The magnitudes; the eigenvectors that a thin side does not have share one."""
+        return self.magnitudes
+
+    @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
-        """The number of eigenvectors that share each eigenvalue."""
+        """The number of eigenvectors that share each of the `distinct_eigenvalues`."""
         return torch.outer(*self._side_multiplicities)
 
     @property

@@ -73,9 +73,19 @@ class LowRankPlusDiagonal(Symmetric):
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
 
     @property
-    def multiplicities(self) -> Float[Tensor, " k"]:
-        """The number of eigenvectors that share each eigenvalue: always one."""
-        return torch.ones_like(self.magnitudes)
+    def distinct_eigenvalues(self) -> Float[Tensor, " k_and_one"]:
+        """The eigenvalues along the columns of U, and the one of all other directions.
+
+        The columns of U must be orthonormal, and the diagonal one number.
+        """
+        return torch.cat([self.magnitudes + self.diagonal, self.diagonal[None]])
+
+    @property
+    def multiplicities(self) -> Float[Tensor, " k_and_one"]:
+        """The number of eigenvectors that share each of the `distinct_eigenvalues`."""
+        counts = self.magnitudes.new_ones(len(self.magnitudes) + 1)
+        counts[-1] = self.U.shape[0] - len(self.magnitudes)
+        return counts
 
     def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":
         """Apply a function to the eigenvalues, and keep the eigenvectors.
