@@ -68,9 +68,10 @@ class OnlineCurvature:
     products of different examples' gradients vanish on average.
 
     An update runs the batch through a copy of the network that shares its parameters: in eval mode,
-    without dropout and with the running statistics of batch normalisations. The model itself, its
-    gradients and its mode are not changed. In a process group, each process measures its own
-    batches, and nothing is communicated.
+    without dropout, with the running statistics of batch normalisations, and with the numbers that
+    are attributes of its modules, such as a temperature that is lowered during training. The model
+    itself, its gradients and its mode are not changed. In a process group, each process measures
+    its own batches, and nothing is communicated.
 
     While the weights change, the running means lag behind them by about `1 / (1 - decay)` batches.
 
@@ -163,6 +164,7 @@ class OnlineCurvature:
         check_generator(generator)
         self.model = model
         working = eval_copy(model)
+        self._numbers = _numbers(unwrapped(model))
         config = CurvatureConfig(
             structure=curvature_structure(curvature),
             fisher=FisherType(fisher, mc_samples).seeded(generator),
@@ -410,9 +412,17 @@ class OnlineCurvature:
             measurements.measure_along(self._bases, self._magnitudes)
 
     def _follow_model(self, context: FitContext) -> None:
-        """Copy the model's buffers to the working copy, which shares only the parameters."""
+        """Copy what training has changed to the working copies, which share only the parameters."""
         self._check_parameters()
         plain = unwrapped(self.model)
+        numbers = _numbers(plain)
+        changed = [key for key, value in numbers.items() if self._numbers.get(key) != value]
+        for network in (self._state.spec.plain_model, context.network):
+            modules = dict(network.named_modules())
+            for path, name in changed:
+                if path in modules:
+                    setattr(modules[path], name, numbers[path, name])
+        self._numbers = numbers
         own_buffers = dict(context.network.named_buffers())
         for name, buffer in plain.named_buffers():
             if name in own_buffers and own_buffers[name].shape == buffer.shape:
@@ -498,6 +508,19 @@ class _Measurements:
         faults.read()
         self.sums.reduce()
         return totals
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the modules' attributes that are numbers or texts, by the module's path and name.
+
+    The mode is left out, because working copies are in eval mode.
+    """
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and name != "training"
+    }
 
 
 def _checked_decay(value: Any) -> float:

@@ -5,6 +5,7 @@ import copy
 import oracle
 import pytest
 import torch
+from networks import dense_ggn
 from torch import nn
 
 from laplace_debias import Laplace
@@ -164,6 +165,29 @@ def test_two_updates_are_a_debiased_fit_with_present_statistics_of_normalisation
     fitted = Laplace(copy.deepcopy(model).eval(), curvature=curvature)
     fitted.fit_batches(data[:1], data[1:], num_data=100)
     oracle.close(dense(online.posterior(100)), dense(fitted))
+
+
+class Tempered(nn.Sequential):
+    """Layers whose outputs are divided by a temperature that training lowers."""
+
+    temperature: float
+
+    def forward(self, x):
+        return super().forward(x) / self.temperature
+
+
+def test_numbers_in_the_modules_are_those_of_the_model_at_the_update():
+    torch.manual_seed(0)
+    model = Tempered(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model.temperature = 1.0
+    online = OnlineCurvature(model, "classification", fisher="exact", every=1)
+    data = batches((14, 9), (4,))
+    for (x, y), temperature in zip(data, (0.5, 0.2), strict=True):
+        model.temperature = temperature
+        online.update(x, y)
+    # Rotations do not change the trace of the curvature of the second batch.
+    expected = dense_ggn(model, nn.CrossEntropyLoss(), *data[1]).trace()
+    torch.testing.assert_close(dense(online.posterior(100)).trace(), expected)
 
 
 def trained(model, data, online=None):
