@@ -22,6 +22,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.module_snapshot import numbers_of
 from laplace_debias.curvature.network.outputs import Faults
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -164,7 +165,7 @@ class OnlineCurvature:
         check_generator(generator)
         self.model = model
         working = eval_copy(model)
-        self._numbers = _numbers(unwrapped(model))
+        self._numbers = numbers_of(unwrapped(model))
         config = CurvatureConfig(
             structure=curvature_structure(curvature),
             fisher=FisherType(fisher, mc_samples).seeded(generator),
@@ -415,7 +416,7 @@ class OnlineCurvature:
         """Copy what training has changed to the working copies, which share only the parameters."""
         self._check_parameters()
         plain = unwrapped(self.model)
-        numbers = _numbers(plain)
+        numbers = numbers_of(plain)
         changed = [key for key, value in numbers.items() if self._numbers.get(key) != value]
         for network in (self._state.spec.plain_model, context.network):
             modules = dict(network.named_modules())
@@ -508,19 +509,6 @@ class _Measurements:
         faults.read()
         self.sums.reduce()
         return totals
-
-
-def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the modules' attributes that are numbers or texts, by the module's path and name.
-
-    The mode is left out, because working copies are in eval mode.
-    """
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) and name != "training"
-    }
 
 
 def _checked_decay(value: Any) -> float:

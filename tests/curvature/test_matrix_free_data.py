@@ -91,6 +91,28 @@ def test_a_changed_model_is_linearised_again():
         assert not torch.allclose(operator.to_dense(), old)
 
 
+class Tempered(nn.Sequential):
+    """Layers whose outputs are divided by a number."""
+
+    temperature = 1.0
+
+    def forward(self, x):
+        return super().forward(x) / self.temperature
+
+
+def test_a_model_with_another_number_is_linearised_again():
+    torch.manual_seed(0)
+    model = Tempered(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    loss, x, y = nn.CrossEntropyLoss(), torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
+    before = [operator.to_dense() for operator in operators]
+    model.temperature = 0.5
+    close(operators[0], dense_hessian(model, loss, x, y))
+    close(operators[1], dense_ggn(model, loss, x, y))
+    for operator, old in zip(operators, before, strict=True):
+        assert not torch.allclose(operator.to_dense(), old)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):

@@ -152,3 +152,16 @@ def _constant(value: Any) -> Hashable:
     if isinstance(value, _CONSTANTS):
         return value
     raise UncomparableAttributeError
+
+
+def numbers_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the modules' attributes that are numbers or texts, by the module's path and name.
+
+    The mode is left out, because working copies are in eval mode.
+    """
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and name != "training"
+    }
