@@ -1,10 +1,11 @@
 """Training with prior precision and noise that maximise the marginal likelihood."""
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -185,7 +186,7 @@ def marginal_likelihood_training(
     best: FittedPosterior | None = None
     best_value = -math.inf
     best_epoch = 0
-    best_weights: Mapping[str, Tensor] = {}
+    best_weights: Mapping[str, Any] = {}
     num_worse = 0
     for epoch in range(1, epochs + 1):
         penalty = Penalty(fitted, hyper.deltas())
@@ -203,7 +204,7 @@ def marginal_likelihood_training(
             best_value = value
             best_epoch = epoch
             num_worse = 0
-            best_weights = {name: t.detach().clone() for name, t in plain.state_dict().items()}
+            best_weights = copy.deepcopy(plain.state_dict())
         if patience is not None and num_worse >= patience:
             break
     assert best is not None

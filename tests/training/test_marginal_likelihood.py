@@ -151,6 +151,30 @@ def test_the_epoch_with_the_largest_evidence_is_kept(tmp_path):
     assert torch.equal(loaded.predict(x).probs, la.predict(x).probs)
 
 
+class Counting(nn.Linear):
+    """A layer whose state includes an object that is not a tensor."""
+
+    num_passes = 0
+
+    def forward(self, x):
+        self.num_passes += self.training
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"num_passes": self.num_passes}
+
+    def set_extra_state(self, state):
+        self.num_passes = state["num_passes"]
+
+
+def test_a_state_of_other_objects_than_tensors_is_that_of_the_epoch_which_is_kept():
+    _, loader = classification()
+    model = Counting(4, 3)
+    result = run(model, loader, "classification", lr=5.0, epochs=50, steps=1, patience=2)
+    assert result.epoch < len(result.history)
+    assert model.num_passes == result.epoch * len(loader)
+
+
 def test_without_improvement_it_stops():
     model, loader = classification()
     worse = run(model, loader, "classification", lr=5.0, epochs=50, steps=1, patience=2)
