@@ -3,13 +3,13 @@
 import torch
 
 from laplace_debias.curvature.network.subnetwork import Subnetwork
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.state.prior import Prior
 
 _MOST_SHOWN_BLOCKS = 4
 
 
-def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
+def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
     """Collect a few facts by name, whose size does not depend on the model."""
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -47,11 +47,11 @@ from laplace_debias.laplace.saving.export import export
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fit_report import FitReport
 from laplace_debias.laplace.state.fitted import (
+    FitSetup,
     FittedPosterior,
-    Unfitted,
     checked_link,
+    checked_setup,
     checked_temperature,
-    initial_state,
 )
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
@@ -193,7 +193,7 @@ class Laplace(Predictor):
     """
 
     # One state takes the place of another as a whole: other threads see either.
-    _state: Unfitted | FittedPosterior
+    _state: FitSetup | FittedPosterior
 
     @explains_laplace_torch_arguments
     def __init__(
@@ -248,7 +248,7 @@ class Laplace(Predictor):
                 "Remove `joint=`."
             )
         spec = ModelSpec.checked(model, likelihood_from(likelihood, sigma), batch, class_dim)
-        self._state = initial_state(
+        setup = checked_setup(
             spec,
             config,
             prior_precision=prior_precision,
@@ -262,7 +262,8 @@ class Laplace(Predictor):
                     "`prior=` already contains a precision and a mean. Remove `prior_precision=` "
                     "and `prior_mean=`."
                 )
-            self._state = _with_prior(self._state, prior)
+            setup = _with_prior(setup, prior)
+        self._state = setup
 
     if not TYPE_CHECKING:
 
@@ -348,7 +349,7 @@ class Laplace(Predictor):
             size = scheme.training_size(num_data)
         else:
             scheme, size = scheme_of_mode(
-                self._state,
+                self._setup,
                 train_loader,
                 mode,
                 num_data=num_data,
@@ -357,7 +358,7 @@ class Laplace(Predictor):
                 folds=folds,
             )
         fitted = fit(
-            self._state,
+            self._setup,
             scheme,
             size,
             generator=generator,
@@ -405,7 +406,7 @@ class Laplace(Predictor):
             scheme = CrossFit(directions, folds)
         size = scheme.training_size(num_data)
         folder = None if resume is None else Path(resume)
-        fitted = fit(self._state, scheme, size, generator=generator, resume=folder)
+        fitted = fit(self._setup, scheme, size, generator=generator, resume=folder)
         self._replace(fitted)
         return self
 
@@ -516,7 +517,7 @@ class Laplace(Predictor):
             >>> plan.check()
         """
         check_mode(mode, folds)
-        return plan_fit(self._state, train_loader, mode=mode, folds=folds)
+        return plan_fit(self._setup, train_loader, mode=mode, folds=folds)
 
     # ------------------------------------------------- choosing the prior
 
@@ -1261,7 +1262,7 @@ class Laplace(Predictor):
     # ------------------------------------------------- state
 
     @property
-    def _states(self) -> list[Unfitted | FittedPosterior]:
+    def _states(self) -> list[FitSetup | FittedPosterior]:
         return [self._state]
 
     def _agree(self, **arguments: Any) -> None:
@@ -1269,6 +1270,12 @@ class Laplace(Predictor):
         ranks = process_group()
         if ranks.size > 1:
             ranks.require_same(made=lambda: str(self), settings=self._state.config, **arguments)
+
+    @property
+    def _setup(self) -> FitSetup:
+        """What another fit begins with."""
+        state = self._state
+        return state.setup if isinstance(state, FittedPosterior) else state
 
     @property
     def _fitted(self) -> FittedPosterior:
@@ -1348,15 +1355,15 @@ class Laplace(Predictor):
         return [LinkedFit(fitted, link)]
 
 
-def _with_prior(state: Unfitted, prior: GaussianPrior) -> Unfitted:
+def _with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
     """Set a Gaussian prior, which names the parameters of a last layer that no fit has found yet.
 
     The first fit compares the names with those of the layer.
     """
-    parameters = state.parameters
+    parameters = setup.parameters
     if parameters is None:
-        config = replace(state.config, params=list(prior.param_names))
-        parameters = ParameterBlocks.selected(state.spec.plain_model, config, None)
-    checked = prior.on(parameters, state.config.structure).to(state.device)
+        config = replace(setup.config, params=list(prior.param_names))
+        parameters = ParameterBlocks.selected(setup.spec.plain_model, config, None)
+    checked = prior.on(parameters, setup.config.structure).to(setup.device)
     checked = checked.fitting(len(parameters.block_names), parameters.size)
-    return replace(state, parameters=parameters, prior=checked)
+    return replace(setup, parameters=parameters, prior=checked)

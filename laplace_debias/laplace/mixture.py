@@ -10,7 +10,7 @@ from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.laplace.saving.file import likelihood_to_json
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 
 
 class Mixture(Predictor):
@@ -65,7 +65,7 @@ class Mixture(Predictor):
         return "\n".join([f"Mixture of {len(self.members)}:", *map(repr, self.members)])
 
     @property
-    def _states(self) -> Sequence[Unfitted | FittedPosterior]:
+    def _states(self) -> Sequence[FitSetup | FittedPosterior]:
         return [member._state for member in self.members]
 
     def _linked_fits(

@@ -24,7 +24,7 @@ from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Full, Laplace
 from laplace_debias.laplace.fitting.fit import fit
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
-from laplace_debias.laplace.state.fitted import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.state.fitted import FittedPosterior, checked_setup, checked_temperature
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.prior import check_prior_precision
 from laplace_debias.laplace.tuning.evidence import PER, rescaled
@@ -325,11 +325,11 @@ class _Fits:
 
     def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
         """Fit a posterior to all data, around a copy of the model in eval mode."""
-        state = initial_state(
+        setup = checked_setup(
             self.spec, self.config, prior_precision=prior_precision, temperature=self.temperature
         )
         size = training_size(loader, self.num_data, "full", reads_whole_loader=True)
-        return fit(state, Full(loader), size, generator=self.generator)
+        return fit(setup, Full(loader), size, generator=self.generator)
 
 
 class Penalty:

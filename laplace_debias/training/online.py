@@ -32,7 +32,7 @@ from laplace_debias.laplace.fitting.fit import build_posterior
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import likelihood_identity
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
-from laplace_debias.laplace.state.fitted import initial_state
+from laplace_debias.laplace.state.fitted import checked_setup
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.prior import PriorPrecision
@@ -177,7 +177,7 @@ class OnlineCurvature:
             memory_bound=memory_bound,
         )
         spec = ModelSpec.checked(working, likelihood_from(likelihood, sigma), None, class_dim)
-        self._state = initial_state(
+        self._state = checked_setup(
             spec, config, prior_precision=prior_precision, temperature=temperature
         )
         self._decay_per_measurement = self.decay**self.every

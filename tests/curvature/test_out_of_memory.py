@@ -11,7 +11,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.laplace.fitting.prepared import examine
-from laplace_debias.laplace.state.fitted import Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup
 
 pytestmark = pytest.mark.usefixtures("batches_apart")
 
@@ -174,7 +174,7 @@ def test_a_sum_that_is_broken_off_is_not_gone_on_with(case, monkeypatch):
     la = Laplace(model, backend="hooks")
     with pytest.raises(RuntimeError, match=r"13 example.*Nothing was fitted"):
         la.fit(batches)
-    assert isinstance(la._state, Unfitted)
+    assert isinstance(la._state, FitSetup)
 
 
 class Branches(nn.Module):

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits import data_pass, factor_sums
 from laplace_debias.curvature.fits.gram_factor import GramFactor
 from laplace_debias.laplace.fitting import fit as fits
 from laplace_debias.laplace.fitting import plan as plans
-from laplace_debias.laplace.state.fitted import Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.system import memory as system_memory
 from laplace_debias.system.memory import MemoryCounter
 
@@ -183,7 +183,7 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
         ValueError, match=r"Nothing was fitted, because the posterior of curvature='full' .*diag"
     ):
         la.fit(data)
-    assert isinstance(la._state, Unfitted)
+    assert isinstance(la._state, FitSetup)
 
 
 def test_blocks_that_do_not_fit_are_counted_and_nothing_is_run(case, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_plan_leaves_the_generator_and_the_model(case, curvature):
     la.plan(data)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
-    assert isinstance(la._state, Unfitted)
+    assert isinstance(la._state, FitSetup)
 
 
 @pytest.mark.usefixtures("batches_apart")

@@ -21,7 +21,7 @@ from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.system.checks import check_generator, check_no_autocast
@@ -30,7 +30,7 @@ from laplace_debias.system.ranks import Ranks, process_group
 
 
 def fit(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     scheme: Scheme,
     size: TrainingSize,
     *,
@@ -45,12 +45,12 @@ def fit(
     the data, and a fit that was interrupted continues from them.
 
     Args:
-        state: The model, the options of the fit, and the prior.
+        setup: The model, the options of the fit, and the prior.
         scheme: Which data give the directions and the magnitudes.
         size: N, as far as it is known before the fit.
-        information: The information of the state's earlier data, to which that of the new data is
-            added, at the noise of the earlier fit. By default, the noise is that of a new fit, and
-            the prior's information, if it has any, is added.
+        information: The information of earlier data, to which that of the new data is added, at
+            the noise of the earlier fit. By default, the noise is that of a new fit, and the
+            prior's information, if it has any, is added.
         generator: Seeds sampled labels and the order of loaders.
         resume: The folder of the checkpoint; None for none.
         progress: Whether to show progress bars.
@@ -61,13 +61,13 @@ def fit(
     """
     is_new = information is None
     if is_new:
-        spec = state.spec
-        state = replace(state, spec=replace(spec, likelihood=spec.likelihood.for_new_fit()))
-        information = _prior_information(state)
-    check_before_fit(state, scheme, information, generator=generator, resume=resume)
+        spec = setup.spec
+        setup = replace(setup, spec=replace(spec, likelihood=spec.likelihood.for_new_fit()))
+        information = _prior_information(setup)
+    check_before_fit(setup, scheme, information, generator=generator, resume=resume)
     with torch.inference_mode(False):
         prepared = prepare_fit(
-            state, scheme, size, may_estimate_noise=is_new, generator=generator, progress=progress
+            setup, scheme, size, may_estimate_noise=is_new, generator=generator, progress=progress
         )
         checkpoint = None
         if resume is not None:
@@ -85,16 +85,16 @@ def fit(
         return fitted
 
 
-def _prior_information(state: Unfitted | FittedPosterior) -> Information | None:
+def _prior_information(setup: FitSetup) -> Information | None:
     """Return the information of the prior, at the temperature of the posterior."""
-    information = state.prior.information
+    information = setup.prior.information
     if information is None:
         return None
-    return replace(information, weight=information.weight * state.temperature)
+    return replace(information, weight=information.weight * setup.temperature)
 
 
 def check_before_fit(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     scheme: Scheme,
     information: Information | None,
     *,
@@ -110,12 +110,12 @@ def check_before_fit(
             raise ValueError(
                 f'A fit with `mode="{scheme.label}"` cannot be resumed. Remove `resume=`.'
             )
-        check_resumable(resume, state.config.fisher, generator, list(scheme.sources.values()))
+        check_resumable(resume, setup.config.fisher, generator, list(scheme.sources.values()))
     if information is None:
-        scheme.check(state.config.structure)
-    elif isinstance(state.config.structure, KfacCurvature):
+        scheme.check(setup.config.structure)
+    elif isinstance(setup.config.structure, KfacCurvature):
         _check_has_factors(information)
-    device = state.device
+    device = setup.device
     check_no_autocast(device)
     if device.type == "cuda" and _rounds_to_tf32():
         raise RuntimeError(
@@ -142,7 +142,7 @@ def _rounds_to_tf32() -> bool:
 
 
 def prepare_fit(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     scheme: Scheme,
     size: TrainingSize,
     *,
@@ -152,19 +152,19 @@ def prepare_fit(
 ) -> PreparedFit:
     """Open the data, check the model on the first batch, and require memory for the posterior."""
     ranks = process_group()
-    config = state.config
+    config = setup.config
     bar = "fit" if progress else None
     # The seed of the labels is drawn before the loaders draw the order of the data.
     fisher = config.fisher.seeded(generator, ranks)
     streams = [
-        state.spec.fit_stream(data, state.device, generator, description=name, progress=bar)
+        setup.spec.fit_stream(data, setup.device, generator, description=name, progress=bar)
         for name, data in scheme.sources.items()
     ]
-    parameters, context = examine(state, streams, reads_all=scheme.reads_all, fisher=fisher)
-    likelihood = state.spec.likelihood
+    parameters, context = examine(setup, streams, reads_all=scheme.reads_all, fisher=fisher)
+    likelihood = setup.spec.likelihood
     if may_estimate_noise and likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context, streams)
-        state = replace(state, spec=replace(state.spec, likelihood=likelihood))
+        setup = replace(setup, spec=replace(setup.spec, likelihood=likelihood))
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     size = _size_with_weights(size, scheme.label, streams[0], ranks)
@@ -174,7 +174,7 @@ def prepare_fit(
             # Draws are keyed by an example's index among those of all processes.
             for stream in streams:
                 stream.first_index_among_all = first_index_of_batch(ranks, stream)
-        model_checksum = checksum(state.spec.plain_model)
+        model_checksum = checksum(setup.spec.plain_model)
         ranks.require_same(model=model_checksum, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
@@ -182,7 +182,7 @@ def prepare_fit(
         context = replace(context, num_examples=size.num_data)
     config.structure.check(context)
     _require_memory(context, config.structure)
-    return PreparedFit(state, parameters, context, size=size, mode=scheme.label, streams=streams)
+    return PreparedFit(setup, parameters, context, size=size, mode=scheme.label, streams=streams)
 
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
@@ -242,32 +242,32 @@ def _add_information(prepared: PreparedFit, information: Information) -> Curvatu
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:
     """Build the posterior of a curvature, around the model's parameters and under its prior."""
-    state = prepared.state
+    setup = prepared.setup
     parameters = prepared.parameters
     data = curvature_fit.totals
     num_data = prepared.size.after_reading(data.weight)
     scale = num_data / data.weight
     num_targets = None
-    can_scale_noise = state.config.fisher.kind != "empirical" and state.prior.information is None
-    if state.spec.likelihood.has_sigma and can_scale_noise:
+    can_scale_noise = setup.config.fisher.kind != "empirical" and setup.prior.information is None
+    if setup.spec.likelihood.has_sigma and can_scale_noise:
         num_targets = data.num_outputs * scale
-    plain = state.spec.plain_model
+    plain = setup.spec.plain_model
     mean = parameters.flattened(plain)
     order = parameters.order
-    prior = state.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
+    prior = setup.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
     posterior = GaussianPosterior(
         mean=mean,
         curvature=curvature_fit.curvature,
         num_data=num_data,
         prior=prior,
         order=None if order is None else order.to(mean.device),
-        temperature=state.temperature,
+        temperature=setup.temperature,
         layout=parameters.layout(plain),
     )
     return FittedPosterior(
-        spec=state.spec,
-        config=state.config,
-        selected=state.selected,
+        spec=setup.spec,
+        config=setup.config,
+        selected=setup.parameters,
         parameters=parameters,
         posterior=posterior,
         nll=data.nll * scale,
@@ -275,7 +275,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         adapters=adapter_states(plain),
         mode=prepared.mode,
         num_targets=num_targets,
-        link=state.link,
-        prediction_cache=PredictionCache(verified=snapshot_of_modules(state.spec)),
+        link=setup.link,
+        prediction_cache=PredictionCache(verified=snapshot_of_modules(setup.spec)),
         report=curvature_fit.report,
     )

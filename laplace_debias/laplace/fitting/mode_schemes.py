@@ -23,12 +23,12 @@ from laplace_debias.laplace.fitting.schemes import (
     Split,
     prior_needs_all_data,
 )
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.system.ranks import process_group
 
 
 def scheme_of_mode(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     loader: Batches,
     name: str,
     num_data: SupportsIndex | None,
@@ -46,11 +46,11 @@ def scheme_of_mode(
         size = training_size(loader, num_data, name, reads_whole_loader=scheme.reads_all)
         return scheme, size
     size = training_size(loader, num_data, name, reads_whole_loader=False)
-    if state.prior.information is not None:
+    if setup.prior.information is not None:
         raise prior_needs_all_data(name)
     if resume is not None:
-        check_resumable(resume, state.config.fisher, generator, [loader])
-    stream = state.spec.stream(loader, state.device, generator)
+        check_resumable(resume, setup.config.fisher, generator, [loader])
+    stream = setup.spec.stream(loader, setup.device, generator)
     with stream.randomness:
         batches = [_copied(batch) for batch in itertools.islice(stream.source, num_batches)]
     num_read = max(process_group().exchange(len(batches)))

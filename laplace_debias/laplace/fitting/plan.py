@@ -20,7 +20,7 @@ from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRow
 from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.fitting.schemes import FOLDS
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.system.memory import (
     MemoryCounter,
     available_memory,
@@ -97,7 +97,7 @@ class Plan:
 
 
 def plan_fit(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     loader: Batches,
     mode: str,
     folds: int | None,
@@ -105,7 +105,7 @@ def plan_fit(
     """Plan the fit of this process, without fitting.
 
     Args:
-        state: The model and the configuration, before or after a fit.
+        setup: The model and the options of the fit.
         loader: The data of the fit.
         mode: The argument of `Laplace.fit`.
         folds: The argument of `Laplace.fit`.
@@ -133,7 +133,7 @@ def plan_fit(
     num_folds = 1
     if MODES[mode].takes_folds:
         num_folds = folds or FOLDS
-    structure = state.config.structure
+    structure = setup.config.structure
     # The folds of all batches are read after one another, or each fold of all batches separately.
     num_reads = num_folds
     num_parts = num_batches
@@ -144,9 +144,9 @@ def plan_fit(
     trial = _Trial()
     # The random states are restored, so that the fit draws the loader's order and labels itself.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        fisher = state.config.fisher.seeded(None, process_group())
-        stream = state.spec.fit_stream(loader, state.device)
-        _, context = examine(state, [stream], reads_all=False, fisher=fisher)
+        fisher = setup.config.fisher.seeded(None, process_group())
+        stream = setup.spec.fit_stream(loader, setup.device)
+        _, context = examine(setup, [stream], reads_all=False, fisher=fisher)
         (batch,) = stream.first
         if num_batches is not None:
             context = replace(context, num_examples=num_batches * batch.num_examples)

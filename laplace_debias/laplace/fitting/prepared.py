@@ -25,7 +25,7 @@ from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import warn
@@ -39,7 +39,7 @@ class PreparedFit:
     """A fit before its passes over the data.
 
     Attributes:
-        state: The state that the fit replaces; its prior, temperature and link stay.
+        setup: What the fit begins with.
         parameters: The Bayesian parameters, checked on an example.
         context: The network with its blocks, as the passes run it.
         size: N, the number of training examples.
@@ -47,7 +47,7 @@ class PreparedFit:
         streams: The checked batches of each source of the scheme, in its order.
     """
 
-    state: Unfitted | FittedPosterior
+    setup: FitSetup
     parameters: ParameterBlocks
     context: FitContext
     size: TrainingSize
@@ -57,11 +57,11 @@ class PreparedFit:
     @property
     def config(self) -> CurvatureConfig:
         """The options of the fit."""
-        return self.state.config
+        return self.setup.config
 
 
 def examine(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     streams: Sequence[Stream],
     reads_all: bool,
     fisher: FisherType,
@@ -69,20 +69,20 @@ def examine(
     """Find the Bayesian parameters, check them on the first batch, and set up the network.
 
     Args:
-        state: The model and the options of the fit.
+        setup: The model and the options of the fit.
         streams: Checked pairs. The first batch is read, and the fit can read it again.
         reads_all: Whether the fit reads all of the data, so that all batches may be searched for
             parameters that the first one does not use.
         fisher: The Fisher matrix, seeded.
     """
-    validate_model(state.spec.model)
-    example, num_outputs, parameters, tap = _parameters_on_examples(state, streams, reads_all)
-    config = state.config
+    validate_model(setup.spec.model)
+    example, num_outputs, parameters, tap = _parameters_on_examples(setup, streams, reads_all)
+    config = setup.config
     blocks = parameters.blocks
-    backend = make_backend(config.backend, state.spec.plain_model, tap, blocks)
-    likelihood = NegativeLogLikelihood(state.spec.likelihood)
+    backend = make_backend(config.backend, setup.spec.plain_model, tap, blocks)
+    likelihood = NegativeLogLikelihood(setup.spec.likelihood)
     context = FitContext(
-        cotangents=Cotangents(likelihood, fisher, state.spec.class_dim),
+        cotangents=Cotangents(likelihood, fisher, setup.spec.class_dim),
         blocks=blocks,
         backend=backend,
         factor_dtype=config.factor_dtype,
@@ -95,7 +95,7 @@ def examine(
 
 
 def _parameters_on_examples(
-    state: Unfitted | FittedPosterior,
+    setup: FitSetup,
     streams: Sequence[Stream],
     reads_all: bool,
 ) -> tuple[Inputs, int, ParameterBlocks, Tap]:
@@ -107,18 +107,18 @@ def _parameters_on_examples(
         The inputs of an example, the number of its outputs, the parameters, and the tap of the
         layers that they belong to.
     """
-    spec = state.spec
-    config = state.config
+    spec = setup.spec
+    config = setup.config
     first = _first_batch(streams[0])
-    inputs = move(first.inputs, state.device, None)
-    targets = first.targets.to(state.device)
+    inputs = move(first.inputs, setup.device, None)
+    targets = first.targets.to(setup.device)
     plain = spec.plain_model
-    selected = state.selected
+    selected = setup.parameters
     if selected is None or config.params == LAST_LAYER:
         selected = ParameterBlocks.selected(plain, config, inputs)
-        if state.parameters is not None and state.parameters.names != selected.names:
+        if setup.names is not None and setup.names != selected.names:
             raise ValueError(
-                f'`params="last_layer"` selected {state.parameters.names} before (in an earlier '
+                f'`params="last_layer"` selected {setup.names} before (in an earlier '
                 f"fit, or as the parameters of `prior=`), but the outputs come from "
                 f"{selected.names}. If the model has changed, build a new Laplace. Otherwise pass "
                 "a prior of the last layer's parameters."

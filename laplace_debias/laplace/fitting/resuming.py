@@ -70,7 +70,7 @@ def fit_identity(
         num_folds: The number of folds of cross-fitting; None without it.
         information: The information of earlier data, to which the fit adds that of its data.
     """
-    spec = prepared.state.spec
+    spec = prepared.setup.spec
     config = prepared.config
     context = prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()

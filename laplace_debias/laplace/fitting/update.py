@@ -37,7 +37,7 @@ def update(
     size = training_size(loader, num_data, scheme.label, reads_whole_loader=True)
     added = fit(
         # The new data are added to the blocks that the fit found.
-        replace(fitted, selected=fitted.parameters),
+        replace(fitted.setup, parameters=fitted.parameters),
         scheme,
         size,
         information=information,

@@ -21,7 +21,7 @@ from laplace_debias.laplace.prediction.evaluation import (
     evaluate_predictions,
 )
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, equal_mixture
-from laplace_debias.laplace.state.fitted import FittedPosterior, Unfitted
+from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.wrong_names import check_settable, explains_laplace_torch_arguments
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
@@ -37,7 +37,7 @@ class Predictor(ABC):
 
     @property
     @abstractmethod
-    def _states(self) -> Sequence[Unfitted | FittedPosterior]:
+    def _states(self) -> Sequence[FitSetup | FittedPosterior]:
         """The state of every posterior."""
 
     @abstractmethod

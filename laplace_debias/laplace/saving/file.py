@@ -21,7 +21,7 @@ from laplace_debias.curvature.structures import CurvatureStructure, curvature_st
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
-from laplace_debias.laplace.state.fitted import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.state.fitted import FittedPosterior, checked_setup, checked_temperature
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prior import Prior
@@ -179,8 +179,8 @@ def load(
     likelihood = likelihood_from_json(header.likelihood, likelihood)
     spec = ModelSpec.checked(model, likelihood, batch, header.class_dim)
     _check_names(spec, header.param_names)
-    state = initial_state(spec, config, replay_modules=header.calls)
-    parameters = state.parameters
+    setup = checked_setup(spec, config, replay_modules=header.calls)
+    parameters = setup.parameters
     assert parameters is not None  # They are named.
     plain = spec.plain_model
     mean = parameters.flattened(plain)
@@ -236,7 +236,7 @@ def load(
     num_targets = noise["num_targets"] if noise.get("power") == 2 else None
     return FittedPosterior(
         spec=spec,
-        config=state.config,
+        config=setup.config,
         selected=parameters,
         parameters=parameters,
         posterior=posterior,

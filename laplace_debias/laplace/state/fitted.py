@@ -30,16 +30,18 @@ from laplace_debias.system.checks import check_no_autocast, real
 
 
 @dataclass(frozen=True, eq=False)
-class Unfitted:
-    """A model that has a prior but no posterior yet.
+class FitSetup:
+    """What a fit begins with: a model, the options of the fit, and the prior.
 
     Attributes:
         spec: The model and its likelihood.
         config: The options of a fit.
         parameters: The Bayesian parameters; None if only running an example finds them.
-        prior: The prior of the first fit.
+        prior: The prior of the posterior.
         temperature: T of the likelihood.
         link: How logits become probabilities; None for the default.
+        earlier_names: The names of the parameters that an earlier fit found, which another fit must
+            find again; None before the first fit.
     """
 
     spec: ModelSpec
@@ -48,23 +50,23 @@ class Unfitted:
     prior: Prior
     temperature: float
     link: Link | None = None
+    earlier_names: Sequence[str] | None = None
 
-    def changed(self, prior: Prior | None = None, **fields: Any) -> "Unfitted":
-        """Return the state with another prior, temperature or link."""
+    def changed(self, prior: Prior | None = None, **fields: Any) -> "FitSetup":
+        """Return the setup with another prior, temperature or link."""
         if prior is not None and self.parameters is not None:
             prior = prior.fitting(len(self.parameters.block_names), self.parameters.size)
         return replace(self, prior=prior or self.prior, **fields)
 
     @property
-    def selected(self) -> ParameterBlocks | None:
-        """The parameters that a fit begins with; None if it has to run an example to find them."""
-        return self.parameters
+    def names(self) -> Sequence[str] | None:
+        """The names of the Bayesian parameters; None if they are not known yet."""
+        return self.earlier_names if self.parameters is None else self.parameters.names
 
     @property
     def device(self) -> torch.device:
         """The device of the Bayesian parameters."""
-        names = None if self.parameters is None else self.parameters.names
-        return self.spec.first_parameter(names).device
+        return self.spec.first_parameter(self.names).device
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,19 @@ class FittedPosterior:
     def likelihood(self) -> Likelihood:
         """The likelihood of the model's outputs."""
         return self.spec.likelihood
+
+    @property
+    def setup(self) -> FitSetup:
+        """What another fit begins with."""
+        return FitSetup(
+            self.spec,
+            self.config,
+            self.selected,
+            prior=self.prior,
+            temperature=self.temperature,
+            link=self.link,
+            earlier_names=self.parameters.names,
+        )
 
     @property
     def residuals(self) -> "Residuals | None":
@@ -318,7 +333,7 @@ def _check_same_temperature(posterior: GaussianPosterior, temperature: float) ->
     )
 
 
-def initial_state(
+def checked_setup(
     spec: ModelSpec,
     config: CurvatureConfig,
     *,
@@ -326,7 +341,7 @@ def initial_state(
     prior_mean: Any = 0.0,
     temperature: Any = 1.0,
     replay_modules: Mapping[str, Sequence[str]] | None = None,
-) -> Unfitted:
+) -> FitSetup:
     """Check the options of a `Laplace`, and select the Bayesian parameters.
 
     Args:
@@ -350,7 +365,7 @@ def initial_state(
     prior = Prior.checked(prior_precision, prior_mean, device)
     if parameters is not None:
         prior = prior.fitting(len(parameters.block_names), parameters.size)
-    return Unfitted(
+    return FitSetup(
         spec, config, parameters, prior=prior, temperature=checked_temperature(temperature)
     )
 
