@@ -18,6 +18,7 @@ from laplace_debias.linalg import (
     spectral_density,
     trace,
 )
+from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
@@ -132,7 +133,8 @@ def measure_spectrum(
     density = None
     # The others are at most as large as the smallest pair, if none of them is negative.
     are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
-    if not are_zero and len(pairs.values) < A.shape[0]:
+    num_others = A.shape[0] - len(pairs.values)
+    if not are_zero and num_others and _norm(deflated, density_steps, generator) > floor:
         density = spectral_density(
             deflated,
             scale="log",
@@ -143,9 +145,36 @@ def measure_spectrum(
             generator=generator,
             progress=progress,
         )
+        density = _without_zeros(density, A.shape[0], num_others)
     whole_trace = replace(
         remaining_trace,
         value=pairs.values.sum() + remaining_trace.value,
         num_matvecs=pairs.num_matvecs + remaining_trace.num_matvecs,
     )
     return Spectrum(pairs, whole_trace, density, time.perf_counter() - start)
+
+
+def _norm(A: LinearOperator, num_matvecs: int, generator: torch.Generator) -> float:
+    """Estimate the largest modulus of an eigenvalue, from below, by the power method.
+
+    NaN for the zero operator. Unlike Lanczos, it takes operators that are only rounding errors.
+    """
+    vector = draw(A, 1, "gaussian", generator)[:, 0]
+    for _ in range(num_matvecs):
+        vector = A @ (vector / vector.norm())
+    return float(vector.norm())
+
+
+def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:
+    """Return the density of the other eigenvalues, without the zeros of those taken out."""
+    num_null = size * density.null_fraction - (size - num_others)
+    null_fraction = max(0.0, num_null) / num_others
+    growth = (1 - null_fraction) / (1 - density.null_fraction)
+    return replace(
+        density,
+        density=growth * density.density,
+        standard_error=growth * density.standard_error,
+        quadrature_error=growth * density.quadrature_error,
+        null_fraction=null_fraction,
+        negative_fraction=growth * density.negative_fraction,
+    )

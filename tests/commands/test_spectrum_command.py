@@ -16,7 +16,7 @@ from laplace_debias.assessment.spectrum import measure_spectrum
 from laplace_debias.cli import main
 from laplace_debias.commands import spectrum
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.operators import Dense, assume
+from laplace_debias.operators import Dense, Product, assume
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = {
@@ -150,3 +150,51 @@ def test_eigenvalues_that_are_negative_or_many_count_in_the_trace():
         assert (found.density is None) == (dtype == torch.float32)
         total = float(values.double().sum())
         assert abs(float(found.trace.value) - total) < 0.02 * abs(total) + 1e-4
+
+
+def test_the_density_is_that_of_the_other_eigenvalues():
+    """Eigenvalues that are taken out do not count as zeros."""
+    values = torch.cat([torch.linspace(50, 10, 40), torch.logspace(0, -2, 60), torch.zeros(20)])
+    normal = torch.randn(120, 120, generator=torch.Generator().manual_seed(0))
+    Q = torch.linalg.qr(normal.double()).Q
+    matrix = (Q * values.double()) @ Q.T
+    A = assume(Product((Dense(matrix), Dense(torch.eye(120).double()))), symmetric=True)
+    found = measure_spectrum(
+        A,
+        eigenpairs=60,
+        tolerance=1e-8,
+        max_matvecs=1000,
+        trace_matvecs=60,
+        density_probes=12,
+        density_steps=10,
+        density_width=0.1,
+        density_floor=1e-5,
+    )
+    others = values.double()[60:]
+    assert found.density.null_fraction == pytest.approx(20 / 60)
+    positions = others[others > 0].log10()
+    gaussian = torch.distributions.Normal(positions, found.density.width)
+    grid = found.density.grid.log10()
+    truth = gaussian.log_prob(grid[:, None]).exp().sum(dim=1) / 60
+    torch.testing.assert_close(found.density.density, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("operator", "eigenpairs"), [(GGN, 20), (Hessian, 50)])
+def test_there_is_no_density_where_all_other_eigenvalues_are_zero(operator, eigenpairs):
+    """20 examples of a linear regression have a matrix of rank 20."""
+    torch.manual_seed(0)
+    model = nn.Linear(100, 1).double()
+    data = [(torch.randn(20, 100).double(), torch.randn(20, 1).double())]
+    found = measure_spectrum(
+        operator(model, nn.MSELoss(), data),
+        eigenpairs=eigenpairs,
+        tolerance=1e-6,
+        max_matvecs=150,
+        trace_matvecs=10,
+        density_probes=2,
+        density_steps=10,
+        density_width=0.1,
+        density_floor=1e-5,
+    )
+    assert found.density is None
+    assert len(found.eigenpairs.values) == eigenpairs
