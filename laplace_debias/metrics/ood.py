@@ -46,11 +46,15 @@ def auroc(
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
         in neural networks. ICLR, 2017.
     """
-    # Imported here, because torchmetrics takes seconds to import.
-    from torchmetrics.functional.classification import binary_auroc
-
     ranks, target = _ranked(scores_id, scores_ood)
-    return binary_auroc(ranks, target, validate_args=False)
+    ranks_id = ranks[target == 0].sort().values
+    ranks_ood = ranks[target == 1]
+    num_below = torch.searchsorted(ranks_id, ranks_ood)
+    num_below_or_tied = torch.searchsorted(ranks_id, ranks_ood, right=True)
+    # In float64, so that perfect detection is exactly 1.
+    num_pairs = len(ranks_id) * len(ranks_ood)
+    share = (num_below + num_below_or_tied).sum().double() / (2 * num_pairs)
+    return share.to(torch.get_default_dtype())
 
 
 def aupr(
@@ -62,10 +66,8 @@ def aupr(
     without information, it is the fraction of OOD examples, so compare only sets of equal sizes.
     Scores and errors are the same as for `auroc`.
     """
-    from torchmetrics.functional.classification import binary_average_precision
-
     ranks, target = _ranked(scores_id, scores_ood)
-    return binary_average_precision(ranks, target, validate_args=False)
+    return _average_precision(ranks, target)
 
 
 def aupr_in(
@@ -76,10 +78,8 @@ def aupr_in(
     It is `aupr` with the two sets exchanged and the order of the scores reversed: the fraction of
     ID examples for a score without information. Scores and errors are the same as for `auroc`.
     """
-    from torchmetrics.functional.classification import binary_average_precision
-
     ranks, target = _ranked(scores_id, scores_ood)
-    return binary_average_precision(1 - ranks, 1 - target, validate_args=False)
+    return _average_precision(1 - ranks, 1 - target)
 
 
 def fpr95(
@@ -94,6 +94,7 @@ def fpr95(
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.
     """
+    # Imported here, because torchmetrics takes seconds to import.
     from torchmetrics.functional.classification import binary_specificity_at_sensitivity
 
     ranks, target = _ranked(scores_id, scores_ood)
@@ -101,6 +102,16 @@ def fpr95(
         ranks, target, min_sensitivity=0.95, validate_args=False
     )
     return 1 - specificity
+
+
+def _average_precision(ranks: Float[Tensor, " n"], target: Integer[Tensor, " n"]) -> Tensor:
+    """Compute `Σ_k (R_k - R_{k-1}) P_k`, in float64 so that a perfect score has exactly 1."""
+    _, index, counts = ranks.unique(return_inverse=True, return_counts=True)
+    positives = torch.zeros(len(counts), dtype=torch.float64, device=ranks.device)
+    positives = positives.index_add(0, index, target.double()).flip(0)
+    num_above = counts.flip(0).cumsum(0)
+    precision = (positives * positives.cumsum(0) / num_above).sum() / target.sum()
+    return precision.to(torch.get_default_dtype())
 
 
 def _ranked(

@@ -115,6 +115,22 @@ def test_the_interval_of_a_paired_proportion_adds_half_an_example_to_each_cell()
     assert (interval.low, interval.high) == pytest.approx((centre - half, centre + half))
 
 
+@pytest.mark.parametrize("num_id", [5, 7, 20])
+@pytest.mark.parametrize("num_ood", [3, 7, 20])
+def test_the_interval_of_perfect_detection_is_wilsons(num_id, num_ood):
+    generator = torch.Generator().manual_seed(num_id + num_ood)
+    low = torch.rand(num_id, generator=generator)
+    high = 2 + torch.rand(num_ood, generator=generator)
+    report = metrics.evaluate_ood(low, high)
+    n = min(num_id, num_ood)
+    z = stats.norm.ppf(0.975)
+    for name in ("auroc", "aupr_out", "aupr_in"):
+        interval = report[name]
+        assert interval.value == interval.high == 1
+        # Wilson's lower end of a proportion of 1.
+        assert interval.low == pytest.approx(n / (n + z**2))
+
+
 def test_the_variance_of_the_auroc_is_delongs():
     """By comparing all pairs."""
     a, b, is_ood = scores(40, seeded())
