@@ -1,6 +1,5 @@
 """The definition of every metric: its name, its unit and its statistic."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +112,7 @@ CLASSIFICATION_METRICS = (
     Metric(
         "brier",
         "Brier score",
-        mean_statistic(brier, lowest=0),
+        mean_statistic(brier, lowest=0, highest=2),
         meaning="Mean squared distance between probabilities and one-hot label, between 0 and 2.",
         is_main=True,
         over_labels="mean",
@@ -121,7 +120,7 @@ CLASSIFICATION_METRICS = (
     Metric(
         "overconfidence",
         "Over-confidence",
-        mean_statistic(overconfidence, ideal=0),
+        mean_statistic(overconfidence, lowest=-1, highest=1, ideal=0),
         "ideal",
         meaning="Mean confidence minus accuracy. Positive values mean over-confidence.",
         is_main=True,
@@ -196,12 +195,18 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
     influence = statistic.influence.view(shape)
     if not isinstance(statistic, (Proportion, Mean)):
         return Statistic(statistic.value, influence)
-    ideal = statistic.ideal if isinstance(statistic, Mean) else None
+    lowest = 0.0
+    highest = 1.0
+    ideal = None
+    if isinstance(statistic, Mean):
+        lowest = statistic.lowest
+        highest = statistic.highest
+        ideal = statistic.ideal
     return Mean(
         num_terms * statistic.value,
         num_terms * influence.double().mean(1),
-        lowest=0 if ideal is None else -math.inf,
-        highest=num_terms if isinstance(statistic, Proportion) else math.inf,
+        lowest=num_terms * lowest,
+        highest=num_terms * highest,
         ideal=ideal,
     )
 

@@ -115,6 +115,16 @@ def test_the_interval_of_a_paired_proportion_adds_half_an_example_to_each_cell()
     assert (interval.low, interval.high) == pytest.approx((centre - half, centre + half))
 
 
+def test_intervals_of_a_few_examples_stay_in_the_range_of_the_metric():
+    """Three examples, one of which is right: an interval that is symmetric in t is very wide."""
+    probs = torch.tensor([[0.96, 0.02, 0.02], [0.9, 0.05, 0.05], [0.7, 0.2, 0.1]]).double()
+    report = metrics.evaluate(probs, torch.tensor([0, 1, 2]))
+    labels = metrics.evaluate_multilabel(probs, torch.tensor([[0, 1, 1], [0, 1, 0], [1, 0, 0]]))
+    for each in (report, labels):
+        for name, lowest, highest in (("overconfidence", -1, 1), ("brier", 0, 2)):
+            assert lowest <= each[name].low < each[name] < each[name].high <= highest
+
+
 @pytest.mark.parametrize("num_id", [5, 7, 20])
 @pytest.mark.parametrize("num_ood", [3, 7, 20])
 def test_the_interval_of_perfect_detection_is_wilsons(num_id, num_ood):
