@@ -36,7 +36,7 @@ from laplace_debias.metrics.regression import (
     quantile_calibration_error,
 )
 from laplace_debias.metrics.selective import mean_of_equals, risk_coverage_curve
-from laplace_debias.metrics.statistics import Area, Mean, Proportion, Statistic
+from laplace_debias.metrics.statistics import Area, Mean, MeanShare, Proportion, Statistic
 
 # ------------------------------------------------------------- probabilities and labels
 
@@ -193,21 +193,16 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
     `num_terms` is the number of labels if the metric is their sum, and 1 if it is their mean.
     """
     influence = statistic.influence.view(shape)
-    if not isinstance(statistic, (Proportion, Mean)):
+    if isinstance(statistic, Proportion):
+        return MeanShare(statistic.value, influence.double().mean(1))
+    if not isinstance(statistic, Mean):
         return Statistic(statistic.value, influence)
-    lowest = 0.0
-    highest = 1.0
-    ideal = None
-    if isinstance(statistic, Mean):
-        lowest = statistic.lowest
-        highest = statistic.highest
-        ideal = statistic.ideal
     return Mean(
         num_terms * statistic.value,
         num_terms * influence.double().mean(1),
-        lowest=num_terms * lowest,
-        highest=num_terms * highest,
-        ideal=ideal,
+        lowest=num_terms * statistic.lowest,
+        highest=num_terms * statistic.highest,
+        ideal=statistic.ideal,
     )
 
 
@@ -423,7 +418,7 @@ def share_statistic(inside: Float[Tensor, "n *outputs"]) -> Statistic:
     """Compute the fraction of targets inside their interval; `inside` is 1 for these targets."""
     if inside.numel() == len(inside):
         return Proportion(inside.mean().item(), per_example(inside))
-    return _mean(inside, lowest=0, highest=1)
+    return MeanShare(inside.mean().item(), per_example(inside))
 
 
 def _quantile_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:

@@ -111,6 +111,22 @@ class Mean(Statistic):
 
 
 @dataclass(frozen=True, eq=False)
+class MeanShare(Mean):
+    """The mean of a share of each example, such as the fraction of its labels that are right."""
+
+    lowest: float = 0
+    highest: float = 1
+
+    def interval(self, level: float) -> Interval:
+        """The value with its confidence interval."""
+        if self.value not in (0, 1):
+            return super().interval(level)
+        # There is no spread. The examples are then those of a proportion of 0 or 1.
+        n = len(self.influence)
+        return Interval(self.value, *proportion_interval(self.value * n, n, level))
+
+
+@dataclass(frozen=True, eq=False)
 class Area(Statistic):
     """A quantity in [0, 1] of two sets of examples; `influence` is for the first set."""
 

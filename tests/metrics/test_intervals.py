@@ -125,6 +125,21 @@ def test_intervals_of_a_few_examples_stay_in_the_range_of_the_metric():
             assert lowest <= each[name].low < each[name] < each[name].high <= highest
 
 
+@pytest.mark.parametrize("n", [3, 40])
+def test_shares_of_several_outputs_without_a_miss_have_wilsons_interval(n):
+    z = stats.norm.ppf(0.975)
+    targets = torch.zeros(n, 2)
+    report = metrics.evaluate_regression(targets, torch.ones(n, 2), targets)
+    probs = torch.full((n, 3), 0.9)
+    labels = metrics.evaluate_multilabel(probs, torch.ones(n, 3, dtype=torch.long))
+    for interval in (report["coverage"], labels["accuracy"]):
+        assert interval.value == interval.high == 1
+        assert interval.low == pytest.approx(n / (n + z**2))
+    labels = metrics.evaluate_multilabel(probs, torch.zeros(n, 3, dtype=torch.long))
+    assert labels["accuracy"].value == labels["accuracy"].low == 0
+    assert labels["accuracy"].high == pytest.approx(z**2 / (n + z**2))
+
+
 @pytest.mark.parametrize("num_id", [5, 7, 20])
 @pytest.mark.parametrize("num_ood", [3, 7, 20])
 def test_the_interval_of_perfect_detection_is_wilsons(num_id, num_ood):
