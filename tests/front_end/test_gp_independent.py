@@ -345,3 +345,47 @@ def test_chosen_positions_have_the_processes_of_their_outputs(positions, memory_
     covariance = la.functional(inputs, joint=True)[1].view(4, 3, 2, 4, 3, 2)
     expected = covariance[:, positions][:, :, :, :, positions].reshape(4, size, 4, size)
     torch.testing.assert_close(la.functional(inputs, joint=True, **chosen)[1], expected)
+
+
+def sequences(length, size=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, length, 3, generator=g, dtype=torch.float64)
+    return x, torch.randint(2, (size, length), generator=g)
+
+
+@pytest.fixture
+def tagger():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+
+
+def test_positions_without_a_process_are_refused(tagger):
+    la = laplace(tagger, "classification").fit([sequences(5)])
+    longer, labels = sequences(7, seed=1)
+    message = "a process for each of 10 outputs, but these inputs have more outputs"
+    calls = (
+        lambda: la.functional(longer),
+        lambda: la.functional(longer, diagonal=True),
+        lambda: la.functional(longer, joint=True),
+        lambda: la.functional(longer, positions=-1),
+        lambda: la.predict(longer),
+        lambda: la.evaluate([(longer, labels)]),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    # The network treats each position alone, so the first positions have the same processes.
+    expected = la.functional(longer[:, :5])[1][:, :6, :6]
+    torch.testing.assert_close(la.functional(longer[:, :3])[1], expected)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (5, 3)])
+def test_batches_of_other_lengths_are_refused(tagger, lengths):
+    first, second = (sequences(length) for length in lengths)
+    with pytest.raises(ValueError, match="Each inducing input has 10 outputs, but the examples"):
+        laplace(tagger, "classification", inducing=first[0], class_dim=-1).fit([first, second])
+    la = laplace(tagger, "classification", class_dim=-1).fit([first])
+    before = la.functional(first[0])[1]
+    with pytest.raises(ValueError, match="Each inducing input has 10 outputs, but the examples"):
+        la.update([second])
+    torch.testing.assert_close(la.functional(first[0])[1], before)

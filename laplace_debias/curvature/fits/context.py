@@ -58,9 +58,14 @@ class FitContext:
         """The working copy of the trained network."""
         return self.tap.network
 
-    def for_output(self, output: int) -> "FitContext":
-        """Return the context of a fit to one output, with that entry of the loss Hessian only."""
-        return replace(self, cotangents=self.cotangents.for_output(output))
+    def for_output(self, output: int, num_outputs: int) -> "FitContext":
+        """Return the context of a fit to one output, with that entry of the loss Hessian only.
+
+        Args:
+            output: The index of the output among an example's flattened ones.
+            num_outputs: The number of outputs that every example must have.
+        """
+        return replace(self, cotangents=self.cotangents.for_output(output, num_outputs))
 
     @cached_property
     def _first_parameter(self) -> nn.Parameter:

@@ -26,13 +26,14 @@ class Cotangents:
     fisher: FisherType
     class_dim: int | None = None
 
-    def for_output(self, output: int) -> "OutputCotangents":
+    def for_output(self, output: int, num_outputs: int) -> "OutputCotangents":
         """Return the cotangents that represent one output's entry of the loss Hessian's diagonal.
 
         Args:
             output: The index of the output among an example's flattened ones.
+            num_outputs: The number of outputs that every example must have.
         """
-        return OutputCotangents(self.loss, self.fisher, self.class_dim, output)
+        return OutputCotangents(self.loss, self.fisher, self.class_dim, output, num_outputs)
 
     def num_columns(self, num_outputs: int) -> int:
         """Return the number of columns for an example with a number of outputs."""
@@ -90,9 +91,11 @@ class OutputCotangents(Cotangents):
 
     Attributes:
         output: c, the index of the output among an example's flattened ones.
+        num_outputs: The number of outputs that every example must have.
     """
 
     output: int = 0
+    num_outputs: int = 1
 
     def num_columns(self, num_outputs: int) -> int:
         """Return 1."""
@@ -105,7 +108,18 @@ class OutputCotangents(Cotangents):
         first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "1 batch *outputs"], Tensor]:
-        """Compute a batch's cotangent, `[1, B, ...]`, and its loss, summed over examples, 0-d."""
+        """Compute a batch's cotangent, `[1, B, ...]`, and its loss, summed over examples, 0-d.
+
+        Raises:
+            ValueError: If the examples have a different number of outputs.
+        """
+        num_outputs = outputs.shape[1:].numel()
+        if num_outputs != self.num_outputs:
+            raise ValueError(
+                f"Each inducing input has {self.num_outputs} outputs, but the examples of a batch "
+                f"have {num_outputs}. With `independent_outputs=True`, each output has a process "
+                "of its own. Pad all inputs to the same shape, or use `independent_outputs=False`."
+            )
         columns, value = super().__call__(outputs, targets, first_index, weights)
         entries = columns.flatten(2)[:, :, self.output]
         cotangent = torch.zeros_like(columns[0].flatten(1))

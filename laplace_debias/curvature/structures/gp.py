@@ -129,7 +129,7 @@ class GpCurvature(DenseCurvature):
                 totals = totals + measured_totals
             return _assemble(context, projected, values, U), totals
 
-        return self._fit_all(context, fit_output)
+        return self._fit_all(context, inducing, fit_output)
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
@@ -156,7 +156,7 @@ class GpCurvature(DenseCurvature):
             U = replace(basis, coefficients=basis.coefficients @ Q)
             return _assemble(context, projected, values, U), totals
 
-        return self._fit_all(context, fit_output)
+        return self._fit_all(context, inducing, fit_output)
 
     def update(
         self,
@@ -195,16 +195,19 @@ class GpCurvature(DenseCurvature):
             values, U = rotate_to_eigenvectors(context, U, projected.moments)
             return _assemble(context, projected, values, U), totals
 
-        return self._fit_all(context, fit_output)
+        return self._fit_all(context, inducing, fit_output)
 
-    def _fit_all(self, context: FitContext, fit_output: FitOutput) -> CurvatureFit:
+    def _fit_all(
+        self, context: FitContext, inducing: InducingInputs, fit_output: FitOutput
+    ) -> CurvatureFit:
         """Fit the block of all outputs together, or one block for each output."""
         if not self.independent_outputs:
             block, totals = fit_output(context, None)
             return CurvatureFit(BlockDiagonal({_block_name(None): block}), totals)
         blocks = {}
-        for output in range(_num_outputs(context)):
-            block, totals = fit_output(context.for_output(output), output)
+        num_outputs = inducing.num_outputs
+        for output in range(num_outputs):
+            block, totals = fit_output(context.for_output(output, num_outputs), output)
             blocks[_block_name(output)] = block
         return CurvatureFit(BlockDiagonal(blocks), totals)
 

@@ -178,11 +178,22 @@ class IndependentAccumulator(KernelAccumulator):
         records: Iterable[BlockRecord],
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add each output's variances under its own posterior, and 0 between outputs."""
+        """Add each output's variances under its own posterior, and 0 between outputs.
+
+        Raises:
+            ValueError: If an output has no posterior, because the fit's inputs have fewer outputs.
+        """
+        assert outputs is not None
+        num_outputs = len(self.posterior.curvature.blocks)
+        if outputs.max() >= num_outputs:
+            raise ValueError(
+                f"The posterior has a process for each of {num_outputs} outputs, but these inputs "
+                "have more outputs than the inputs of the fit. Shorten the inputs, or fit with "
+                "`independent_outputs=False`."
+            )
         gram, rows_by_block = self._rows(into, records)
         if not rows_by_block:
             return
-        assert outputs is not None
         outputs = outputs.expand(into.shape[1:3])
         for block in self.posterior.curvature.blocks.values():
             directions = inducing_directions(block)
