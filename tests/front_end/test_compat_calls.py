@@ -1,5 +1,6 @@
 """The calls of laplace-torch's own tests, made on both libraries and compared."""
 
+import oracle
 import pytest
 import torch
 from torch import nn
@@ -219,6 +220,31 @@ def test_function_space_with_all_data(independent):
         ours(x, "gp", joint=True), theirs(x, "gp", joint=True), strict=True
     ):
         close(actual, expected)
+
+
+def test_the_scatter_of_independent_outputs_is_that_in_the_marginal_likelihood():
+    model = network()
+    options = {"subset_of_weights": "all", "hessian_structure": "gp", "independent_outputs": True}
+    la = Laplace(
+        model, "regression", sigma_noise=0.3, prior_precision=0.7, prior_mean=0.1, **options
+    )
+    data = loader("regression")
+    la.fit(data)
+    x, y = data.dataset.tensors
+    names = [name for name, _ in model.named_parameters()]
+    log_det_ratio = 0.0
+    for output in range(2):
+        J = oracle.flat_jacobian(model, x, names)[:, output]
+        precision = 0.7 * torch.eye(la.n_params).double() + J.T @ J / 0.3**2
+        log_det_ratio += torch.logdet(precision / 0.7)
+    parameters = parameters_to_vector(model.parameters()).detach()
+    scatter = 2 * 0.7 * (parameters - 0.1).square().sum()
+    noise = torch.distributions.Normal(0.0, torch.tensor(0.3).double())
+    log_likelihood = noise.log_prob(y - model(x)).sum()
+    torch.testing.assert_close(la.scatter, scatter)
+    torch.testing.assert_close(
+        la.log_marginal_likelihood(), log_likelihood - (log_det_ratio + la.scatter) / 2
+    )
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)

@@ -580,8 +580,12 @@ class Laplace:
 
     @property
     def scatter(self) -> Float[Tensor, ""]:
-        """Squared distance of the parameters to the prior mean, times the prior precision."""
-        displacement = self._fit.posterior.displacement
+        """Squared distance of the parameters to the prior mean, times the prior precision.
+
+        With `independent_outputs`, each output has a copy of the parameters.
+        """
+        posterior = self._fit.posterior
+        displacement = posterior.displacement.repeat(posterior.num_copies)
         return (self.prior_precision_diag * displacement.square()).sum()
 
     def square_norm(self, value: Float[Tensor, " parameters"]) -> Float[Tensor, ""]:
