@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_debias import Categorical, Laplace, Quadratic
+from laplace_debias import Categorical, Laplace, OneArgument, Quadratic
 from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -200,6 +200,24 @@ def test_what_is_not_clear_is_asked(batch, hook, error, says):
         Laplace(model(), batch=hook).fit_batches([batch], num_data=6)
     with pytest.raises(error, match=says):
         GGN(model(), Categorical(), [batch], batch=hook)
+
+
+def test_the_remedy_for_a_model_that_takes_the_whole_batch_works():
+    class TakesABatch(Named):
+        def forward(self, batch):
+            return super().forward(batch["pixels"], batch["mask"])
+
+    named = Named().double().eval()
+    model = TakesABatch().double().eval()
+    model.load_state_dict(named.state_dict())
+    batch = {"pixels": X, "mask": OTHER, "labels": Y}
+    with pytest.raises(
+        ValueError, match=r"pass pairs `\(OneArgument\(batch\), batch\[\"labels\"\]\)`"
+    ):
+        Laplace(model).fit([batch])
+    la = Laplace(model).fit([(OneArgument(batch), batch["labels"])])
+    expected = Laplace(named).fit([batch]).predict({"pixels": X, "mask": OTHER})
+    torch.testing.assert_close(la.predict(OneArgument(batch)).probs, expected.probs)
 
 
 def test_a_hook_must_be_a_function(unchecked):

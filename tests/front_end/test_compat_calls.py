@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_debias import OneArgument
 from laplace_debias.compat import laplace_torch
 from laplace_debias.compat.laplace_torch import Laplace
 
@@ -207,6 +208,24 @@ def test_reward_models(structure):
     close(variance, their_variance)
     close(ours.posterior_precision, theirs.posterior_precision)
     assert ours.predictive_samples(x, n_samples=7).shape == (7, 6, 1)
+
+
+def test_models_that_take_the_whole_batch():
+    class TakesABatch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, batch):
+            return self.layers(batch["input_ids"])
+
+    model = TakesABatch()
+    ours, theirs = both("classification", model, subset_of_weights="all")
+    x, y = loader("classification").dataset.tensors
+    batch = {"input_ids": x, "labels": y}
+    theirs.fit(DataLoader([{"input_ids": x[n], "labels": y[n]} for n in range(10)], batch_size=10))
+    ours.fit([(OneArgument(batch), y)])
+    close(ours(OneArgument(batch)), theirs(batch))
 
 
 @pytest.mark.parametrize("independent", [False, True])

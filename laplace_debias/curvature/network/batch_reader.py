@@ -219,10 +219,15 @@ class BatchReader:
             (value,) = named.values()
             return value
         if unknown and not takes_any:
+            remedy = f"Remove these entries from the batch, or {USE_A_HOOK}."
+            if len(parameters) == 1 and len(unknown) == len(named):
+                remedy = (
+                    "If this parameter takes the whole batch, pass pairs `(OneArgument(batch), "
+                    'batch["labels"])` to a fit, and `OneArgument(batch)` to a prediction.'
+                )
             raise ValueError(
                 f"The batch has the entries {unknown}, which are not parameters of the model's "
-                f"forward pass. Its parameters are {list(parameters)}. Remove these entries from "
-                f"the batch, or {USE_A_HOOK}."
+                f"forward pass. Its parameters are {list(parameters)}. {remedy}"
             )
         return named
 
