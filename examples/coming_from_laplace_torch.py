@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     found["prior precision by the marginal likelihood"] = la.tune_evidence().prior_precision
 
     # laplace-torch: la.log_marginal_likelihood()
-    # Ours has every constant. A weight and its bias are two blocks here, so values differ.
+    # Both include every constant, and have a block for a weight and one for its bias.
     found["log marginal likelihood"] = float(la.log_marginal_likelihood())
 
     # laplace-torch: la.optimize_prior_precision(method="gridsearch", val_loader=val_loader)

@@ -35,7 +35,7 @@ class Rewards(nn.Module):
         return rewards.squeeze(-1) if x.ndim == 3 else rewards
 
 
-def loader(likelihood, seed=1):
+def loader(likelihood, seed=1, batch_size=10):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(10, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(2, (10,), generator=generator)
@@ -43,8 +43,7 @@ def loader(likelihood, seed=1):
         y = torch.randn(10, 2, generator=generator, dtype=torch.float64)
     if likelihood == "reward_modeling":
         x = torch.randn(10, 2, 3, generator=generator, dtype=torch.float64)
-    # laplace-torch averages Kronecker factors over batches, which is another matrix.
-    return DataLoader(TensorDataset(x, y), batch_size=10)
+    return DataLoader(TensorDataset(x, y), batch_size)
 
 
 def both(likelihood, model=None, **options):
@@ -208,6 +207,18 @@ def test_reward_models(structure):
     close(variance, their_variance)
     close(ours.posterior_precision, theirs.posterior_precision)
     assert ours.predictive_samples(x, n_samples=7).shape == (7, 6, 1)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_kronecker_factors_and_marginal_likelihoods_of_unequal_batches(likelihood):
+    ours, theirs = both(likelihood, subset_of_weights="all", hessian_structure="kron")
+    for la in (ours, theirs):
+        la.fit(loader(likelihood, batch_size=4))
+    expected = theirs.posterior_precision.to_matrix()
+    torch.testing.assert_close(ours.posterior_precision.to_dense(), expected)
+    torch.testing.assert_close(
+        ours.log_marginal_likelihood(), theirs.log_marginal_likelihood().detach().squeeze()
+    )
 
 
 def test_models_that_take_the_whole_batch():
