@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
-from laplace_debias.curvature import KFAC, EmpiricalFisher
+from laplace_debias.curvature import EKFAC, KFAC, EmpiricalFisher, Fisher
+from laplace_debias.linalg import frobenius_norm, inverse, trace
+from laplace_debias.operators import Identity
 
 _WANTED = "not installed: pip install '.[bench]'"
 
@@ -207,3 +209,46 @@ def test_backpack_has_the_same_diagonal_factors_and_gradients(perceptron):
     _assert_equal(fisher, len(x) * gradients.T @ gradients)
     squares = torch.cat([p.sum_grad_squared.flatten() for p in twin.parameters()])
     _assert_equal(fisher.diagonal(), len(x) * squares)
+
+
+@pytest.fixture
+def double_by_default():
+    """nngeometry makes some of its tensors in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double_by_default")
+def test_nngeometry_has_the_same_fisher_matrices(perceptron):
+    pytest.importorskip("nngeometry", reason=_WANTED)
+    from nngeometry.layercollection import LayerCollection
+    from nngeometry.metrics import FIM
+    from nngeometry.object import PMatDense, PMatDiag, PMatEKFAC, PMatKFAC, PVector
+
+    model, x, y = perceptron
+    loss, data = nn.CrossEntropyLoss(), [(x, y)]
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+
+    def theirs(representation):
+        return FIM(model, loader, representation, "classif_logits")
+
+    diagonal = Laplace(model, curvature="diag").fit_batches(data).posterior.curvature
+    _assert_equal(diagonal.to_dense().diagonal(), theirs(PMatDiag).get_diag())
+    ekfac = theirs(PMatEKFAC)
+    ekfac.update_diag(loader)
+    fisher = Fisher(model, loss, data)
+    vector = torch.randn(fisher.shape[0]).double()
+    their_vector = PVector(LayerCollection.from_model(model), vector_repr=vector)
+    for ours, expected in (
+        (fisher, theirs(PMatDense)),
+        (KFAC(model, loss, data, joint=True), theirs(PMatKFAC)),
+        (EKFAC(model, loss, data, joint=True), ekfac),
+    ):
+        _assert_equal(ours.to_dense(), expected.to_torch())
+        _assert_equal(ours @ vector, expected.mv(their_vector).to_torch())
+        _assert_equal(vector @ (ours @ vector), expected.vTMv(their_vector))
+        _assert_equal(trace(ours).value, expected.trace())
+        _assert_equal(frobenius_norm(ours).value, expected.frobenius_norm())
+    damped = inverse(EKFAC(model, loss, data, joint=True) + 0.1 * Identity(len(vector)))
+    _assert_equal(damped @ vector, ekfac.solve(their_vector, regul=0.1).to_torch())
