@@ -8,7 +8,11 @@ from scipy.stats import betabinom
 from torch import nn
 
 from laplace_debias import Conformal, Laplace, Link, Mixture
-from laplace_debias.laplace.prediction.conformal import conformal_quantile, mass_above
+from laplace_debias.laplace.prediction.conformal import (
+    ClassSets,
+    conformal_quantile,
+    mass_above,
+)
 from laplace_debias.metrics import compare
 
 NUM_CALIBRATION, NUM_TEST = 200, 1000
@@ -328,3 +332,16 @@ def test_a_batch_of_ignored_targets_only_does_not_count(groups):
     assert conformal.evaluate([ignored, *test, ignored]) == expected
     again = Conformal(la, groups=groups).calibrate([ignored, *held_out, ignored])
     assert again.evaluate(test) == expected
+
+
+def test_labels_of_sets_have_the_forms_of_targets():
+    contains = torch.tensor([[True, False], [True, True], [False, True]])
+    sets, expected = ClassSets(contains), torch.tensor([True, True, False])
+    for labels in (
+        torch.tensor([0, 1, 0]),
+        torch.tensor([0.0, 1.0, 0.0]),
+        torch.tensor([[0], [1], [0]]),
+    ):
+        assert torch.equal(sets.covers(labels), expected)
+    with pytest.raises(ValueError, match=r"shape \(2,\), but the sets have shape \(3,\)"):
+        sets.covers(torch.tensor([0, 1]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
@@ -52,9 +52,22 @@ class ClassSets:
         """The number of classes of each set."""
         return self.contains.sum(-1)
 
-    def covers(self, labels: Int[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
-        """Return whether each label is in its set."""
-        return self.contains.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    def covers(self, labels: Shaped[Tensor, "..."]) -> Bool[Tensor, "*batch"]:
+        """Return whether each label is in its set.
+
+        Labels may have a last dimension of size 1, and those of two classes may be floating-point
+        numbers, as targets of a binary problem may.
+
+        Raises:
+            ValueError: If labels and sets differ in shape.
+        """
+        sizes = self.contains.shape[:-1]
+        if labels.shape not in (sizes, (*sizes, 1)):
+            raise ValueError(
+                f"`labels` has shape {tuple(labels.shape)}, but the sets have shape "
+                f"{tuple(sizes)}. Pass a label for each set."
+            )
+        return self.contains.gather(-1, labels.long().reshape(*sizes, 1)).squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
