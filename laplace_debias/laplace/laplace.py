@@ -337,7 +337,7 @@ class Laplace(Predictor):
             RuntimeError: If called under autocast.
             OSError: If the folder of `resume` cannot be written to.
         """
-        self._agree(mode=mode, num_data=num_data, folds=folds, resume=resume)
+        self._require_same(mode=mode, num_data=num_data, folds=folds, resume=resume)
         folder = None if resume is None else Path(resume)
         if isinstance(train_loader, Scheme):
             if mode != "full" or folds is not None:
@@ -393,7 +393,7 @@ class Laplace(Predictor):
                 torch's global generator.
             resume: A folder for checkpoints; see `fit`.
         """
-        self._agree(num_data=num_data, folds=folds, resume=resume)
+        self._require_same(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
             raise ValueError(
                 "Cross-fitting computes the values of `magnitudes` from the folds. "
@@ -466,7 +466,7 @@ class Laplace(Predictor):
             >>> la.num_data
             64
         """
-        self._agree(num_data=num_data, resume=resume)
+        self._require_same(posterior=self._loss_of_each_fit, num_data=num_data, resume=resume)
         updated = update(
             self._unchanged_fit,
             loader,
@@ -582,7 +582,15 @@ class Laplace(Predictor):
                 method does not use an argument.
             RuntimeError: If nothing has been fitted.
         """
-        self._agree(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
+        self._require_same(
+            posterior=self._loss_of_each_fit,
+            metric=metric,
+            grid=grid,
+            method=method,
+            sigma=sigma,
+            link=link,
+            per=per,
+        )
         if method == "marglik":
             is_passed = {
                 "loader": loader is not None,
@@ -651,7 +659,7 @@ class Laplace(Predictor):
                 passed for a curvature that is one block.
             RuntimeError: If nothing has been fitted.
         """
-        self._agree(sigma=sigma, per=per)
+        self._require_same(posterior=self._loss_of_each_fit, sigma=sigma, per=per)
         check_is(sigma, "sigma", bool, type(None))
         tuning, fitted = evidence.maximise_evidence(self._fitted, sigma, per)
         deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
@@ -1265,15 +1273,9 @@ class Laplace(Predictor):
     def _states(self) -> list[FitSetup | FittedPosterior]:
         return [self._state]
 
-    def _agree(self, **arguments: Any) -> None:
-        """Require the processes that make a call together to make it alike."""
-        ranks = process_group()
-        if ranks.size > 1:
-            ranks.require_same(made=lambda: str(self), settings=self._state.config, **arguments)
-
     @property
     def _setup(self) -> FitSetup:
-        """What another fit begins with."""
+        """The setup of another fit."""
         state = self._state
         return state.setup if isinstance(state, FittedPosterior) else state
 

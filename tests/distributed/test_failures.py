@@ -122,6 +122,13 @@ def test_objects_are_made_in_the_same_way_on_all(processes, option, values):
         assert "differs between the ranks: " in message
 
 
+@pytest.mark.parametrize("call", ["update", "tune", "evaluate"])
+def test_the_posterior_is_the_same_on_all(processes, call):
+    for kind, message in processes.run(2, tasks.another_posterior, call):
+        assert kind == "ValueError", message
+        assert "posterior differs between the ranks: it is of loss" in message
+
+
 def test_the_generator_of_rank_0_counts(processes):
     alone = tasks.fit_with_own_generator(0)
     for found in processes.run(2, tasks.fit_with_own_generator):

@@ -477,6 +477,19 @@ def another_laplace(rank, option, values):
     Laplace(network(), **{option: values[rank]}).fit(loader())
 
 
+def another_posterior(rank, call):
+    """A call with posteriors that each process has fitted to data of its own."""
+    la = laplace()
+    with alone():
+        la.fit(DataLoader(Subset(examples(), range(8 * rank, 8 * rank + 8)), batch_size=4))
+    calls = {
+        "update": la.update,
+        "tune": la.tune,
+        "evaluate": partial(la.evaluate, intervals=False),
+    }
+    calls[call](loader())
+
+
 def other_sets(rank):
     """An evaluation with out-of-distribution data on rank 0 alone."""
     la = laplace().fit(loader())

@@ -1,7 +1,8 @@
 """K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import ClassVar
 
@@ -11,14 +12,14 @@ from torch import nn
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layers.backends import make_backend
-from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
+from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.losses import Loss, output_loss
+from laplace_debias.curvature.losses import Loss, OutputLoss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchHook
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
@@ -148,8 +149,8 @@ class KFAC(Permuted):
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
-        if not columns.is_random and (mc_samples is not None or generator is not None):
+        fisher_type = FisherType(fisher, 1 if mc_samples is None else mc_samples)
+        if not fisher_type.is_random and (mc_samples is not None or generator is not None):
             raise ValueError(
                 '`mc_samples` and `generator` apply only to `fisher="mc"` and `"signs"`, got '
                 f"`fisher={fisher!r}`. Remove them."
@@ -162,49 +163,22 @@ class KFAC(Permuted):
             whole(memory_bound, "memory_bound")
         network = Network(model, "all" if params is None else params, data, batch)
         tap = Tap(network.working_copy())
-        factor_data = LossData(
-            network.stream(data, generator, takes_weights=True),
-            network,
-            loss,
-            reduction,
-            num_data=num_data,
+        read_data = partial(
+            LossData, network=network, loss=loss, reduction=reduction, generator=generator
         )
+        factor_data = read_data(data, num_data=num_data)
         magnitude_data = factor_data
         if magnitudes is not None:
-            magnitude_data = LossData(
-                network.stream(magnitudes, generator, takes_weights=True),
-                network,
-                loss,
-                reduction,
-                num_data=None,
-            )
-        if fisher != "empirical" and not factor_data.loss.has_distribution:
-            raise TypeError(
-                f'`fisher="{fisher}"` needs nn.CrossEntropyLoss, nn.MSELoss or '
-                "nn.BCEWithLogitsLoss, because only for these losses is a square root of "
-                "the Hessian known in closed form. For a different loss, use "
-                '`fisher="empirical"` or the operator `GGN`.'
-            )
-        cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
+            magnitude_data = read_data(magnitudes, num_data=None)
+        _check_fisher(fisher, factor_data.loss)
+        fisher_type = fisher_type.seeded(generator, process_group())
         with torch.inference_mode(False):
-            all_inputs = chain.from_iterable(
-                (read_batch.inputs for read_batch in batches)
-                for batches in (factor_data, magnitude_data)
-            )
-            first = factor_data.first.inputs
             with refuse_calls(unwrapped(model), network.names, tap.network):
-                resolved = resolve(
-                    tap, network.names, first, joint=joint, sharing=sharing, more_batches=all_inputs
+                blocks = _resolved_blocks(
+                    tap, network.names, [factor_data, magnitude_data], joint=joint, sharing=sharing
                 )
-            if resolved.unused:
-                raise ValueError(
-                    f"The outputs do not depend on {resolved.unused} through differentiable "
-                    "operations. Possible causes are `detach`, `no_grad` or an unused "
-                    "branch. Exclude these parameters with `params=`."
-                )
-            blocks = resolved.blocks
             context = FitContext(
-                cotangents,
+                Cotangents(factor_data.loss, fisher_type),
                 blocks,
                 make_backend(backend, unwrapped(model), tap, blocks),
                 factor_dtype,
@@ -246,19 +220,54 @@ class EKFAC(KFAC):
     _structure = EkfacCurvature()
 
 
+def _check_fisher(fisher: str, loss: OutputLoss) -> None:
+    """Require a loss whose Hessian has a known root, or the empirical Fisher."""
+    if fisher != "empirical" and not loss.has_distribution:
+        raise TypeError(
+            f'`fisher="{fisher}"` needs nn.CrossEntropyLoss, nn.MSELoss or '
+            "nn.BCEWithLogitsLoss, because only for these losses is a square root of "
+            "the Hessian known in closed form. For a different loss, use "
+            '`fisher="empirical"` or the operator `GGN`.'
+        )
+
+
+def _resolved_blocks(
+    tap: Tap, names: Sequence[str], data: Sequence["LossData"], *, joint: bool, sharing: Sharing
+) -> Sequence[Block]:
+    """Find the blocks of parameters, which the outputs for some of the data must depend on."""
+    resolved = resolve(
+        tap,
+        names,
+        data[0].first.inputs,
+        joint=joint,
+        sharing=sharing,
+        more_batches=(batch.inputs for batch in chain.from_iterable(data)),
+    )
+    if resolved.unused:
+        raise ValueError(
+            f"The outputs do not depend on {resolved.unused} through differentiable "
+            "operations. Possible causes are `detach`, `no_grad` or an unused "
+            "branch. Exclude these parameters with `params=`."
+        )
+    return resolved.blocks
+
+
 class LossData:
     """Batches of the data, with the scale of the loss and its checks of the targets."""
 
     def __init__(
         self,
-        stream: Stream,
+        batches: Batches,
+        *,
         network: Network,
         loss: Loss,
         reduction: str | None,
+        generator: torch.Generator | None,
         num_data: int | None,
     ) -> None:
         ranks = process_group()
         ranks.require_same(model=lambda: checksum(network.working_copy()))
+        stream = network.stream(batches, generator, takes_weights=True)
         self.data = Data(stream, network.device, num_data, ranks)
         self.first = self.data.batch(0)
         self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))

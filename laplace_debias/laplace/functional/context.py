@@ -18,7 +18,7 @@ from laplace_debias.curvature.network.chosen_positions import (
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
 from laplace_debias.curvature.network.sharded import has_units
-from laplace_debias.laplace.functional.request import output_indices
+from laplace_debias.laplace.functional.request import requested_indices
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.prediction_cache import PreparedModel
 from laplace_debias.system.checks import whole
@@ -84,7 +84,7 @@ class PredictionContext:
         starts = num_outputs * torch.arange(by_position.shape[1], device=indices.device)
         return (by_position + starts[:, None]).flatten(1)
 
-    def model_outputs(
+    def model_indices(
         self,
         outputs: Float[Tensor, "batch *outputs"],
         indices: Int[Tensor, "batch k"] | None,
@@ -97,7 +97,7 @@ class PredictionContext:
             indices: Indices of the requested ones among them; None for all.
             examples: Which examples these are.
         """
-        requested = output_indices(outputs, indices)
+        requested = requested_indices(outputs, indices)
         if self.positions is None:
             return requested
         num_classes = outputs.shape[-1]

@@ -88,8 +88,8 @@ def joint_moments(
             vectors = unit_columns(group_outputs, group_indices)
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
             # The outputs of all examples of the group are taken for those of one example.
-            model_outputs = context.model_outputs(group_outputs, group_indices, group)
-            columns = model_outputs.expand(len(group), -1).reshape(1, -1)
+            model_indices = context.model_indices(group_outputs, group_indices, group)
+            columns = model_indices.expand(len(group), -1).reshape(1, -1)
             accumulator.add(total, tap.backward(group_outputs, vectors), columns)
             by_example = total.view(*[len(group), num_columns] * 2)
             covariance[group[:, None], :, group] = by_example.permute(0, 2, 1, 3)

@@ -240,7 +240,7 @@ def _chunk(
 ) -> _Chunk:
     """Make a chunk of some examples, whose outputs have been computed."""
     indices = None if request.outputs is None else request.outputs[examples]
-    model_indices = context.model_outputs(outputs, indices, examples)
+    model_indices = context.model_indices(outputs, indices, examples)
     return _Chunk(outputs, indices, model_indices, size.columns)
 
 

@@ -176,7 +176,7 @@ def bytes_per_column(gradient_bytes: int, blocks: Sequence[Block], element_size:
     return max(gradient_bytes, *sizes) if sizes else gradient_bytes
 
 
-def output_indices(
+def requested_indices(
     outputs: Float[Tensor, "batch *outputs"], indices: Int[Tensor, "batch k"] | None
 ) -> Int[Tensor, "#batch k"]:
     """Return the indices of the requested outputs among an example's flattened ones."""

@@ -46,6 +46,22 @@ class Predictor(ABC):
     ) -> list[LinkedFit]:
         """Return each fit with its link: the one passed, otherwise its own or the default."""
 
+    def _require_same(self, **marks: Any) -> None:
+        """Require the processes that make a call together to make it alike.
+
+        Args:
+            **marks: Arguments, or functions that describe what else must be the same.
+        """
+        ranks = process_group()
+        if ranks.size > 1:
+            settings = [state.config for state in self._states]
+            ranks.require_same(made=lambda: str(self), settings=settings, **marks)
+
+    def _loss_of_each_fit(self) -> str:
+        """Describe posteriors by the loss of their data, which differs if the data differ."""
+        fits = [state for state in self._states if isinstance(state, FittedPosterior)]
+        return ", ".join(f"of loss {fit.nll:.6g}" for fit in fits) or "not fitted"
+
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood; for a regression with the tuned noise after `tune`."""
@@ -258,9 +274,8 @@ class Predictor(ABC):
         """
         check_is(ood, "ood", Mapping, type(None))
         options = {"samples": samples, "link": link, "level": level, "score": score}
-        configs = [state.config for state in self._states]
-        process_group().require_same(
-            made=lambda: str(self), settings=configs, ood=list(ood or ()), method=method, **options
+        self._require_same(
+            posterior=self._loss_of_each_fit, ood=list(ood or ()), method=method, **options
         )
         if score is not None and not ood:
             raise ValueError(

@@ -150,7 +150,7 @@ class FittedPosterior:
 
     @property
     def setup(self) -> FitSetup:
-        """What another fit begins with."""
+        """The setup of another fit."""
         return FitSetup(
             self.spec,
             self.config,
