@@ -31,7 +31,7 @@ from laplace_debias.system.checks import check_no_autocast, real
 
 @dataclass(frozen=True, eq=False)
 class FitSetup:
-    """What a fit begins with: a model, the options of the fit, and the prior.
+    """The beginning of a fit: a model, the options of the fit, and the prior.
 
     Attributes:
         spec: The model and its likelihood.
