@@ -117,9 +117,8 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
         prior_precisions=validation.grid.tolist(),
         links=links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None),
     )
-    tuning, _ = choose(table, "nll")
-    assert tuning.link is not None
-    return float(tuning), tuning.link
+    setting = choose(table).setting
+    return table.prior_precisions[setting.point], table.links[setting.link]
 
 
 def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:

@@ -616,7 +616,7 @@ class Laplace(Predictor):
             raise ValueError(
                 f"`per={per!r}` requires the marginal likelihood. Use tune_evidence(per={per!r})."
             )
-        tuning, fitted = tune.tune_on_data(
+        tuned = tune.tune_on_data(
             self._unchanged_fit,
             loader,
             metric,
@@ -626,12 +626,9 @@ class Laplace(Predictor):
             generator=generator,
             progress=progress,
         )
-        delta = torch.tensor(tuning.prior_precision, dtype=torch.float64)
-        if tuning.link is None:
-            self._set(fitted=fitted, prior_precision=delta)
-        else:
-            self._set(fitted=fitted, prior_precision=delta, link=tuning.link)
-        return tuning
+        with _EXCHANGE:
+            self._state = tuned.fitted
+        return tuned.tuning
 
     @collective("tune_evidence")
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
@@ -661,10 +658,10 @@ class Laplace(Predictor):
         """
         self._require_same(posterior=self._loss_of_each_fit, sigma=sigma, per=per)
         check_is(sigma, "sigma", bool, type(None))
-        tuning, fitted = evidence.maximise_evidence(self._fitted, sigma, per)
-        deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
-        self._set(fitted=fitted, prior_precision=deltas)
-        return tuning
+        tuned = evidence.maximise_evidence(self._fitted, sigma, per)
+        with _EXCHANGE:
+            self._state = tuned.fitted
+        return tuned.tuning
 
     # ------------------------------------------------- attributes
 
@@ -1313,14 +1310,13 @@ class Laplace(Predictor):
     def _set(
         self,
         *,
-        fitted: FittedPosterior | None = None,
         prior_precision: PriorPrecision | None = None,
         prior_mean: PriorMean | None = None,
         **fields: Any,
     ) -> None:
-        """Set the prior, the temperature or the link, of the current state or of another fit."""
+        """Set the prior, the temperature or the link."""
         with _EXCHANGE:
-            state = self._state if fitted is None else fitted
+            state = self._state
             prior = state.prior
             device = state.device
             if prior_precision is not None:

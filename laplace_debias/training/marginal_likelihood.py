@@ -461,10 +461,11 @@ class HyperParameters:
             deltas = self.log_deltas.exp()[self.groups]
             (-log_marginal_likelihood(fitted, deltas, self._log_factor(fitted))).backward()
             self.optimizer.step()
-        if self.log_noise is not None:
-            factor = math.exp(float(self._log_factor(fitted).detach()))
-            fitted, _ = rescaled(fitted, factor, 1.0)
-        return fitted.changed(prior=replace(fitted.prior, precision=self.deltas()))
+        prior = fitted.prior.with_precision(self.deltas())
+        if self.log_noise is None:
+            return fitted.changed(prior=prior)
+        factor = math.exp(float(self._log_factor(fitted).detach()))
+        return rescaled(fitted, factor, prior)
 
     def _log_factor(self, fitted: FittedPosterior) -> Float[Tensor, ""]:
         """The logarithm of the current noise over the noise of a fit."""

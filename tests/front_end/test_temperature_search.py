@@ -66,7 +66,7 @@ def tuned_on_full_grid(la, data, metric):
         prior_precisions=tune.DEFAULT_GRID.tolist(),
         links=tune.links_to_try(default, None),
     )
-    return tune.choose(table, metric)[0]
+    return tune.summarise(table, tune.choose(table), metric)
 
 
 @pytest.mark.parametrize(
@@ -192,5 +192,5 @@ def test_the_best_temperature_may_move_and_a_prior_precision_may_have_none(drift
         values = [metric(delta, link.temperature) for link in tried]
         if min(values) < math.inf:
             lowest = table.lowest(range(point, point + 1), range(len(tried)))
-            assert values[lowest[1]] == min(values)
+            assert values[lowest.link] == min(values)
     assert table.values.isnan().float().mean() > 0.6

@@ -15,7 +15,7 @@ from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
-from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose
+from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose, summarise
 
 # Alone: the search for the prior precision without links and temperatures.
 PLAIN = Link("probit")
@@ -66,7 +66,7 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
     table = evaluate_grid(
         predict, batches, Softmax(), "nll", prior_precisions=start.tolist(), links=[]
     )
-    return choose(table, "nll")[0], batches, tried
+    return summarise(table, choose(table), "nll"), batches, tried
 
 
 def resolution(found):

@@ -1,6 +1,7 @@
 """The Gaussian prior over the Bayesian parameters."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,13 @@ class Prior:
     def checked(cls, precision: Any, mean: Any, device: torch.device) -> "Prior":
         """Read a prior from the user's numbers."""
         return cls(prior_precision_from(precision, device), prior_mean_from(mean, device))
+
+    def with_precision(self, precision: float | Sequence[float] | Tensor) -> "Prior":
+        """Return the prior with another δ, one number or one per block."""
+        device = self.precision.device
+        return replace(
+            self, precision=torch.as_tensor(precision, dtype=torch.float64, device=device)
+        )
 
     def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
         """Return the prior for a number of blocks and parameters."""

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.laplace.state.fitted import FittedPosterior, Residuals
-from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, Tuning
+from laplace_debias.laplace.state.prior import Prior
+from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, TunedFit, Tuning
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)
@@ -33,14 +34,8 @@ _LIMITS = (1e-20, 1e20)
 _RANGE = 20
 
 
-def maximise_evidence(
-    fitted: FittedPosterior, sigma: bool | None, per: str | None
-) -> tuple[Tuning, FittedPosterior | None]:
-    """Maximise the marginal likelihood, as `Laplace.tune_evidence` describes it.
-
-    Returns:
-        The optimum, and if the noise was tuned the fit with it; otherwise None.
-    """
+def maximise_evidence(fitted: FittedPosterior, sigma: bool | None, per: str | None) -> TunedFit:
+    """Maximise the marginal likelihood, as `Laplace.tune_evidence` describes it."""
     if fitted.thinned_at is not None:
         raise ValueError(
             "The posterior is thinned, which changes its marginal likelihood by an amount that "
@@ -54,13 +49,12 @@ def maximise_evidence(
         )
     if not tunes_noise(fitted, sigma):
         tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
-        return note_assumed_sigma(tuning, fitted, sigma), None
-    tuning, tuned = tune_noise(fitted)
-    if per is not None:
-        tuning = replace(tune_groups(tuned, per), sigma=tuning.sigma)
-        deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
-        tuned = tuned.changed(prior=replace(tuned.prior, precision=deltas))
-    return tuning, tuned
+        return TunedFit.apply(tuning, fitted).noted(note_on_assumed_sigma(fitted, sigma))
+    tuned = tune_noise(fitted)
+    if per is None:
+        return tuned
+    tuning = replace(tune_groups(tuned.fitted, per), sigma=tuned.tuning.sigma)
+    return TunedFit.apply(tuning, tuned.fitted)
 
 
 def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
@@ -110,11 +104,11 @@ def check_can_tune_noise(fitted: FittedPosterior) -> None:
         )
 
 
-def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | None) -> Tuning:
-    """Add a note if σ was never set and is not tuned either."""
+def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | None:
+    """Return a note if σ was never set and is not tuned either."""
     likelihood = fitted.likelihood
     if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
-        return tuning
+        return None
     if likelihood.sigma.ndim:
         value = "Its value is estimated from the residuals of each output"
     else:
@@ -122,8 +116,7 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
     advice = "Pass `sigma=True` to tune it"
     if fitted.residuals is None:
         advice = "Pass the noise as Laplace(..., sigma=)"
-    note = f"`sigma` was not specified, and is not tuned here. {value}. {advice}."
-    return replace(tuning, notes=(*tuning.notes, note))
+    return f"`sigma` was not specified, and is not tuned here. {value}. {advice}."
 
 
 def search_range(
@@ -327,7 +320,7 @@ def root_between(
     return math.exp(brentq(lambda log: falling(math.exp(log)), low, high, xtol=tolerance))
 
 
-def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
+def tune_noise(fitted: FittedPosterior) -> TunedFit:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
     With $P = k^{-2}(N C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's mean μ and
@@ -336,9 +329,6 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     - \frac12\log\det(N C + \gamma),$$
     whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. So only γ is searched for. If σ has an
     entry for each output, their ratios stay.
-
-    Returns:
-        The optimum, and the fit with it.
 
     Reference:
         MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.
@@ -381,42 +371,41 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     )
     gamma = 10.0 ** float(result.x)
     k = math.sqrt((Q + gamma * S) / M)
-    delta = gamma * k**-2
-    tuned, sigma = rescaled(fitted, k, delta)
     table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(delta, LOG_EVIDENCE, -float(result.fun), table, sigma=sigma), tuned
+    tuning = Tuning(gamma * k**-2, LOG_EVIDENCE, -float(result.fun), table)
+    return apply_with_noise(tuning, fitted, k)
 
 
-def rescaled(
-    fitted: FittedPosterior, factor: float, prior_precision: float
-) -> tuple[FittedPosterior, float | list[float]]:
-    """Multiply σ by a factor, and set the prior precision.
+def apply_with_noise(tuning: Tuning, fitted: FittedPosterior, factor: float) -> TunedFit:
+    """Set the prior precision that was chosen together with a factor of σ, and multiply σ by it."""
+    tuned = rescaled(fitted, factor, fitted.prior.with_precision(tuning.prior_precision))
+    assert isinstance(tuned.likelihood, Gaussian)
+    return TunedFit(replace(tuning, sigma=tuned.likelihood.sigma.tolist()), tuned)
 
-    Returns:
-        The fit with both, and the new σ.
-    """
+
+def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPosterior:
+    """Multiply σ by a factor, and set the prior."""
     posterior = fitted.posterior
     curvature_factor = factor**-2
     residuals = fitted.residuals
     assert isinstance(fitted.likelihood, Gaussian)
     assert residuals is not None
     likelihood = fitted.likelihood.scaled(factor)
-    delta = torch.tensor(prior_precision, dtype=torch.float64, device=posterior.mean.device)
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at
     if limits is not None:
         # The same ratio of the curvature to the prior precision.
         limits = tuple(limit * curvature_factor for limit in limits)
-    tuned = replace(
+    return replace(
         fitted,
         spec=replace(fitted.spec, likelihood=likelihood),
         posterior=posterior.changed(
-            curvature=curvature, prior=replace(posterior.prior, precision=delta)
+            curvature=curvature,
+            prior=prior.fitting(len(fitted.parameters.block_names), fitted.parameters.size),
         ),
         nll=fitted.nll + _nll_change(residuals, factor),
         thinned_at=limits,
     )
-    return tuned, likelihood.sigma.tolist()
 
 
 def _nll_change(residuals: Residuals, factor: float) -> float:
@@ -450,6 +439,5 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
             "levels of all outputs change by the same factor, and not after a fit with "
             '`fisher="empirical"` or `prior=`. Fit again with Laplace(..., sigma=).'
         )
-    rescaled_fit, _ = rescaled(fitted, float(factors[0]), 1.0)
-    rescaled_fit = rescaled_fit.changed(prior=fitted.prior)
+    rescaled_fit = rescaled(fitted, float(factors[0]), fitted.prior)
     return replace(rescaled_fit, spec=replace(rescaled_fit.spec, likelihood=likelihood))

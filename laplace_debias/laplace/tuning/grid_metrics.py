@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -33,13 +34,25 @@ TIE_IN_STANDARD_ERRORS = 1e-3
 setting's standard error, because the paired error of nearly identical settings is nearly zero."""
 
 
+class Setting(NamedTuple):
+    """The indices of a prior precision and of a link.
+
+    Attributes:
+        point: The index of the prior precision.
+        link: The index of the link; 0 if there are none.
+    """
+
+    point: int
+    link: int
+
+
 @dataclass(frozen=True, eq=False)
 class GridMetrics:
     """A metric at every prior precision of a search, for every link.
 
     The metric is Σ sums / Σ counts over the examples. An example has one term or several (targets,
     positions, labels), which are not independent, so standard errors are those over examples. A
-    setting is a pair of indices, of a prior precision and of a link.
+    `Setting` is an index of `sums` and `values`.
 
     Attributes:
         prior_precisions: P values, ascending. With links the last one is infinity, at which there
@@ -71,14 +84,14 @@ class GridMetrics:
         """Whether there are several examples, which standard errors need."""
         return len(self.counts) > 1
 
-    def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:
+    def lowest(self, points: range, links: Sequence[int]) -> Setting:
         """Return the setting with the lowest metric among these points and links.
 
         It is the first one of several with the same value.
         """
         values = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
         point, link = divmod(int(values.argmin()), len(links))
-        return points[point], links[link]
+        return Setting(points[point], links[link])
 
     def standard_errors(self, sums: Float[Tensor, "*k examples"]) -> Float[Tensor, "*k"]:
         """Compute the standard errors of Σ sums / Σ counts over examples; NaN for one example."""
@@ -88,7 +101,7 @@ class GridMetrics:
         residuals = sums - (sums.sum(-1) / total).unsqueeze(-1) * self.counts
         return (residuals.square().sum(-1) * correction).sqrt() / total
 
-    def is_tied(self, setting: tuple[int, int], best: tuple[int, int]) -> bool:
+    def is_tied(self, setting: Setting, best: Setting) -> bool:
         """Whether a setting counts as equally good as the best one; False if its value is NaN."""
         paired_error = self.standard_errors(self.sums[setting] - self.sums[best])
         standard_error = self.standard_errors(self.sums[best])
@@ -122,7 +135,7 @@ class GridMetrics:
             setting = self.lowest(self.finite_points, candidates)
             if len(self.counts) < MIN_EXAMPLES or self.is_tied(setting, best):
                 break
-        return setting[1]
+        return setting.link
 
 
 @dataclass(frozen=True, eq=False)

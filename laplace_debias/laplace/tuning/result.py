@@ -1,12 +1,13 @@
-"""The result of a search for the prior precision."""
+"""The result of a search for the prior precision, and the fit that has it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.system.shown import aligned, html_table
 
 Row = dict[str, Any]
@@ -210,3 +211,28 @@ class Tuning:
     def _repr_html_(self) -> str:
         header = list(dict.fromkeys(name for row in self.table for name in row))
         return html_table([[row.get(name) for name in header] for row in self.table], header)
+
+
+@dataclass(frozen=True, eq=False)
+class TunedFit:
+    """A fit with the values that a search chose.
+
+    Attributes:
+        tuning: The values, and how they were chosen.
+        fitted: The fit with this prior precision, and with the link and the noise if the search
+            chose them.
+    """
+
+    tuning: Tuning
+    fitted: FittedPosterior
+
+    @classmethod
+    def apply(cls, tuning: Tuning, fitted: FittedPosterior) -> "TunedFit":
+        """Set the prior precision and the link that were chosen for a fit."""
+        prior = fitted.prior.with_precision(tuning.prior_precision)
+        return cls(tuning, fitted.changed(prior=prior, link=tuning.link or fitted.link))
+
+    def noted(self, *notes: str | None) -> "TunedFit":
+        """Add notes to the result; None stands for no note."""
+        added = [note for note in notes if note is not None]
+        return replace(self, tuning=replace(self.tuning, notes=(*self.tuning.notes, *added)))

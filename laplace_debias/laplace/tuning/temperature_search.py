@@ -28,7 +28,7 @@ from laplace_debias.laplace.pairwise import pairwise_of_directions
 from laplace_debias.laplace.prediction.evaluation import concatenate_batches
 from laplace_debias.laplace.prediction.predictive import tempered_predictives
 from laplace_debias.laplace.state.fitted import FittedPosterior
-from laplace_debias.laplace.tuning.grid_metrics import GridMetrics, ScoredTargets
+from laplace_debias.laplace.tuning.grid_metrics import GridMetrics, ScoredTargets, Setting
 
 # Outputs of the examples that are evaluated together.
 _ENTRIES = 2**14
@@ -175,10 +175,9 @@ class TemperatureSearch:
         self._links = links
         counts = [[batch.counts[batch.counts > 0]] for batch in batches]
         (self._counts,) = concatenate_batches(counts, "tune on")
-        # The metric's sum over the terms of each example, and its mean over all terms, by the
-        # indices of the setting.
-        self._sums = dict[tuple[int, int], Float[Tensor, " examples"]]()
-        self._values = dict[tuple[int, int], float]()
+        # By setting, the metric's sum over the terms of each example, and its mean over all terms.
+        self._sums = dict[Setting, Float[Tensor, " examples"]]()
+        self._values = dict[Setting, float]()
 
     def run(self) -> None:
         """Search the temperatures of each formula, from the largest prior precision on."""
@@ -197,7 +196,7 @@ class TemperatureSearch:
 
     def evaluate(self, point: int, links: Iterable[int]) -> None:
         """Compute the metric of some links at a prior precision, unless it is there."""
-        missing = [index for index in sorted(links) if (point, index) not in self._sums]
+        missing = [index for index in sorted(links) if Setting(point, index) not in self._sums]
         if not missing:
             return
         links_used = [self._links[index] for index in missing]
@@ -206,8 +205,9 @@ class TemperatureSearch:
         (sums,) = concatenate_batches(batch_sums, "tune on")
         values = (sums.sum(0) / self._counts.sum()).nan_to_num(math.inf, math.inf).tolist()
         for column, index in enumerate(missing):
-            self._sums[point, index] = sums[:, column]
-            self._values[point, index] = values[column]
+            setting = Setting(point, index)
+            self._sums[setting] = sums[:, column]
+            self._values[setting] = values[column]
 
     def table(self) -> GridMetrics:
         """Return the metric at the settings that were evaluated."""
@@ -234,7 +234,7 @@ class TemperatureSearch:
         untempered = [index for index in indices if self._temperature(index) == 1]
         self.evaluate(point, {*untempered, *_with_neighbours(indices, start)})
         lowest = self._lowest(point, indices)
-        if self._values[point, lowest] == math.inf:
+        if self._values[Setting(point, lowest)] == math.inf:
             return start
         previous = None
         while lowest != previous:
@@ -245,8 +245,8 @@ class TemperatureSearch:
 
     def _lowest(self, point: int, indices: list[int]) -> int:
         """Return the link with the lowest metric among those evaluated at a prior precision."""
-        evaluated = [index for index in indices if (point, index) in self._values]
-        return min(evaluated, key=lambda index: self._values[point, index])
+        evaluated = [index for index in indices if Setting(point, index) in self._values]
+        return min(evaluated, key=lambda index: self._values[Setting(point, index)])
 
     def _temperature(self, index: int) -> float:
         return self._links[index].temperature

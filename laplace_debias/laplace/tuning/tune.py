@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace.functional.last_layer import recorded_inputs
 from laplace_debias.laplace.links import Link, link_from
@@ -31,10 +31,11 @@ from laplace_debias.laplace.tuning.grid_metrics import (
     MIN_EXAMPLES,
     TIE_IN_STANDARD_ERRORS,
     GridMetrics,
+    Setting,
     evaluate_grid,
 )
 from laplace_debias.laplace.tuning.output_noise import tune_output_noise
-from laplace_debias.laplace.tuning.result import Alternative, Row, Tuning
+from laplace_debias.laplace.tuning.result import Alternative, Row, TunedFit, Tuning
 from laplace_debias.laplace.tuning.temperature_search import search_temperatures
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import process_group
@@ -58,7 +59,7 @@ def tune_on_data(
     link: str | Link | None,
     generator: torch.Generator | None,
     progress: bool,
-) -> tuple[Tuning, FittedPosterior | None]:
+) -> TunedFit:
     """Find the best prior precision, link and temperature on held-out data.
 
     Args:
@@ -73,9 +74,6 @@ def tune_on_data(
         generator: Seeds the order of the data.
         progress: Whether to show a progress bar.
 
-    Returns:
-        The choice, and if σ was tuned the fit with the best σ; otherwise None.
-
     Raises:
         ValueError: For an unknown metric, a grid that is not positive and finite, a grid together
             with `sigma`, or if the metric is not finite at any prior precision.
@@ -86,71 +84,110 @@ def tune_on_data(
         _check_per_output(sigma, loader)
         sigma = True
     stream = fitted.spec.stream(loader, fitted.device, generator, "tune" if progress else None)
-    likelihood = fitted.likelihood
-    is_regression = likelihood.targets == "numbers"
-    metrics = ["nll"] if is_regression else ["brier", "nll"]
-    if metric not in metrics:
-        raise ValueError(
-            f"Unknown metric={metric!r} for this likelihood. Use one of {', '.join(metrics)}."
-        )
-    link_from(link, likelihood)
-    posterior = fitted.posterior
-    points = DEFAULT_GRID if grid is None else _ascending(grid)
+    _check_metric(metric, fitted.likelihood)
+    link_from(link, fitted.likelihood)
+    points = None if grid is None else _ascending(grid)
     # A grid is one of prior precisions at the noise as it is, unless noise is tuned on request.
-    may_tune_noise = sigma or (is_regression and grid is None)
-    with_noise = may_tune_noise and evidence.tunes_noise(fitted, sigma)
-    if with_noise:
-        if grid is not None:
+    if (points is None or sigma) and evidence.tunes_noise(fitted, sigma):
+        if points is not None:
             raise ValueError(
                 "`sigma=True` finds the best sigma for each prior precision that it "
                 "tries, and chooses the grid of prior precisions itself. Remove `grid=` "
                 "or `sigma=`."
             )
-        # The posterior at another σ is known for the noise that the curvature was measured at.
-        fitted = replace(
-            fitted, spec=replace(fitted.spec, likelihood=likelihood.for_same_curvature())
-        )
-        # The grid is one of γ = δ k², around the k² of the residuals of the training data.
-        likelihood = fitted.likelihood
-        residuals = fitted.residuals
-        assert residuals is not None
-        points = points * (residuals.squared / residuals.num_targets)
-    if grid is None:
-        points = _representable(posterior, points)
+        tuned = _tune_with_noise(fitted, stream)
+        if is_per_output:
+            tuned = _with_noise_per_output(tuned, stream)
+    else:
+        tuned = _tune_with_links(fitted, stream, metric, points, link)
+    return tuned.noted(
+        evidence.note_on_assumed_sigma(tuned.fitted, sigma),
+        tuned.fitted.note_on_thinning(float(tuned.tuning)),
+    )
+
+
+def _tune_with_links(
+    fitted: FittedPosterior,
+    stream: Stream,
+    metric: str,
+    points: Float[Tensor, " grid"] | None,
+    link: str | Link | None,
+) -> TunedFit:
+    """Find the best prior precision, and the best link of a likelihood that has links.
+
+    Args:
+        fitted: The fit.
+        stream: Held-out data.
+        metric: `"nll"` or `"brier"`.
+        points: The prior precisions, ascending; None for `DEFAULT_GRID`.
+        link: See `links_to_try`.
+    """
+    if points is None:
+        points = _representable(fitted.posterior, DEFAULT_GRID)
     else:
         for point in points[[0, -1]]:  # They ascend.
-            posterior.check_prior_precision(point)
+            fitted.posterior.check_prior_precision(point)
     # The first batch shows how many classes there are.
     default = None
-    is_last_layer = False
     for batch in stream.first:
         default = predictive.default_link_of_fit(fitted, batch.inputs)
-        is_last_layer = recorded_inputs(fitted, take(batch.inputs, slice(1))) is not None
     default = next(filter(None, process_group().exchange(default)), None)
     links = links_to_try(default, link)
-    if links and True in process_group().exchange(is_last_layer):
+    if links and _records_last_layer(fitted, stream):
         table = search_temperatures(fitted, stream, metric, points.tolist(), links)
     else:
         table = evaluate_grid(
             partial(predictive.predictives_by_links, fitted),
             stream,
-            likelihood,
+            fitted.likelihood,
             metric,
             prior_precisions=points.tolist(),
             links=links,
             class_dim=fitted.spec.class_dim,
-            with_noise=with_noise,
         )
-    result, best = choose(table, metric)
-    if table.sigma_factors is None:
-        if is_regression:
-            result = evidence.note_assumed_sigma(result, fitted, sigma)
-        return _note_thinning(result, fitted), None
-    tuned, sigmas = evidence.rescaled(fitted, float(table.sigma_factors[best]), float(result))
-    result = replace(result, sigma=sigmas)
-    if is_per_output:
-        result, tuned = _with_noise_per_output(result, tuned, stream)
-    return _note_thinning(result, tuned), tuned
+    return TunedFit.apply(summarise(table, choose(table), metric), fitted)
+
+
+def _records_last_layer(fitted: FittedPosterior, stream: Stream) -> bool:
+    """Whether predictions of these data need only the inputs and outputs of the last layer."""
+    is_recorded = False
+    for batch in stream.first:
+        is_recorded = recorded_inputs(fitted, take(batch.inputs, slice(1))) is not None
+    return True in process_group().exchange(is_recorded)
+
+
+def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
+    """Find the best prior precision of a regression, and a common factor of its noise levels."""
+    # The posterior at another σ is known for the noise that the curvature was measured at.
+    likelihood = fitted.likelihood.for_same_curvature()
+    fitted = replace(fitted, spec=replace(fitted.spec, likelihood=likelihood))
+    residuals = fitted.residuals
+    assert residuals is not None
+    # The grid is one of γ = δ k², around the k² of the residuals of the training data.
+    gammas = DEFAULT_GRID * (residuals.squared / residuals.num_targets)
+    table = evaluate_grid(
+        partial(predictive.predictives_by_links, fitted),
+        stream,
+        likelihood,
+        "nll",
+        prior_precisions=_representable(fitted.posterior, gammas).tolist(),
+        links=[],
+        class_dim=fitted.spec.class_dim,
+        with_noise=True,
+    )
+    assert table.sigma_factors is not None
+    choice = choose(table)
+    factor = float(table.sigma_factors[choice.setting.point])
+    return evidence.apply_with_noise(summarise(table, choice, "nll"), fitted, factor)
+
+
+def _check_metric(metric: str, likelihood: Likelihood) -> None:
+    """Require a metric that the likelihood has."""
+    metrics = ["nll"] if likelihood.targets == "numbers" else ["brier", "nll"]
+    if metric not in metrics:
+        raise ValueError(
+            f"Unknown metric={metric!r} for this likelihood. Use one of {', '.join(metrics)}."
+        )
 
 
 def _check_per_output(sigma: str, loader: Batches) -> None:
@@ -164,34 +201,27 @@ def _check_per_output(sigma: str, loader: Batches) -> None:
         )
 
 
-def _with_noise_per_output(
-    result: Tuning, tuned: FittedPosterior, data: Iterable[Batch]
-) -> tuple[Tuning, FittedPosterior]:
+def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
     """Choose the noise of each output, with the posterior at the common factor as it is."""
-    noise = tune_output_noise(tuned, data, float(result))
-    assert isinstance(tuned.likelihood, Gaussian)
-    likelihood = tuned.likelihood.with_predictive_sigma(noise.sigma)
+    fitted = tuned.fitted
+    tuning = tuned.tuning
+    noise = tune_output_noise(fitted, data, float(tuning))
+    assert isinstance(fitted.likelihood, Gaussian)
+    likelihood = fitted.likelihood.with_predictive_sigma(noise.sigma)
     notes = [
-        f"With a common factor for the noise of all outputs, the {result.metric} is "
-        f"{result.value:.4g}."
+        f"With a common factor for the noise of all outputs, the {tuning.metric} is "
+        f"{tuning.value:.4g}."
     ]
     if noise.is_at_end:
         notes.append(
             "The noise of an output is at an end of the range that was searched. In comparison, "
             "the posterior's variance of this output is too large or too small."
         )
-    result = replace(
-        result, sigma=noise.sigma.tolist(), value=noise.nll, notes=(*result.notes, *notes)
+    tuned_per_output = TunedFit(
+        replace(tuning, sigma=noise.sigma.tolist(), value=noise.nll),
+        replace(fitted, spec=replace(fitted.spec, likelihood=likelihood)),
     )
-    return result, replace(tuned, spec=replace(tuned.spec, likelihood=likelihood))
-
-
-def _note_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:
-    """Add a note if a thinned posterior is used below the prior precision of the thinning."""
-    note = fitted.note_on_thinning(float(result))
-    if note is None:
-        return result
-    return replace(result, notes=(*result.notes, note))
+    return tuned_per_output.noted(*notes)
 
 
 def _ascending(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:
@@ -249,39 +279,16 @@ class Choice:
     """The setting that a search chooses.
 
     Attributes:
-        setting: The indices of its prior precision and of its link.
+        setting: The prior precision and the link.
         flat: The indices of the prior precisions around it, itself included, that are not worse by
             more than a paired standard error.
     """
 
-    setting: tuple[int, int]
+    setting: Setting
     flat: range
 
 
-def choose(table: GridMetrics, metric: str) -> tuple[Tuning, int]:
-    """Choose a link and a prior precision.
-
-    Returns:
-        The choice, without σ, and the index of its prior precision.
-    """
-    choice = _choose_setting(table)
-    point, link = choice.setting
-    flat = table.prior_precisions[choice.flat.start : choice.flat.stop]
-    alternatives = _alternatives(table, choice.setting) if len(table.links) > 1 else ()
-    tuning = Tuning(
-        prior_precision=table.prior_precisions[point],
-        metric=metric,
-        value=float(table.values[choice.setting]),
-        table=_rows(table, link, metric),
-        flat=(min(flat), max(flat)) if table.has_errors else None,
-        notes=tuple(_notes(table, choice, alternatives)),
-        link=table.links[link] if table.links else None,
-        alternatives=alternatives,
-    )
-    return tuning, point
-
-
-def _choose_setting(table: GridMetrics) -> Choice:
+def choose(table: GridMetrics) -> Choice:
     """Choose the link, and the prior precision for it.
 
     The prior precision is the one with the lowest value; of several equal ones, the middle of their
@@ -308,7 +315,7 @@ def _choose_setting(table: GridMetrics) -> Choice:
     lowest = longest[len(longest) // 2]
     best = lowest
     if table.links and table.links[link].temperature != 1:
-        while best > 0 and table.is_tied((best - 1, link), (lowest, link)):
+        while best > 0 and table.is_tied(Setting(best - 1, link), Setting(lowest, link)):
             best -= 1
     # With a temperature, a larger prior precision may have a lower value than the chosen one. The
     # comparisons are written so that NaN counts as worse.
@@ -320,7 +327,24 @@ def _choose_setting(table: GridMetrics) -> Choice:
     high = best
     while high < num_points - 1 and not is_worse[high + 1]:
         high += 1
-    return Choice((best, link), range(low, high + 1))
+    return Choice(Setting(best, link), range(low, high + 1))
+
+
+def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
+    """Describe a choice and its alternatives; σ is left out."""
+    point, link = choice.setting
+    flat = table.prior_precisions[choice.flat.start : choice.flat.stop]
+    alternatives = _alternatives(table, choice.setting) if len(table.links) > 1 else ()
+    return Tuning(
+        prior_precision=table.prior_precisions[point],
+        metric=metric,
+        value=float(table.values[choice.setting]),
+        table=_rows(table, link, metric),
+        flat=(min(flat), max(flat)) if table.has_errors else None,
+        notes=tuple(_notes(table, choice, alternatives)),
+        link=table.links[link] if table.links else None,
+        alternatives=alternatives,
+    )
 
 
 def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
@@ -340,7 +364,7 @@ def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
     return sorted(rows, key=itemgetter("prior_precision"))
 
 
-def _alternatives(table: GridMetrics, choice: tuple[int, int]) -> tuple[Alternative, ...]:
+def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...]:
     """Compare the choice with the network, temperature scaling and every link."""
     points = table.finite_points
     infinity = range(len(points), len(points) + 1)  # The network, without a posterior.
@@ -356,14 +380,13 @@ def _alternatives(table: GridMetrics, choice: tuple[int, int]) -> tuple[Alternat
         settings[f"{formula}, tempered"] = table.lowest(points, indices)
     alternatives = []
     for name, setting in settings.items():
-        point, link_index = setting
-        delta = table.prior_precisions[point]
+        delta = table.prior_precisions[setting.point]
         paired_error = float(table.standard_errors(table.sums[setting] - table.sums[choice]))
         alternatives.append(
             Alternative(
                 name,
                 prior_precision=None if delta == math.inf else delta,
-                link=table.links[link_index],
+                link=table.links[setting.link],
                 value=float(table.values[setting]),
                 difference=float(table.values[setting] - table.values[choice]),
                 half_width=1.96 * paired_error,
@@ -428,7 +451,7 @@ def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
 
 
 def _notes_on_lower_scores(
-    table: GridMetrics, choice: tuple[int, int], alternatives: Sequence[Alternative]
+    table: GridMetrics, choice: Setting, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
     """Explain why an alternative that scores lower is not taken, if there is one."""
     lowest = min(alternatives, key=attrgetter("difference"))
@@ -436,7 +459,7 @@ def _notes_on_lower_scores(
     if not -lowest.difference > TIE_IN_STANDARD_ERRORS * standard_error:
         return
     num_examples = len(table.counts)
-    is_default = choice[1] == 0
+    is_default = choice.link == 0
     if num_examples < MIN_EXAMPLES and is_default:
         rule = (
             f"With fewer than {MIN_EXAMPLES} examples (here {num_examples}), tune keeps the "
