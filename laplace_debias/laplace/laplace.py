@@ -63,7 +63,7 @@ from laplace_debias.laplace.state.prior import (
     prior_precision_from,
 )
 from laplace_debias.laplace.thinning import Thinning, thin_posterior
-from laplace_debias.laplace.tuning import evidence, tune
+from laplace_debias.laplace.tuning import evidence, noise, tune
 from laplace_debias.laplace.tuning.result import Tuning
 from laplace_debias.laplace.wrong_names import (
     CURVATURES,
@@ -805,7 +805,7 @@ class Laplace(Predictor):
         likelihood = self.likelihood.with_sigma(value)
         with _EXCHANGE:
             if isinstance(self._state, FittedPosterior):
-                self._state = evidence.with_noise(self._state, likelihood)
+                self._state = noise.with_noise(self._state, likelihood)
             else:
                 spec = replace(self._state.spec, likelihood=likelihood)
                 self._state = replace(self._state, spec=spec)

@@ -27,7 +27,8 @@ from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fitted import FittedPosterior, checked_setup, checked_temperature
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.prior import check_prior_precision
-from laplace_debias.laplace.tuning.evidence import PER, rescaled
+from laplace_debias.laplace.tuning.evidence import PER
+from laplace_debias.laplace.tuning.noise import rescaled
 from laplace_debias.laplace.tuning.result import Row
 from laplace_debias.system.checks import check_generator, check_is, real, whole
 from laplace_debias.system.ranks import refuse_ranks

@@ -26,13 +26,17 @@ from laplace_debias.laplace.prediction import predictive
 from laplace_debias.laplace.prediction.evaluation import check_held_out
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.posterior import GaussianPosterior
-from laplace_debias.laplace.tuning import evidence
 from laplace_debias.laplace.tuning.grid_metrics import (
     MIN_EXAMPLES,
     TIE_IN_STANDARD_ERRORS,
     GridMetrics,
     Setting,
     evaluate_grid,
+)
+from laplace_debias.laplace.tuning.noise import (
+    apply_with_noise,
+    note_on_assumed_sigma,
+    tunes_noise,
 )
 from laplace_debias.laplace.tuning.output_noise import tune_output_noise
 from laplace_debias.laplace.tuning.result import Alternative, Row, TunedFit, Tuning
@@ -88,7 +92,7 @@ def tune_on_data(
     link_from(link, fitted.likelihood)
     points = None if grid is None else _ascending(grid)
     # A grid is one of prior precisions at the noise as it is, unless noise is tuned on request.
-    if (points is None or sigma) and evidence.tunes_noise(fitted, sigma):
+    if (points is None or sigma) and tunes_noise(fitted, sigma):
         if points is not None:
             raise ValueError(
                 "`sigma=True` finds the best sigma for each prior precision that it "
@@ -101,7 +105,7 @@ def tune_on_data(
     else:
         tuned = _tune_with_links(fitted, stream, metric, points, link)
     return tuned.noted(
-        evidence.note_on_assumed_sigma(tuned.fitted, sigma),
+        note_on_assumed_sigma(tuned.fitted, sigma),
         tuned.fitted.note_on_thinning(float(tuned.tuning)),
     )
 
@@ -178,7 +182,7 @@ def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
     assert table.sigma_factors is not None
     choice = choose(table)
     factor = float(table.sigma_factors[choice.setting.point])
-    return evidence.apply_with_noise(summarise(table, choice, "nll"), fitted, factor)
+    return apply_with_noise(summarise(table, choice, "nll"), fitted, factor)
 
 
 def _check_metric(metric: str, likelihood: Likelihood) -> None:
