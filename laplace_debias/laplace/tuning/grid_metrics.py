@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,15 @@ TIE_IN_STANDARD_ERRORS = 1e-3
 """Two settings also count as equally good if they differ by less than this fraction of the best
 setting's standard error, because the paired error of nearly identical settings is nearly zero."""
 
+PredictGrid = Callable[
+    [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
+]
+"""From inputs, prior precisions and links to pairs of a prior precision's index and a predictive or
+its error, as `predictives_by_links` yields them."""
+
+Score = Callable[[Distribution, CheckedTargets], Float[Tensor, "terms columns"]]
+"""From predictives of batch shape `[links, B, ...]` to terms that are summed over the targets."""
+
 
 class Setting(NamedTuple):
     """The indices of a prior precision and of a link.
@@ -62,7 +72,6 @@ class GridMetrics:
         sums: Sum of the metric's terms of each example, `[P, L, examples]`; NaN for a setting that
             a search has not evaluated.
         counts: Number of terms of each example, `[examples]`.
-        values: The metric, `[P, L]`; NaN for a setting that was not evaluated.
         sigma_factors: The number that σ is multiplied by at each prior precision, `[P]`; None if σ
             is not tuned.
     """
@@ -71,8 +80,12 @@ class GridMetrics:
     links: Sequence[Link]
     sums: Float[Tensor, "points links examples"]
     counts: Float[Tensor, " examples"]
-    values: Float[Tensor, "points links"]
     sigma_factors: Float[Tensor, " points"] | None = None
+
+    @cached_property
+    def values(self) -> Float[Tensor, "points links"]:
+        """The metric, `[P, L]`; NaN for a setting that was not evaluated."""
+        return self.sums.sum(-1) / self.counts.sum()
 
     @property
     def finite_points(self) -> range:
@@ -138,6 +151,48 @@ class GridMetrics:
         return setting.link
 
 
+def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms links"]:
+    """Compute the negative log-density of each target that counts, with a column for each link."""
+    # No class probabilities: for a thousand classes a thousandth of the memory.
+    log_probs = predicted.log_prob(
+        targets.with_density.expand(predicted.batch_shape + predicted.event_shape)
+    )
+    return -log_probs.flatten(1)[:, targets.counted].double().T
+
+
+def _brier_terms(
+    predicted: Distribution, targets: CheckedTargets
+) -> Float[Tensor, "counted links"]:
+    """Compute Σ_k (p_k − y_k)² of each term that counts, with a column for each link."""
+    num_links = predicted.batch_shape[0]
+    labels = targets.labels[targets.counted]
+    if not len(labels):  # All targets of a batch may be ignored.
+        return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
+    values = probabilities_or_means(predicted)[targets.counted.repeat(num_links)]
+    labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
+    probs, labels = check_classification(*classified(values, labels))
+    return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T
+
+
+SCORES: dict[str, Score] = {"nll": _nll_terms, "brier": _brier_terms}
+"""The metrics by name. Their terms are those of the targets that count, with a column per link."""
+
+
+def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms 3"]:
+    """Compute for each term the squared whitened residual, log det S, and the number of outputs."""
+    assert isinstance(predicted, MultivariateNormal)
+    labels = targets.labels.double()
+    root = predicted.scale_tril.flatten(0, -3).double()
+    residuals = (labels - probabilities_or_means(predicted).double()).unsqueeze(-1)
+    rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.abs()
+    residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
+    # Not from the log-density: beside its constant small residuals are lost in float32.
+    whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
+    squares = whitened.square().sum((-2, -1))
+    log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.stack([squares, log_dets, torch.full_like(squares, root.shape[-1])], -1)
+
+
 @dataclass(frozen=True, eq=False)
 class ScoredTargets:
     """A batch's targets, checked, and the metric that scores predictives of them.
@@ -145,15 +200,13 @@ class ScoredTargets:
     Predictives have batch shape `[links, B, ...]`.
 
     Attributes:
-        metric: `"nll"` or `"brier"`.
-        with_noise: Whether the scores are the sums that the NLL at the best σ depends on.
+        score: The metric.
         targets: The targets.
         example_indices: Index of the example that each counted row belongs to.
         num_examples: The number of examples.
     """
 
-    metric: str
-    with_noise: bool
+    score: Score
     targets: CheckedTargets
     example_indices: Int[Tensor, " counted"]
     num_examples: int
@@ -164,27 +217,17 @@ class ScoredTargets:
         likelihood: Likelihood,
         predicted: Distribution,
         y: Tensor,
-        metric: str,
-        *,
+        score: Score,
         class_dim: int | None,
-        with_noise: bool = False,
     ) -> "ScoredTargets":
         """Check targets beside any of the predictives."""
         targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
         example_indices = targets.counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
-        return cls(metric, with_noise, targets, example_indices, len(y))
+        return cls(score, targets, example_indices, len(y))
 
     def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
-        """Compute the terms of the metric that count, with a column for each link."""
-        if self.with_noise:
-            return _noise_terms(predicted, self.targets.labels)
-        if self.metric == "brier":
-            return _brier_terms(predicted, self.targets)
-        # No class probabilities: for a thousand classes a thousandth of the memory.
-        log_probs = predicted.log_prob(
-            self.targets.with_density.expand(predicted.batch_shape + predicted.event_shape)
-        )
-        return -log_probs.flatten(1)[:, self.targets.counted].double().T
+        """Compute the terms of the metric that count."""
+        return self.score(predicted, self.targets)
 
     def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
         """Add up the terms of each example."""
@@ -202,9 +245,7 @@ class ScoredTargets:
 
 
 def evaluate_grid(
-    predict: Callable[
-        [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
-    ],
+    predict: PredictGrid,
     data: Iterable[Batch],
     likelihood: Likelihood,
     metric: str,
@@ -212,20 +253,17 @@ def evaluate_grid(
     prior_precisions: Sequence[float],
     links: Sequence[Link],
     class_dim: int | None = None,
-    with_noise: bool = False,
 ) -> GridMetrics:
     """Compute a metric at every prior precision, for every link, in one pass over the data.
 
     Args:
-        predict: From inputs, prior precisions and links to pairs of a prior precision's index and
-            a predictive or its error, as `predictives_by_links` yields them.
+        predict: The predictives.
         data: Batches `(inputs, targets)`.
         likelihood: The likelihood, which checks the targets.
         metric: `"nll"` or `"brier"`.
-        prior_precisions: Ascending; with noise these are γ = δ k².
+        prior_precisions: Ascending.
         links: The links; empty for a likelihood that has none.
         class_dim: The dimension of the outputs that holds the classes. Default: the last one.
-        with_noise: Whether the NLL of a regression is that at the best σ for each γ.
 
     Returns:
         The metric; it is infinite where a predictive could not be computed for every batch.
@@ -234,11 +272,59 @@ def evaluate_grid(
         ValueError: If the data are empty or have no target that counts; the predictive's error, if
             a batch has no predictive at any prior precision.
     """
+    sums, counts = _scores_of_examples(
+        predict, data, likelihood, SCORES[metric], prior_precisions, links, class_dim
+    )
+    points = [*prior_precisions, math.inf] if links else prior_precisions
+    return GridMetrics(points, links, sums, counts)
+
+
+def evaluate_grid_with_noise(
+    predict: PredictGrid,
+    data: Iterable[Batch],
+    likelihood: Likelihood,
+    *,
+    gammas: Sequence[float],
+    class_dim: int | None = None,
+) -> GridMetrics:
+    """Compute the NLL of a regression at the best noise for each γ = δ k², in one pass.
+
+    Args:
+        predict: The predictives at the noise σ₀.
+        data: Batches `(inputs, targets)`.
+        likelihood: The likelihood, with the noise σ₀.
+        gammas: Ascending.
+        class_dim: The dimension of the outputs that holds the targets. Default: the last one.
+
+    Returns:
+        The NLL at each δ = γ / k², and the factors k; see `evaluate_grid`.
+
+    Raises:
+        ValueError: If the residuals are zero, and the errors of `evaluate_grid`.
+    """
+    statistics, counts = _scores_of_examples(
+        predict, data, likelihood, _noise_terms, gammas, [], class_dim
+    )
+    sums, factors = _with_best_noise(statistics)
+    deltas = [gamma / factor**2 for gamma, factor in zip(gammas, factors.tolist(), strict=True)]
+    return GridMetrics(deltas, [], sums, counts, factors)
+
+
+def _scores_of_examples(
+    predict: PredictGrid,
+    data: Iterable[Batch],
+    likelihood: Likelihood,
+    score: Score,
+    prior_precisions: Sequence[float],
+    links: Sequence[Link],
+    class_dim: int | None,
+) -> tuple[Float[Tensor, "points columns examples"], Float[Tensor, " examples"]]:
+    """Add up the terms of each example at every prior precision, and count them.
+
+    Examples without a term are left out. The sums are infinite where a batch has no predictive.
+    """
     grid = torch.tensor(prior_precisions, dtype=torch.float64)
-    points = list(prior_precisions)
-    if links:
-        points.append(math.inf)
-    num_columns = 3 if with_noise else max(1, len(links))
+    num_points = len(prior_precisions) + (1 if links else 0)
     batches = []
     for batch in data:
         scored = None
@@ -250,56 +336,19 @@ def evaluate_grid(
                 continue
             if scored is None:
                 # The same for every link and every prior precision.
-                scored = ScoredTargets.check(
-                    likelihood,
-                    predicted,
-                    batch.targets,
-                    metric,
-                    class_dim=class_dim,
-                    with_noise=with_noise,
-                )
+                scored = ScoredTargets.check(likelihood, predicted, batch.targets, score, class_dim)
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))
         if errors.keys() >= set(range(len(prior_precisions))):
             raise errors[len(prior_precisions) - 1]
         assert scored is not None
         counts = scored.counts(len(terms))
-        columns_of_batch = [counts[counts > 0]]
-        for point in range(len(points)):
-            if point in errors:
-                sums = counts.new_full((batch.num_examples, num_columns), math.inf)
-            else:
-                sums = torch.cat(columns[point], 1)
-            columns_of_batch.append(sums[counts > 0])
-        batches.append(columns_of_batch)
+        computed = {p: torch.cat(sums, 1) for p, sums in columns.items() if p not in errors}
+        infinite = torch.full_like(next(iter(computed.values())), math.inf)
+        sums_of_batch = [computed.get(point, infinite) for point in range(num_points)]
+        batches.append([values[counts > 0] for values in (counts, *sums_of_batch)])
     counts, *sums_by_point = concatenate_batches(batches, "tune on")
-    sums = torch.stack(sums_by_point).mT.contiguous()
-    factors = None
-    if with_noise:
-        sums, factors = _with_best_noise(sums)
-        points = [gamma / factor**2 for gamma, factor in zip(points, factors.tolist(), strict=True)]
-    return GridMetrics(
-        prior_precisions=points,
-        links=links,
-        sums=sums,
-        counts=counts,
-        values=sums.sum(-1) / counts.sum(),
-        sigma_factors=factors,
-    )
-
-
-def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "terms 3"]:
-    """Compute for each term the squared whitened residual, log det S, and the number of outputs."""
-    assert isinstance(predicted, MultivariateNormal)
-    root = predicted.scale_tril.flatten(0, -3).double()
-    residuals = (labels.double() - probabilities_or_means(predicted).double()).unsqueeze(-1)
-    rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.double().abs()
-    residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
-    # Not from the log-density: beside its constant small residuals are lost in float32.
-    whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
-    squares = whitened.square().sum((-2, -1))
-    log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.stack([squares, log_dets, torch.full_like(squares, root.shape[-1])], -1)
+    return torch.stack(sums_by_point).mT.contiguous(), counts
 
 
 def _with_best_noise(
@@ -328,17 +377,3 @@ def _with_best_noise(
     nll = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
     nll = torch.where(is_computed.unsqueeze(1), nll, math.inf)
     return nll.unsqueeze(1), factors
-
-
-def _brier_terms(
-    predicted: Distribution, targets: CheckedTargets
-) -> Float[Tensor, "counted links"]:
-    """Compute Σ_k (p_k − y_k)² of each term that counts, with a column for each link."""
-    num_links = predicted.batch_shape[0]
-    labels = targets.labels[targets.counted]
-    if not len(labels):  # All targets of a batch may be ignored.
-        return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
-    values = probabilities_or_means(predicted)[targets.counted.repeat(num_links)]
-    labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
-    probs, labels = check_classification(*classified(values, labels))
-    return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T

@@ -28,7 +28,7 @@ from laplace_debias.laplace.pairwise import pairwise_of_directions
 from laplace_debias.laplace.prediction.evaluation import concatenate_batches
 from laplace_debias.laplace.prediction.predictive import tempered_predictives
 from laplace_debias.laplace.state.fitted import FittedPosterior
-from laplace_debias.laplace.tuning.grid_metrics import GridMetrics, ScoredTargets, Setting
+from laplace_debias.laplace.tuning.grid_metrics import SCORES, GridMetrics, ScoredTargets, Setting
 
 # Outputs of the examples that are evaluated together.
 _ENTRIES = 2**14
@@ -105,7 +105,7 @@ class LastLayerBatch:
         (predicted,) = tempered_predictives(likelihood, inputs.mean, None, [Link("probit")])
         if isinstance(predicted, ValueError):
             raise predicted
-        targets = ScoredTargets.check(likelihood, predicted, y, metric, class_dim=class_dim)
+        targets = ScoredTargets.check(likelihood, predicted, y, SCORES[metric], class_dim)
         counts = targets.counts(len(targets.terms(predicted)))
         return cls(likelihood, inputs, targets, counts, squared_differences)
 
@@ -215,13 +215,7 @@ class TemperatureSearch:
         sums = self._counts.new_full(shape, math.nan)
         for setting, setting_sums in self._sums.items():
             sums[setting] = setting_sums
-        return GridMetrics(
-            prior_precisions=self._prior_precisions,
-            links=self._links,
-            sums=sums,
-            counts=self._counts,
-            values=sums.sum(-1) / self._counts.sum(),
-        )
+        return GridMetrics(self._prior_precisions, self._links, sums, self._counts)
 
     def _descend(self, point: int, indices: list[int], start: int) -> int:
         """Find the lowest temperature of a formula at a prior precision; return its link's index.

@@ -32,6 +32,7 @@ from laplace_debias.laplace.tuning.grid_metrics import (
     GridMetrics,
     Setting,
     evaluate_grid,
+    evaluate_grid_with_noise,
 )
 from laplace_debias.laplace.tuning.noise import (
     apply_with_noise,
@@ -169,15 +170,12 @@ def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
     assert residuals is not None
     # The grid is one of γ = δ k², around the k² of the residuals of the training data.
     gammas = DEFAULT_GRID * (residuals.squared / residuals.num_targets)
-    table = evaluate_grid(
+    table = evaluate_grid_with_noise(
         partial(predictive.predictives_by_links, fitted),
         stream,
         likelihood,
-        "nll",
-        prior_precisions=_representable(fitted.posterior, gammas).tolist(),
-        links=[],
+        gammas=_representable(fitted.posterior, gammas).tolist(),
         class_dim=fitted.spec.class_dim,
-        with_noise=True,
     )
     assert table.sigma_factors is not None
     choice = choose(table)
