@@ -120,5 +120,5 @@ print(solution.status, solution.num_matvecs, "products")
 # %% [markdown]
 # ## Next steps
 #
-# - See all operators and algorithms: [Linear algebra](../linear_algebra.md).
+# - See all operators and algorithms: [Operators and algorithms](../linear-algebra-reference.md).
 # - Read why mini-batches are biased: [Why mini-batches are biased](../explanation/mini-batches.md).

@@ -422,7 +422,7 @@ def test_wide_factors_are_the_oracles_however_the_batch_is_cut(memory_bound, pos
 
 @pytest.mark.parametrize("damping", [1e-2, 1e-4])
 def test_kfac_of_one_layer_halves_the_products_that_cg_needs(damping):
-    """As docs/linear_algebra.md advises; the solution is that of the dense system."""
+    """As docs/linear-algebra-benchmarks.md advises; the solution is that of the dense system."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double().eval()
     loss, head = nn.CrossEntropyLoss(), ["2.weight", "2.bias"]

@@ -192,7 +192,7 @@ def test_the_command_writes_a_page_and_adds_rounds(tmp_path):
 def test_the_page_shows_when_a_preconditioner_saves_products(network, saves, capsys):
     preconditioners.main(["--networks", network, "--epochs", "0"])
     printed = capsys.readouterr().out.splitlines()[-1]
-    page = (ROOT / "docs" / "linear_algebra.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "linear-algebra-benchmarks.md").read_text(encoding="utf-8")
     shown = next(line for line in page.splitlines() if line.startswith(f"| {network} |"))
     counts = [_counts(line) for line in (printed, shown)]
     # Another CPU's arithmetic may take a product more or fewer.
