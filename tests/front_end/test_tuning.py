@@ -669,7 +669,7 @@ def test_the_choice_is_compared_with_the_network_itself(link, params):
 
 
 def test_temperature_scaling_of_the_network_by_the_row_of_the_comparison():
-    """The recipe of docs/not-here.md: the temperature of the posterior's link is another one."""
+    """As docs/how-to/temperature-scaling.md does; the temperature of la.link is another one."""
     model, x, y = problem(3.0, 400, temperature=0.3)
     la = Laplace(model).fit([(x[:200], y[:200])])
     x, y = x[200:], y[200:]
