@@ -30,11 +30,11 @@ def blocks_of(page, language):
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def names_of_a_user():
-    """The names that README and how-to pages take from the set-up: a classifier and data."""
-    (setup,) = blocks_of(ROOT / "docs" / "guide.md", "python")
+def names_of_a_user(page="guide"):
+    """The names that how-to pages take from the set-up of the guide: a classifier and data."""
+    setup, *_ = blocks_of(ROOT / "docs" / f"{page}.md", "python")
     names = {}
-    exec(compile(setup, "guide.md", "exec"), names)
+    exec(compile(setup, page, "exec"), names)
     return names
 
 
@@ -167,12 +167,23 @@ PAGES_WITH_CODE = [page for page in PAGES if blocks_of(page, "python")]
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
 def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    leaves_names_to_the_reader = page.stem == "README" or page.parent.name == "how-to"
-    names = names_of_a_user() if leaves_names_to_the_reader else {}
+    names = {}
+    if page.stem == "README":
+        names = names_of_a_user("quick-start")
+    elif page.parent.name == "how-to":
+        names = names_of_a_user()
     # A page is read from its beginning: later blocks use the names of earlier ones.
     exec(compile("\n".join(blocks_of(page, "python")), page.name, "exec"), names)
     saves = ".save(" in page.read_text(encoding="utf-8")
     assert (tmp_path / "posterior.safetensors").exists() == saves
+
+
+def test_the_readme_shows_the_output_of_the_quick_start():
+    """They have the same network and data; the quick start's first block defines the names."""
+    shown = "".join(blocks_of(ROOT / "README.md", "text"))
+    quick_start = "".join(blocks_of(ROOT / "docs" / "quick-start.md", "text"))
+    assert "auroc_shuffled" in shown
+    assert set(shown.splitlines()) <= set(quick_start.splitlines())
 
 
 def test_the_pages_that_teach_have_code():
