@@ -26,7 +26,7 @@ from laplace_debias.system.checks import check_generator, whole
 
 @dataclass(frozen=True, eq=False)
 class GaussianPosterior:
-    r"""$N(\theta^*, P^{-1})$ with precision $P = N C + \mathrm{diag}(\delta)$ (Eq. 4, 17).
+    r"""$N(\theta^*, P^{-1})$ with precision $P = N \cdot C + \mathrm{diag}(\delta)$ (Eq. 4, 17).
 
     With a temperature T of the likelihood, $p(D \mid \theta)^{1/T}$, the precision is
     $P = \tfrac NT C + \mathrm{diag}(\delta)$.

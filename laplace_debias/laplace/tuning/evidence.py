@@ -264,10 +264,10 @@ def root_between(
 def tune_noise(fitted: FittedPosterior) -> TunedFit:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
-    With $P = k^{-2}(N C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's mean μ and
-    the residuals' Q, the log marginal likelihood is, up to a constant,
+    With $P = k^{-2}(N \cdot C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's
+    mean μ and the residuals' Q, the log marginal likelihood is, up to a constant,
     $$-\frac{Q + \gamma S}{2k^2} - M\log k + \frac D2\log\gamma
-    - \frac12\log\det(N C + \gamma),$$
+    - \frac12\log\det(N \cdot C + \gamma),$$
     whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. So only γ is searched for. If σ has an
     entry for each output, their ratios stay.
 
