@@ -120,5 +120,5 @@ plt.show()
 # ## Next steps
 #
 # - Fit a model that Hugging Face's Trainer trains:
-#   [Integrations](../integrations.md#hugging-face-trainer-and-hub).
+#   [Hugging Face](../integrations/hugging-face.md).
 # - Predict single tokens: [Use a language model](../how-to/language-models.md).
