@@ -59,7 +59,7 @@ class Moments:
     @classmethod
     def of(cls, la: Laplace, x: Tensor, y: Tensor, grid: Tensor) -> "Moments":
         """Those of a fit."""
-        mean, covariances = moments(la._fitted, x, grid)
+        mean, covariances = moments(la.fitted, x, grid)
         return cls(mean.double(), covariances.double(), y, grid)
 
     def log_probs(self, delta: float, link: Link) -> Tensor:

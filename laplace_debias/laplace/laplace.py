@@ -658,7 +658,7 @@ class Laplace(Predictor):
         """
         self._require_same(posterior=self._loss_of_each_fit, sigma=sigma, per=per)
         check_is(sigma, "sigma", bool, type(None))
-        tuned = evidence.maximise_evidence(self._fitted, sigma, per)
+        tuned = evidence.maximise_evidence(self.fitted, sigma, per)
         with _EXCHANGE:
             self._state = tuned.fitted
         return tuned.tuning
@@ -695,7 +695,7 @@ class Laplace(Predictor):
         Raises:
             RuntimeError: If nothing has been fitted.
         """
-        return self._fitted.posterior
+        return self.fitted.posterior
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -715,7 +715,7 @@ class Laplace(Predictor):
             RuntimeError: If nothing has been fitted, or the posterior was fitted with a different
                 mode or loaded from a file.
         """
-        report = self._fitted.report
+        report = self.fitted.report
         if report is None:
             raise RuntimeError(
                 'There is no report. Only a fit with `mode="auto"` creates a report, and '
@@ -836,13 +836,13 @@ class Laplace(Predictor):
             UserWarning: If the posterior was thinned. The value is then a lower bound of the value
                 for the full posterior.
         """
-        if self._fitted.thinned_at is not None:
+        if self.fitted.thinned_at is not None:
             warn(
                 "The posterior is thinned, so this value is a lower bound of its log marginal "
                 "likelihood, and may be much too low. Compute it before `thin`, or load the "
                 "posterior that was saved before `thin`."
             )
-        return self._fitted.log_marginal_likelihood(prior_precision)
+        return self.fitted.log_marginal_likelihood(prior_precision)
 
     def functional(
         self,
@@ -887,7 +887,7 @@ class Laplace(Predictor):
                 "`diagonal=True` computes variances, but `joint=True` computes covariances "
                 "between inputs. Remove one of them."
             )
-        state = self._fitted
+        state = self.fitted
         if differentiable:
             if diagonal or outputs is not None or positions is not None:
                 raise ValueError(
@@ -943,7 +943,7 @@ class Laplace(Predictor):
                 'or "nn".'
             )
         sampled = PredictionMethod(method, n, generator, positions)
-        fit = LinkedFit(self._fitted, None)
+        fit = LinkedFit(self.fitted, None)
         with torch.inference_mode(False):
             if not (joint and sampled.name == "glm"):
                 return fit.draws(x, sampled)
@@ -980,7 +980,7 @@ class Laplace(Predictor):
             TypeError: If the likelihood is not for regression. Also raises the errors of `predict`.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
-        return LinkedFit(self._fitted, None).marginals(x, prediction)
+        return LinkedFit(self.fitted, None).marginals(x, prediction)
 
     @torch.inference_mode(False)
     def thin(
@@ -1277,8 +1277,16 @@ class Laplace(Predictor):
         return state.setup if isinstance(state, FittedPosterior) else state
 
     @property
-    def _fitted(self) -> FittedPosterior:
-        """The fitted state.
+    def state(self) -> FitSetup | FittedPosterior:
+        """The model with its prior, and after a fit with its posterior; it never changes itself.
+
+        Whatever changes the `Laplace` puts another state in its place.
+        """
+        return self._state
+
+    @property
+    def fitted(self) -> FittedPosterior:
+        """The state after a fit; `from_posterior` makes a `Laplace` of it.
 
         Raises:
             RuntimeError: If nothing has been fitted.
@@ -1290,7 +1298,7 @@ class Laplace(Predictor):
     @property
     def _unchanged_fit(self) -> FittedPosterior:
         """The fitted state, of a model that is what it was at the fit."""
-        fitted = self._fitted
+        fitted = self.fitted
         fitted.check_unchanged()
         return fitted
 
@@ -1346,7 +1354,7 @@ class Laplace(Predictor):
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[LinkedFit]:
-        fitted = self._fitted
+        fitted = self.fitted
         link = link or fitted.link
         if method.is_closed and link is None:
             link = default_link_of_fit(fitted, x)

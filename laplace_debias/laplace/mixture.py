@@ -57,7 +57,7 @@ class Mixture(Predictor):
                     f"Member {number} is a {type(member).__name__}. Pass fitted instances of "
                     "Laplace."
                 )
-            if not isinstance(member._state, FittedPosterior):
+            if not isinstance(member.state, FittedPosterior):
                 raise RuntimeError(f"Member {number} is not fitted. Call its `fit` first.")
             _check_same_likelihood(number, member.likelihood, self.members[0].likelihood)
 
@@ -66,7 +66,7 @@ class Mixture(Predictor):
 
     @property
     def _states(self) -> Sequence[FitSetup | FittedPosterior]:
-        return [member._state for member in self.members]
+        return [member.state for member in self.members]
 
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None

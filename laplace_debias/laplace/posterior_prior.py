@@ -90,7 +90,7 @@ def posterior_as_prior(la: Laplace) -> GaussianPrior:
         ...     optimizer.step()
         >>> la = Laplace(model, prior=prior).fit([second])
     """
-    fitted = la._fitted
+    fitted = la.fitted
     posterior = fitted.posterior
     names = tuple(fitted.parameters.names)
     return PosteriorPrior(posterior.mean, posterior.precision, names, fitted)

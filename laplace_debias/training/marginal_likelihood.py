@@ -343,11 +343,7 @@ class Penalty:
 
     def __init__(self, fitted: FittedPosterior, deltas: Float[Tensor, " blocks"]) -> None:
         posterior = fitted.posterior
-        sizes = torch.tensor(posterior.curvature.sizes, device=deltas.device)
-        by_entry = deltas.repeat_interleave(sizes)
-        if posterior.order is not None:
-            by_entry = torch.empty_like(by_entry).index_copy_(0, posterior.order, by_entry)
-        self._deltas = by_entry.to(posterior.mean)
+        self._deltas = posterior.by_parameter(deltas).to(posterior.mean)
         self._names = fitted.parameters.names
         self.num_data = posterior.num_data
 

@@ -176,7 +176,7 @@ def test_jackknife_of_means_is_their_standard_error():
 def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
     """The errors of standard deviations on fresh inputs, for every point of the curve."""
     grid = torch.tensor(list(la.fit_report.curve), dtype=x.dtype)
-    found, exact = (moments(of._fitted, x, grid, "variances")[1].log() / 2 for of in (la, full))
+    found, exact = (moments(of.fitted, x, grid, "variances")[1].log() / 2 for of in (la, full))
     return (found - exact).square().mean((1, 2)).sqrt()
 
 

@@ -468,6 +468,39 @@ def test_prior_precisions_of_a_wrong_size_are_refused_before_the_fit(structure, 
     assert torch.equal(la.posterior_variance, before)
 
 
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_a_refused_prior_precision_changes_nothing(structure):
+    precision = torch.rand(32, dtype=torch.float64) + 0.1
+    options = {"subset_of_weights": "all", "hessian_structure": structure}
+    la = Laplace(network(), "classification", prior_precision=precision, **options)
+    la.fit(loader("classification"))
+    before = la.posterior_covariance.to_dense()
+    with pytest.raises(ValueError, match=r"too small for torch\.float64"):
+        la.prior_precision = torch.full((32,), 1e-310, dtype=torch.float64)
+    assert torch.equal(la.prior_precision, precision)
+    assert torch.equal(la.posterior_covariance.to_dense(), before)
+
+
+def test_the_posterior_is_computed_anew_only_after_a_change():
+    precision = torch.rand(32, dtype=torch.float64) + 0.1
+    la = Laplace(network(), "regression", "all", "full", prior_precision=precision)
+    la.fit(loader("regression"))
+
+    def change(name, value):
+        earlier = la.posterior
+        assert la.posterior is earlier
+        setattr(la, name, value)
+        assert la.posterior is not earlier
+
+    change("sigma_noise", 0.5)
+    change("temperature", 2.0)
+    change("prior_mean", 0.1)
+    change("prior_precision", 2 * precision)
+    expected = Laplace(network(), "regression", "all", "full", 0.5, 2 * precision, 0.1, 2.0)
+    expected.fit(loader("regression"))
+    close(la.posterior_precision, expected.posterior_precision)
+
+
 NAMES = [
     "DiagLaplace",
     "FullLaplace",

@@ -243,7 +243,7 @@ def test_whisper_has_the_decoder_inputs_of_its_own_loss():
     la = Laplace(model, curvature="diag", class_dim=-1).fit_batches([batch])
     with torch.no_grad():
         outputs = model(**batch)
-    torch.testing.assert_close(la._fitted.nll, float(outputs.loss) * 7)
+    torch.testing.assert_close(la.fitted.nll, float(outputs.loss) * 7)
     torch.testing.assert_close(la.functional(batch, diagonal=True)[0], outputs.logits)
 
 

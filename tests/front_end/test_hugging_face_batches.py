@@ -96,7 +96,7 @@ def test_the_loss_is_the_models_own(name):
     ).fit([batch])
     counted = (batch["labels"][:, 1:] if shifts else batch["labels"]) != -100
     loss = own_loss(model, batch)
-    torch.testing.assert_close(la._fitted.nll, loss * int(counted.sum()), rtol=1e-6, atol=0)
+    torch.testing.assert_close(la.fitted.nll, loss * int(counted.sum()), rtol=1e-6, atol=0)
     map_nll = la.evaluate([batch], method="map")["nll"]
     torch.testing.assert_close(float(map_nll), loss, rtol=1e-5, atol=0)
 
@@ -129,7 +129,7 @@ def test_labels_of_sequences_stay_as_they_are():
     labels = torch.arange(6)
     la = Laplace(model, params="last_layer").fit([{"input_ids": ids, "labels": labels}])
     torch.testing.assert_close(
-        la._fitted.nll, 6 * float(cross_entropy(model(ids).logits, labels)), rtol=1e-6, atol=0
+        la.fitted.nll, 6 * float(cross_entropy(model(ids).logits, labels)), rtol=1e-6, atol=0
     )
 
 
@@ -166,7 +166,7 @@ def test_labels_move_within_wrappers_too(wrap):
     chosen = "all" if wrap is adapted else lambda name, _: name.endswith("c_attn.weight")
     la = Laplace(wrapped, fisher="mc", params=chosen).fit([batch])
     num_counted = int((batch["labels"][:, 1:] != -100).sum())
-    torch.testing.assert_close(la._fitted.nll, own * num_counted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(la.fitted.nll, own * num_counted, rtol=1e-6, atol=0)
 
 
 def test_operators_move_the_labels_too():
@@ -195,7 +195,7 @@ def test_a_model_of_another_library_gets_its_labels_as_they_are():
     ids = torch.randint(29, (2, 5))
     la = Laplace(model, params="last_layer").fit([{"input_ids": ids, "labels": ids}])
     expected = float(cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="sum"))
-    torch.testing.assert_close(la._fitted.nll, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(la.fitted.nll, expected, rtol=1e-6, atol=0)
 
 
 def test_a_loss_that_cannot_be_asked_is_an_error():
@@ -221,7 +221,7 @@ def test_a_loss_that_cannot_be_asked_is_an_error():
     told.fit([{"input_ids": ids, "labels": ids}])
     logits = model(ids).logits[:, :-1].double()
     expected = float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
-    torch.testing.assert_close(told._fitted.nll, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(told.fitted.nll, expected, rtol=1e-6, atol=0)
 
 
 def test_outputs_that_are_nan_are_no_question_of_labels():
@@ -265,7 +265,7 @@ def test_labels_of_a_model_with_a_prompt_are_behind_the_prompt(name, kind, num_v
     la = Laplace(model, curvature="diag", class_dim=-1).fit([batch])
     loss = own_loss(model, batch)
     num_counted = int((batch["labels"][:, num_virtual == 0 :] != -100).sum())
-    torch.testing.assert_close(la._fitted.nll, loss * num_counted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(la.fitted.nll, loss * num_counted, rtol=1e-5, atol=0)
     map_nll = la.evaluate([batch], method="map")["nll"]
     torch.testing.assert_close(float(map_nll), loss, rtol=1e-5, atol=0)
     labels = torch.full((3, 6 + num_virtual), -100)

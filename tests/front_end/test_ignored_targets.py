@@ -82,7 +82,7 @@ def test_an_ignored_batch_among_others_adds_examples_and_no_curvature(curvature)
     if curvature in ("diag", "lowrank", "full"):  # EKFAC's directions depend on the inputs, too.
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
     nll = F.cross_entropy(model(SOME[0]), SOME[1], reduction="sum").item()
-    assert la._fitted.nll == pytest.approx(nll, rel=1e-12)
+    assert la.fitted.nll == pytest.approx(nll, rel=1e-12)
     # A fold may be empty of targets, too.
     x, y = SOME
     la.fit_batches([(x, torch.where(torch.arange(8) % 2 == 0, y, -100))], folds=2)
@@ -141,7 +141,7 @@ def test_multi_label_targets_are_ignored_by_the_example():
     both = Laplace(network(), "multilabel", curvature="full").fit_batches([(x, half)])
     one, two = (fit.posterior.precision.to_dense() for fit in (both, alone))
     torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-    assert both._fitted.nll == pytest.approx(alone._fitted.nll, rel=1e-12)
+    assert both.fitted.nll == pytest.approx(alone.fitted.nll, rel=1e-12)
     expected = both.evaluate([(x[:4], y[:4])])
     assert both.evaluate([(x, half)]) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match=IGNORED):

@@ -82,8 +82,8 @@ def test_groups_of_inputs_give_the_same(name, curvature):
     expected = la.functional(x, joint=True)[1]
 
     def bounded(memory):
-        config = replace(la._fitted.config, memory_bound=memory)
-        la._state = replace(la._fitted, config=config)
+        config = replace(la.fitted.config, memory_bound=memory)
+        la._state = replace(la.fitted, config=config)
 
     bounded(1)
     with pytest.raises(ValueError, match=r"joint covariance of 2 example\(s\) needs") as error:

@@ -184,7 +184,7 @@ def test_chunks_do_not_matter(fitted):
     x = inputs_of(batch_of())
     expected = la.functional(x, positions=[-1, -2], outputs=3, diagonal=True)[1]
     assert expected.shape == (B, 2, 3)
-    state = la._fitted
+    state = la.fitted
     try:
         la._state = replace(state, config=replace(state.config, memory_bound=2**14))
         close(la.functional(x, positions=[-1, -2], outputs=3, diagonal=True)[1], expected, rtol)

@@ -274,9 +274,9 @@ def test_results_do_not_depend_on_the_memory_bound(name, curvature):
     tight, wide = (case.la for case in cases)
     x = cases[0].x
     for diagonal in (False, True):
-        tight._state = bounded(tight._fitted, 1)
+        tight._state = bounded(tight.fitted, 1)
         needed = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
-        tight._state = bounded(tight._fitted, needed)
+        tight._state = bounded(tight.fitted, needed)
         close(tight.functional(x, diagonal)[1], wide.functional(x, diagonal)[1], 1e-10)
 
 
@@ -371,7 +371,7 @@ def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(
     x, y = torch.randn(600, num_positions, 190).double(), torch.randint(3, (600,))
     la = Laplace(model, curvature=curvature, params="weights").fit([(x, y)])
     grid = torch.logspace(-4, 8, 13, dtype=torch.float64)
-    _, found = moments(la._fitted, x[:4], grid)
+    _, found = moments(la.fitted, x[:4], grid)
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     for example in range(4):
         outputs = model(x[example : example + 1])[0]

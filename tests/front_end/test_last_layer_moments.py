@@ -49,7 +49,7 @@ def dense_difference_variances(la, x):
 
 def test_the_variances_of_differences_are_those_of_the_dense_jacobian():
     la, x = fitted()
-    mean, variances = moments_of_few_outputs(la._fitted, x, "difference variances")
+    mean, variances = moments_of_few_outputs(la.fitted, x, "difference variances")
     close(mean, la.model(x).detach(), 1e-12)
     close(variances, dense_difference_variances(la, x), 1e-12)
 
@@ -196,7 +196,7 @@ def test_weight_and_bias_have_one_factor_if_their_directions_are_equal(is_shared
         bias = la.posterior.curvature.blocks["2.bias"]
         # The same matrix, in eigenvectors of the opposite sign.
         bias.U_G.neg_()
-    inputs = recorded_inputs(la._fitted, x)
+    inputs = recorded_inputs(la.fitted, x)
     outputs = inputs.outputs(inputs.eigen_variances(torch.full((2,), DELTA, dtype=x.dtype)))
     assert len(outputs.factors) == (1 if is_shared else 2)
     expected = dense_covariance(la, x)

@@ -241,7 +241,7 @@ def test_a_mean_and_a_log_variance_for_each_target():
     )
     paired.fit_batches([(x, y)])
     close(paired.posterior.precision.to_dense(), la.posterior.precision.to_dense())
-    assert paired._fitted.nll == pytest.approx(la._fitted.nll)
+    assert paired.fitted.nll == pytest.approx(la.fitted.nll)
     close(paired.predict(x).mean[..., 0], la.predict(x).mean)
     close(paired.predict(x).variance[..., 0], la.predict(x).variance)
     rmse = la.evaluate([(x, y)])["rmse"]

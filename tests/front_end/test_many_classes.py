@@ -186,7 +186,7 @@ def test_variances_at_several_prior_precisions_are_those_of_the_dense_posterior(
     if outputs is not None:
         choice = torch.tensor(outputs).expand(len(x), -1)
         indices = outputs
-    _, variances = linearised.moments(la._fitted, x, deltas, kind="variances", outputs=choice)
+    _, variances = linearised.moments(la.fitted, x, deltas, kind="variances", outputs=choice)
     for delta, actual in zip(deltas, variances, strict=True):
         dense = dense_covariances(la, model, x, delta).diagonal(dim1=-2, dim2=-1)
         torch.testing.assert_close(actual, dense[:, list(indices)], rtol=1e-10, atol=1e-14)
@@ -261,7 +261,7 @@ def test_draws_of_many_classes_have_the_moments_of_the_dense_posterior(curvature
     la, model, x, _ = classifier(num_classes=4, curvature=curvature)
     x = x[:2]
     num_samples = 40_000
-    fit = LinkedFit(la._fitted, Link("probit"))
+    fit = LinkedFit(la.fitted, Link("probit"))
     generator = torch.Generator().manual_seed(0)
     draws = fit.draws(x, PredictionMethod(samples=num_samples, generator=generator))
     covariance = dense_covariances(la, model, x, float(la.prior_precision))
@@ -285,7 +285,7 @@ def test_a_linear_layer_at_one_position_has_no_jacobian_per_output(rank, diagona
     deltas = torch.logspace(-2, 2, 5, dtype=torch.float64)
     with LargestTensor() as largest:
         kind = "variances" if diagonal else "covariance"
-        _, actual = linearised.moments(la._fitted, x, deltas, kind=kind)
+        _, actual = linearised.moments(la.fitted, x, deltas, kind=kind)
     # The Jacobians of 20 examples and four outputs would have 80 times 12 × 20 entries.
     assert largest.entries <= 20 * 12 * 20
     curvature = la.posterior.curvature.to_dense()

@@ -253,7 +253,7 @@ def test_evaluate_and_tune_score_the_same_predictive():
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.float32):
         assert la.evaluate([(x, y.to(dtype))]) == la.evaluate([(x, y)])
         again = Laplace(model, "multilabel").fit_batches([(x, y.to(dtype))])
-        assert again._fitted.nll == la._fitted.nll
+        assert again.fitted.nll == la.fitted.nll
 
 
 @pytest.mark.parametrize("likelihood", ["binary", "multilabel"])

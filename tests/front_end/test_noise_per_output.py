@@ -135,7 +135,7 @@ def test_a_single_output_has_the_noise_of_the_lowest_nll():
     la = Laplace(model, "regression", "full", sigma=1.0).fit([(x[:40], y[:40])])
     tuned = la.tune([(x[40:], y[40:])], sigma="per_output")
     best = tuned.value
-    noise = tune_output_noise(la._fitted, [Batch(x[40:], y[40:])], tuned.prior_precision)
+    noise = tune_output_noise(la.fitted, [Batch(x[40:], y[40:])], tuned.prior_precision)
     torch.testing.assert_close(noise.sigma, la.sigma, rtol=1e-5, atol=0)
     mean, covariance = la.functional(x[40:])
     for factor in (0.9, 1.1):

@@ -113,7 +113,7 @@ def test_a_channel_first_fit_is_the_ggn_of_the_channel_first_loss(curvature):
         actual, expected = actual.diagonal(), expected.diagonal()
     same(actual, expected)
     nll = F.cross_entropy(model(x), y, reduction="sum").item()
-    assert la._fitted.nll == pytest.approx(nll, rel=1e-12)
+    assert la.fitted.nll == pytest.approx(nll, rel=1e-12)
 
 
 def test_predictions_have_the_classes_last():

@@ -368,7 +368,7 @@ def test_what_may_not_be_written_is_told(la):
 
 
 def test_numbers_that_could_not_be_read_again_are_not_saved(la, tmp_path):
-    object.__setattr__(la._fitted, "nll", float("inf"))
+    object.__setattr__(la.fitted, "nll", float("inf"))
     with pytest.raises(ValueError, match="not JSON compliant"):
         la.save(tmp_path / "posterior")
     assert not list(tmp_path.iterdir())

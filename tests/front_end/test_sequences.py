@@ -56,7 +56,7 @@ def test_the_loss_of_an_example_is_the_sum_over_its_counted_positions(decoder, d
     expected = ggn.diagonal() + 1.0
     torch.testing.assert_close(actual.diagonal(), expected, rtol=1e-9, atol=1e-12)
     nll = summed_loss(decoder(x), y)
-    assert la._fitted.nll == pytest.approx(nll.item(), rel=1e-12)
+    assert la.fitted.nll == pytest.approx(nll.item(), rel=1e-12)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def random_problem(seed, num_data=110, num_classes=None, **options):
 
 
 def tuned_on_full_grid(la, data, metric):
-    fitted = la._fitted
+    fitted = la.fitted
     default = links.default_link(fitted.likelihood, fitted.spec.model(data[0]).shape)
     table = evaluate_grid(
         partial(predictive.predictives_by_links, fitted),
@@ -124,13 +124,13 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
     precision = la.num_data * la.posterior.curvature.to_dense()
     precision += delta * torch.eye(len(precision), dtype=torch.float64)
     identity = torch.eye(num_classes, dtype=torch.float64)
-    inputs = recorded_inputs(la._fitted, x)
+    inputs = recorded_inputs(la.fitted, x)
     deltas = torch.full((len(inputs.heads),), delta, dtype=torch.float64)
     variances = torch.cat(inputs.eigen_variances(deltas), 1)
     matrix = squared_differences(inputs.heads)
     first, second = pairwise.pairs_of_outputs(num_classes, x.device)
     dense_covariances = []
-    for n, phi in enumerate(la._fitted.spec.model[:-1](x).detach()):
+    for n, phi in enumerate(la.fitted.spec.model[:-1](x).detach()):
         J = torch.cat([torch.kron(identity, phi.unsqueeze(0)), identity], 1)
         dense_covariances.append(J @ torch.linalg.solve(precision, J.T))
         differences = J[first] - J[second]

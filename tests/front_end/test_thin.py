@@ -607,6 +607,6 @@ def test_the_limit_of_a_thin_regression_moves_with_its_noise():
     la.thin(x[:40], 0.01)
     found = la.tune([(x, y)], sigma=True)
     factor = float(found.sigma)
-    assert la._fitted.thinned_at == pytest.approx([factor**-2] * len(la.block_names))
+    assert la.fitted.thinned_at == pytest.approx([factor**-2] * len(la.block_names))
     is_below = found.prior_precision < factor**-2 * (1 - 1e-6)
     assert ("was thinned" in found.message) == is_below

@@ -81,7 +81,7 @@ def main():
             la = Laplace(model).fit(Auto(loader, tolerance))
             seconds += time.process_time() - start
             grid = torch.tensor(list(la.fit_report.curve), dtype=torch.float64)
-            ours, exact = (moments(of._fitted, inputs, grid, "variances")[1] for of in (la, full))
+            ours, exact = (moments(of.fitted, inputs, grid, "variances")[1] for of in (la, full))
             error = ((ours / exact).log() / 2).square().mean((1, 2)).sqrt().max()
             ratios.append(la.fit_report.error / float(error))
             examples.append(la.fit_report.num_examples)

@@ -6,14 +6,14 @@ without an equivalent raise an error. The reference of this module lists them, w
 """
 
 from laplace_debias.compat.laplace_torch.marglik import marglik_training
-from laplace_debias.compat.laplace_torch.posteriors import (
+from laplace_debias.compat.laplace_torch.posteriors import Laplace
+from laplace_debias.compat.laplace_torch.structured import (
     DiagLaplace,
     DiagLLLaplace,
     FullLaplace,
     FullLLLaplace,
     KronLaplace,
     KronLLLaplace,
-    Laplace,
     LowRankLaplace,
     StructuredLaplace,
 )

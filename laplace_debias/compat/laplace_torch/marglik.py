@@ -8,18 +8,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from laplace_debias.compat.laplace_torch.posteriors import (
-    LIKELIHOODS,
-    Laplace,
+from laplace_debias.compat.laplace_torch.arguments import (
+    CURVATURES_BY_NAME,
+    LIKELIHOODS_BY_NAME,
     check_has_layers,
     checked_name,
     fisher_of_backend,
 )
-from laplace_debias.compat.laplace_torch.posteriors import STRUCTURES as CURVATURES
+from laplace_debias.compat.laplace_torch.posteriors import Laplace
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.training.marginal_likelihood import marginal_likelihood_training
 
-STRUCTURES = ("kron", "full", "diag")
+HESSIAN_STRUCTURES = ("kron", "full", "diag")
 PRIOR_STRUCTURES = {"scalar": None, "layerwise": "block"}
 
 
@@ -28,7 +28,7 @@ def marglik_training(
     train_loader: Batches,
     likelihood: str = "classification",
     hessian_structure: str = "kron",
-    backend: Any = None,
+    backend: type | str | None = None,
     optimizer_cls: Callable[..., Optimizer] = torch.optim.Adam,
     optimizer_kwargs: Mapping[str, Any] | None = None,
     scheduler_cls: Callable[..., LRScheduler] | None = None,
@@ -82,7 +82,7 @@ def marglik_training(
         ValueError: If a name is unknown.
     """
     likelihood = checked_name("likelihood", likelihood, ("classification", "regression"))
-    hessian_structure = checked_name("hessian_structure", hessian_structure, STRUCTURES)
+    hessian_structure = checked_name("hessian_structure", hessian_structure, HESSIAN_STRUCTURES)
     prior_structure = checked_name("prior_structure", prior_structure, (*PRIOR_STRUCTURES, "diag"))
     if prior_structure == "diag":
         raise NotImplementedError(
@@ -109,7 +109,7 @@ def marglik_training(
     run = marginal_likelihood_training(
         model,
         train_loader,
-        LIKELIHOODS[likelihood],
+        LIKELIHOODS_BY_NAME[likelihood],
         optimizer=optimizer,
         epochs=n_epochs,
         scheduler=scheduler,
@@ -121,7 +121,7 @@ def marglik_training(
         prior_precision=temperature * prior_prec_init,
         sigma=sigma,
         temperature=temperature,
-        curvature=CURVATURES[hessian_structure],
+        curvature=CURVATURES_BY_NAME[hessian_structure],
         fisher=fisher_of_backend(backend, {}),
     )
     la = Laplace(
@@ -133,7 +133,7 @@ def marglik_training(
         enable_backprop=enable_backprop,
         backend=backend,
     )
-    la._take(run.laplace)
+    la.posterior = run.laplace
     margliks = [-float(row["log_marginal_likelihood"]) for row in run.history]
     losses = [float(row["loss"]) for row in run.history]
     return la, model, margliks, losses

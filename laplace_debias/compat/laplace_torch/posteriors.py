@@ -1,59 +1,51 @@
 """A `Laplace` with the arguments, methods and shapes of laplace-torch's."""
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.compat.laplace_torch.arguments import (
+    CURVATURES_BY_NAME,
+    LIKELIHOODS_BY_NAME,
+    LINKS,
+    SUBSETS,
+    batch_hook,
+    check_applies,
+    check_has_layers,
+    checked_name,
+    fisher_of_backend,
+    names_in_layer,
+    scalar_or_vector,
+)
+from laplace_debias.compat.laplace_torch.parameterwise import (
+    ParameterwisePrior,
+    best_precisions,
+    parameterwise_log_marginal_likelihood,
+)
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.subnetwork import Subnetwork
 from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
-from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace as Posterior
-from laplace_debias.laplace.links import BRIDGES, Link
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.state.fitted import FittedPosterior
-from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prior import prior_precision_from
-from laplace_debias.laplace.tuning import evidence
 from laplace_debias.linalg import diagonal, logdet
-from laplace_debias.operators import LinearOperator, Permuted
+from laplace_debias.operators import LinearOperator
 from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
 
-STRUCTURES = {
-    "kron": "kfac",
-    "full": "full",
-    "diag": "diag",
-    "lowrank": "lowrank",
-    "gp": "gp",
-}
-LIKELIHOODS = {
-    "classification": "classification",
-    "regression": "regression",
-    "reward_modeling": "binary",
-}
 STATE = "laplace_debias"
 """The entry of a `state_dict` that holds a posterior's file."""
 PRECISIONS = "prior_precision"
 """The entry of a `state_dict` that holds a prior precision per parameter."""
-SUBSETS = ("last_layer", "all", "subnetwork")
-LINKS = ("probit", "mc", *BRIDGES)
-
-
-def check_has_layers(structure: str) -> None:
-    """Require a structure in which each layer can have a prior precision of its own."""
-    if structure not in ("kron", "diag"):
-        raise NotImplementedError(
-            '`prior_structure="layerwise"` requires hessian_structure="kron" or "diag", got '
-            f'{structure!r}. Use `prior_structure="scalar"`.'
-        )
 
 
 class Laplace:
@@ -79,9 +71,6 @@ class Laplace:
         backend: A backend of laplace-torch, or its name. Names that end with `GGN` mean the exact
             Fisher matrix, and names that end with `EF` mean the empirical Fisher matrix.
         backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
-
-    Attributes:
-        posterior: The `laplace_debias.Laplace` that does the work, with the current prior.
 
     Raises:
         NotImplementedError: If there is no equivalent of the combination of arguments.
@@ -117,82 +106,73 @@ class Laplace:
         last_layer_name: str | None = None,
         n_subset: int | None = None,
         independent_outputs: bool = False,
-        backend: Any = None,
+        backend: type | str | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        likelihood = checked_name("likelihood", likelihood, LIKELIHOODS)
+        likelihood = checked_name("likelihood", likelihood, LIKELIHOODS_BY_NAME)
         subset_of_weights = checked_name("subset_of_weights", subset_of_weights, SUBSETS)
-        hessian_structure = checked_name("hessian_structure", hessian_structure, STRUCTURES)
+        hessian_structure = checked_name("hessian_structure", hessian_structure, CURVATURES_BY_NAME)
         if (subset_of_weights == "subnetwork") != (subnetwork_indices is not None):
             raise ValueError(
                 '`subset_of_weights="subnetwork"` and `subnetwork_indices` belong together. Pass '
                 "both, or neither."
             )
-        if n_subset is not None and hessian_structure != "gp":
-            raise ValueError(
-                f'`n_subset` applies only to hessian_structure="gp", got {hessian_structure!r}. '
-                "Remove `n_subset=`."
-            )
-        network = model
-        batch: BatchHook | None = None
-        if likelihood == "reward_modeling":
-            network = BradleyTerry(model)
-            batch = _first_is_preferred
-        params: Any = "last_layer" if subset_of_weights == "last_layer" else "all"
+        if n_subset is not None:
+            check_applies("n_subset", "hessian_structure", "gp", hessian_structure)
+        network = BradleyTerry(model) if likelihood == "reward_modeling" else model
+        params: ParameterSelection = "last_layer" if subset_of_weights == "last_layer" else "all"
         if last_layer_name is not None:
-            if subset_of_weights != "last_layer":
-                raise ValueError(
-                    '`last_layer_name` applies only to subset_of_weights="last_layer", got '
-                    f"{subset_of_weights!r}. Remove `last_layer_name=`."
-                )
-            layer = model.get_submodule(last_layer_name)
-            layer_parameters = set(layer.parameters())
-            params = [
-                name
-                for name, parameter in network.named_parameters()
-                if parameter in layer_parameters
-            ]
+            check_applies("last_layer_name", "subset_of_weights", "last_layer", subset_of_weights)
+            params = names_in_layer(model.get_submodule(last_layer_name), network)
         if subnetwork_indices is not None:
             network = Subnetwork(network, subnetwork_indices)
-        options: dict[str, Any] = {}
+        sigma = None
         if likelihood == "regression":
-            options["sigma"] = _scalar_or_vector(sigma_noise)
+            sigma = scalar_or_vector(sigma_noise)
         elif float(torch.as_tensor(sigma_noise)) != 1.0:
-            raise ValueError(
-                f'`sigma_noise` applies only to likelihood="regression", got {likelihood!r}. '
-                "Remove `sigma_noise=`."
-            )
-        if n_subset is not None:
-            options["inducing"] = n_subset
+            check_applies("sigma_noise", "likelihood", "regression", likelihood)
         if independent_outputs:
-            if hessian_structure != "gp":
-                raise ValueError(
-                    '`independent_outputs` applies only to hessian_structure="gp", got '
-                    f"{hessian_structure!r}. Remove `independent_outputs=`."
-                )
-            options["independent_outputs"] = True
+            check_applies("independent_outputs", "hessian_structure", "gp", hessian_structure)
         self.model = model
         self.likelihood = likelihood
         self.enable_backprop = enable_backprop
         self._structure = hessian_structure
         self._subset = subset_of_weights
         self._last_layer_name = last_layer_name
-        self._network = network
-        self._batch = batch
         self._fit = Posterior(
             network,
-            LIKELIHOODS[likelihood],
-            curvature=STRUCTURES[hessian_structure],
+            LIKELIHOODS_BY_NAME[likelihood],
+            sigma=sigma,
+            curvature=CURVATURES_BY_NAME[hessian_structure],
             params=params,
-            prior_mean=_scalar_or_vector(prior_mean),
+            prior_mean=scalar_or_vector(prior_mean),
             temperature=temperature,
             fisher=fisher_of_backend(backend, backend_kwargs or {}),
-            batch=batch,
-            **options,
+            inducing=n_subset,
+            independent_outputs=independent_outputs,
+            batch=batch_hook(likelihood),
         )
-        # A prior precision per parameter, or of a last layer that the first fit determines.
-        self._precisions: Tensor | None = None
+        # In place of the prior precision of the fit. Before the first fit of a last layer, nothing
+        # determines whether several precisions are those of its parameters or of its blocks.
+        self._prior: ParameterwisePrior | None = None
         self.prior_precision = prior_precision
+
+    @property
+    def posterior(self) -> Posterior:
+        """The `laplace_debias.Laplace` that does the work, with the current prior.
+
+        It can be replaced by another one of the same network, likelihood and structure, which
+        brings its own prior.
+        """
+        state = self._fit.state
+        if self._prior is None or not isinstance(state, FittedPosterior):
+            return self._fit
+        return self._prior.posterior(state)
+
+    @posterior.setter
+    def posterior(self, posterior: Posterior) -> None:
+        self._fit = posterior
+        self._prior = None
 
     def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
         """Fit the posterior to all the data in a loader.
@@ -210,7 +190,9 @@ class Laplace:
             self._fit.fit(train_loader, progress=progress_bar)
         else:
             self._fit.update(train_loader, progress=progress_bar)
-        self._apply_precisions()
+        if self._prior is not None:
+            # From now on, the blocks and the parameters of a last layer are known.
+            self.prior_precision = self._prior.precisions
 
     def __call__(
         self,
@@ -294,7 +276,7 @@ class Laplace:
         if pred_type == "gp":
             pred_type = "glm"
         method = PredictionMethod(pred_type, n_samples, generator)
-        fit = LinkedFit(self.posterior._fitted, None)
+        fit = LinkedFit(self.posterior.fitted, None)
         if pred_type == "nn" or not diagonal_output:
             return fit.draws(x, method)
         mean, variances = fit.mean_and_variances(x, method)
@@ -333,7 +315,7 @@ class Laplace:
 
         It is differentiable in both of them.
         """
-        fitted = self._fit._fitted
+        fitted = self._fit.fitted
         log_factor = torch.zeros((), dtype=torch.float64, device=fitted.posterior.mean.device)
         if sigma_noise is not None:
             before = self.sigma_noise
@@ -342,47 +324,13 @@ class Laplace:
             log_factor = (sigma / before.to(log_factor).reshape(())).log()
         precision: float | Tensor = self.prior_precision
         if prior_precision is not None:
-            precision = _scalar_or_vector(prior_precision)
+            precision = scalar_or_vector(prior_precision)
             self.prior_precision = precision
         precisions = torch.as_tensor(precision).to(log_factor)
-        if self._precisions is not None:
-            return self._log_evidence(fitted, precisions, log_factor)
+        if self._prior is not None:
+            return parameterwise_log_marginal_likelihood(fitted, precisions, log_factor)
         deltas = precisions.expand(len(fitted.parameters.block_names))
         return log_marginal_likelihood(fitted, deltas, log_factor)
-
-    def _log_evidence(
-        self,
-        fitted: FittedPosterior,
-        precisions: Float[Tensor, " parameters"],
-        log_factor: Float[Tensor, ""],
-    ) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood of a fit with a precision for each parameter.
-
-        Args:
-            fitted: The fit.
-            precisions: The prior precisions.
-            log_factor: The logarithm of the number that multiplies the fit's noise.
-        """
-        data_precision = (-2 * log_factor).exp() * self._data_precision(fitted.posterior)
-        if self._structure == "diag":
-            log_det = (data_precision + precisions).log().sum()
-        else:
-            log_det = torch.logdet(data_precision + precisions.diag())
-        scatter = (precisions * fitted.posterior.displacement.double().square()).sum()
-        nll = torch.tensor(fitted.nll, dtype=torch.float64)
-        if fitted.residuals is not None:
-            nll = nll + fitted.residuals.nll_change(log_factor)
-        log_likelihood = -nll / fitted.temperature
-        return log_likelihood - 0.5 * (log_det - precisions.log().sum() + scatter)
-
-    def _data_precision(self, posterior: GaussianPosterior) -> Tensor:
-        """Compute the precision that the data add to the prior's: a vector, or a matrix if full."""
-        curvature: LinearOperator = posterior.curvature
-        if posterior.order is not None:
-            curvature = Permuted(curvature, posterior.order)
-        matrix = self._in_shape(curvature)
-        assert isinstance(matrix, Tensor)
-        return posterior.data_weight * matrix.double()
 
     def functional_variance(
         self, Js: Float[Tensor, "batch outputs parameters"]
@@ -446,8 +394,10 @@ class Laplace:
         if method == "marglik":
             per = "block" if prior_structure == "layerwise" else None
             self._fit.tune_evidence(sigma=False if is_regression else None, per=per)
-            self._precisions = self._best_precisions() if is_per_parameter else None
-            self._apply_precisions()
+            self._prior = None
+            if is_per_parameter:
+                shared = self._fit.prior_precision
+                self.prior_precision = best_precisions(self._fit.fitted, shared)
             return
         if val_loader is None:
             raise ValueError('`method="gridsearch"` needs held-out data. Pass `val_loader=`.')
@@ -472,23 +422,7 @@ class Laplace:
             link=None if is_regression else Link(link_approx),
             sigma=False if is_regression else None,
         )
-        self._precisions = None
-        self._apply_precisions()
-
-    def _best_precisions(self) -> Float[Tensor, " parameters"]:
-        r"""Compute the prior precision of each parameter that maximises the marginal likelihood.
-
-        With a diagonal precision h of the data and the distance d from the prior's mean, the
-        optimum is the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has
-        none; it keeps the precision that is best for all parameters together.
-        """
-        h = self._data_precision(self._fit.posterior)
-        squared_distances = self._fit.posterior.displacement.double().square()
-        product = h * squared_distances
-        low, high = evidence.search_range(torch.ones_like(h), squared_distances)
-        root = 2 * h / (product + (product * (product + 4)).sqrt())
-        shared = self._fit.prior_precision.to(h)
-        return torch.where(h > 0, root.clamp(low, high), shared)
+        self._prior = None
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -508,65 +442,35 @@ class Laplace:
     @property
     def prior_precision(self) -> Float[Tensor, " precisions"]:
         """The prior precision: a single value `[1]`, one per block, or one per parameter."""
-        if self._precisions is not None:
-            return self._precisions
+        if self._prior is not None:
+            return self._prior.precisions
         return self._fit.prior_precision.reshape(-1)
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        precision = _scalar_or_vector(value)
-        parameters = self._fit._state.parameters
+        precision = scalar_or_vector(value)
+        state = self._fit.state
+        parameters = state.parameters
         num_entries = torch.as_tensor(precision).numel()
-        is_vector = num_entries > 1
-        if not is_vector or (parameters is not None and num_entries == len(parameters.block_names)):
+        is_by_block = parameters is not None and num_entries == len(parameters.block_names)
+        if num_entries <= 1 or is_by_block:
             self._fit.prior_precision = precision
-            self._precisions = None
-        else:
-            precisions = prior_precision_from(precision, self._fit._state.device)
-            if parameters is not None:
-                self._prior_of(precisions)
-            self._precisions = precisions
-        self._apply_precisions()
-
-    def _apply_precisions(self) -> None:
-        """Set the posterior under the prior precision, as far as the parameters are known."""
-        self.posterior = self._fit
-        parameters = self._fit._state.parameters
-        if self._precisions is None or parameters is None:
+            self._prior = None
             return
-        if len(self._precisions) == len(parameters.block_names):
-            self._fit.prior_precision = self._precisions
-            self._precisions = None
-            return
-        prior = self._prior_of(self._precisions)
-        if isinstance(self._fit._state, FittedPosterior):
-            self.posterior = Posterior.from_posterior(prior.applied_to(self._fit._state))
-
-    def _prior_of(self, precisions: Float[Tensor, " parameters"]) -> GaussianPrior:
-        """Return the prior with a precision per parameter, after a check of its size."""
-        parameters = self._fit._parameters
-        if self._structure not in ("diag", "full") or len(precisions) != parameters.size:
-            raise ValueError(
-                f"`prior_precision` has {len(precisions)} entries, but there are "
-                f"{parameters.size} parameters in {len(parameters.block_names)} blocks, "
-                f"with hessian_structure={self._structure!r}. Pass one number, or one "
-                'number per block. For "diag" and "full", you can also pass one number '
-                "per parameter."
-            )
-        mean = self._fit.prior_mean.to(precisions).expand(parameters.size)
-        return GaussianPrior(mean, precisions, parameters.names)
+        prior = ParameterwisePrior(prior_precision_from(precision, state.device))
+        if parameters is not None:
+            prior.check_size(parameters, self._structure)
+        if isinstance(state, FittedPosterior):
+            prior.posterior(state)  # Raises if the curvature does not allow the precisions.
+        self._prior = prior
 
     @property
     def prior_precision_diag(self) -> Float[Tensor, " parameters"]:
         """The prior precision of each parameter."""
-        if self._precisions is not None:
-            return self._precisions
+        if self._prior is not None:
+            return self._prior.precisions
         posterior = self._fit.posterior
-        sizes = torch.tensor(posterior.curvature.sizes, device=posterior.mean.device)
-        by_block = posterior.deltas().repeat_interleave(sizes)
-        if posterior.order is None:
-            return by_block
-        return torch.empty_like(by_block).index_copy_(0, posterior.order, by_block)
+        return posterior.by_parameter(posterior.deltas())
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
@@ -575,8 +479,7 @@ class Laplace:
 
     @prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
-        self._fit.prior_mean = _scalar_or_vector(value)
-        self._apply_precisions()
+        self._fit.prior_mean = scalar_or_vector(value)
 
     @property
     def scatter(self) -> Float[Tensor, ""]:
@@ -615,7 +518,7 @@ class Laplace:
     @property
     def log_likelihood(self) -> Float[Tensor, ""]:
         """The log-likelihood of the training data, in nats, divided by the temperature."""
-        fitted = self.posterior._fitted
+        fitted = self._fit.fitted
         return torch.tensor(-fitted.nll / fitted.temperature, dtype=torch.float64)
 
     @property
@@ -635,8 +538,7 @@ class Laplace:
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        self._fit.sigma = _scalar_or_vector(value)
-        self._apply_precisions()
+        self._fit.sigma = scalar_or_vector(value)
 
     @property
     def temperature(self) -> float:
@@ -646,7 +548,6 @@ class Laplace:
     @temperature.setter
     def temperature(self, value: float) -> None:
         self._fit.temperature = value
-        self._apply_precisions()
 
     @property
     def posterior_precision(self) -> Tensor | LinearOperator:
@@ -681,8 +582,8 @@ class Laplace:
             self._fit.save(path)
             content = bytearray(path.read_bytes())
         state = {**self._options, STATE: torch.frombuffer(content, dtype=torch.uint8)}
-        if self._precisions is not None:
-            state[PRECISIONS] = self._precisions
+        if self._prior is not None:
+            state[PRECISIONS] = self._prior.precisions
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -708,9 +609,11 @@ class Laplace:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "posterior.safetensors"
             path.write_bytes(state_dict[STATE].cpu().numpy().tobytes())
-            self._fit = Posterior.load(path, self._network, batch=self._batch)
-        self._precisions = state_dict.get(PRECISIONS)
-        self._apply_precisions()
+            self.posterior = Posterior.load(
+                path, self._fit.model, batch=batch_hook(self.likelihood)
+            )
+        if PRECISIONS in state_dict:
+            self.prior_precision = state_dict[PRECISIONS]
 
     @property
     def _options(self) -> dict[str, str | None]:
@@ -722,132 +625,5 @@ class Laplace:
             "last_layer_name": self._last_layer_name,
         }
 
-    def _take(self, posterior: Posterior) -> None:
-        """Replace the posterior by one of the same network, likelihood and structure."""
-        self._fit = posterior
-        self._precisions = None
-        self._apply_precisions()
-
     def __repr__(self) -> str:
         return repr(self.posterior)
-
-
-class StructuredLaplace(Laplace):
-    """A `Laplace` with a structure and a subset of the weights that its class determines.
-
-    Args:
-        model: The trained network.
-        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`.
-        *arguments: The arguments of `Laplace` that begin with `sigma_noise`, in their order.
-        **options: Arguments of `Laplace` by their names.
-
-    Example:
-        >>> from torch import nn
-        >>> from laplace_debias.compat.laplace_torch import KronLaplace
-        >>> la = KronLaplace(nn.Linear(4, 3), "classification", prior_precision=0.5)
-    """
-
-    hessian_structure: ClassVar[str]
-    subset_of_weights: ClassVar[str] = "all"
-
-    def __init__(self, model: nn.Module, likelihood: str, *arguments: Any, **options: Any) -> None:
-        super().__init__(
-            model,
-            likelihood,
-            self.subset_of_weights,
-            self.hessian_structure,
-            *arguments,
-            **options,
-        )
-
-
-class DiagLaplace(StructuredLaplace):
-    """A diagonal Laplace approximation of all parameters."""
-
-    hessian_structure = "diag"
-
-
-class FullLaplace(StructuredLaplace):
-    """A Laplace approximation of all parameters with the full curvature matrix."""
-
-    hessian_structure = "full"
-
-
-class KronLaplace(StructuredLaplace):
-    """A Kronecker-factored Laplace approximation of all parameters."""
-
-    hessian_structure = "kron"
-
-
-class LowRankLaplace(StructuredLaplace):
-    """A Laplace approximation that keeps the curvature's leading eigenvectors."""
-
-    hessian_structure = "lowrank"
-
-
-class DiagLLLaplace(DiagLaplace):
-    """A diagonal Laplace approximation of the last layer."""
-
-    subset_of_weights = "last_layer"
-
-
-class FullLLLaplace(FullLaplace):
-    """A Laplace approximation of the last layer with the full curvature matrix."""
-
-    subset_of_weights = "last_layer"
-
-
-class KronLLLaplace(KronLaplace):
-    """A Kronecker-factored Laplace approximation of the last layer."""
-
-    subset_of_weights = "last_layer"
-
-
-def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Read pairs `[B, 2, ...]` and the indices of the preferred inputs."""
-    pairs, preferred = batch
-    if pairs.ndim < 2 or pairs.shape[1] != 2:
-        raise ValueError(
-            f"The inputs for reward_modeling have shape {tuple(pairs.shape)}. Pass pairs, [B, 2, "
-            "...]."
-        )
-    return (pairs[:, 0], pairs[:, 1]), (preferred == 0).long()
-
-
-def fisher_of_backend(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
-    """Return the Fisher matrix of a backend of laplace-torch, by the end of its name."""
-    name = getattr(backend, "__name__", str(backend))
-    unknown = sorted(backend_kwargs.keys() - {"stochastic"})
-    if unknown:
-        raise NotImplementedError(
-            f"`backend_kwargs` has {unknown}, but only 'stochastic' is supported. Remove the "
-            "other entries."
-        )
-    is_stochastic = bool(backend_kwargs.get("stochastic", False))
-    if backend is None or name.endswith("GGN"):
-        return "mc" if is_stochastic else "exact"
-    if name.endswith("EF"):
-        return "empirical"
-    raise NotImplementedError(
-        f"The backend {name} is not supported. Use a backend whose name ends with GGN or EF."
-    )
-
-
-def checked_name(argument: str, value: str, names: Collection[str]) -> str:
-    """Return the supported name that a string or an enumeration's member equals.
-
-    The members of laplace-torch's enumerations are strings, but `torch.load` refuses them.
-    """
-    for name in names:
-        if value == name:
-            return name
-    raise ValueError(
-        f"`{argument}={value!r}` is not supported. Use one of {', '.join(map(repr, names))}."
-    )
-
-
-def _scalar_or_vector(value: float | Tensor) -> float | Tensor:
-    """Return a number for a tensor with a single entry, and vectors unchanged."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
-    return value

@@ -204,6 +204,14 @@ class GaussianPosterior:
             deltas = prior_precision.double()
         return deltas.expand(len(self.curvature.blocks))
 
+    def by_parameter(self, values: Float[Tensor, " blocks"]) -> Float[Tensor, " parameters"]:
+        """Repeat the value of each block for all its parameters, in the model's order."""
+        sizes = torch.tensor(self.curvature.sizes, device=values.device)
+        entries = values.repeat_interleave(sizes)
+        if self.order is None:
+            return entries
+        return torch.empty_like(entries).index_copy_(0, self.order, entries)
+
     def sample(
         self, num_samples: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:

@@ -1,0 +1,103 @@
+"""The arguments of laplace-torch, by their names, and the options here that they stand for."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.laplace.links import BRIDGES
+
+LIKELIHOODS_BY_NAME = {
+    "classification": "classification",
+    "regression": "regression",
+    "reward_modeling": "binary",
+}
+CURVATURES_BY_NAME = {
+    "kron": "kfac",
+    "full": "full",
+    "diag": "diag",
+    "lowrank": "lowrank",
+    "gp": "gp",
+}
+SUBSETS = ("last_layer", "all", "subnetwork")
+LINKS = ("probit", "mc", *BRIDGES)
+
+
+def checked_name(argument: str, value: str, names: Collection[str]) -> str:
+    """Return the supported name that a string or an enumeration's member equals.
+
+    The members of laplace-torch's enumerations are strings, but `torch.load` refuses them.
+    """
+    for name in names:
+        if value == name:
+            return name
+    raise ValueError(
+        f"`{argument}={value!r}` is not supported. Use one of {', '.join(map(repr, names))}."
+    )
+
+
+def check_applies(argument: str, option: str, required: str, value: str) -> None:
+    """Require the only value of an option to which another argument applies."""
+    if value != required:
+        raise ValueError(
+            f'`{argument}` applies only to {option}="{required}", got {value!r}. Remove '
+            f"`{argument}=`."
+        )
+
+
+def check_has_layers(structure: str) -> None:
+    """Require a structure in which each layer can have a prior precision of its own."""
+    if structure not in ("kron", "diag"):
+        raise NotImplementedError(
+            '`prior_structure="layerwise"` requires hessian_structure="kron" or "diag", got '
+            f'{structure!r}. Use `prior_structure="scalar"`.'
+        )
+
+
+def fisher_of_backend(backend: type | str | None, backend_kwargs: Mapping[str, Any]) -> str:
+    """Return the Fisher matrix of a backend of laplace-torch, by the end of its name."""
+    name = getattr(backend, "__name__", str(backend))
+    unknown = sorted(backend_kwargs.keys() - {"stochastic"})
+    if unknown:
+        raise NotImplementedError(
+            f"`backend_kwargs` has {unknown}, but only 'stochastic' is supported. Remove the "
+            "other entries."
+        )
+    is_stochastic = bool(backend_kwargs.get("stochastic", False))
+    if backend is None or name.endswith("GGN"):
+        return "mc" if is_stochastic else "exact"
+    if name.endswith("EF"):
+        return "empirical"
+    raise NotImplementedError(
+        f"The backend {name} is not supported. Use a backend whose name ends with GGN or EF."
+    )
+
+
+def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
+    """Return the names that the parameters of a layer have in a network."""
+    of_layer = set(layer.parameters())
+    return [name for name, parameter in network.named_parameters() if parameter in of_layer]
+
+
+def batch_hook(likelihood: str) -> BatchHook | None:
+    """Return the function that reads batches for a likelihood of laplace-torch, if it needs one."""
+    return _first_is_preferred if likelihood == "reward_modeling" else None
+
+
+def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Read pairs `[B, 2, ...]` and the indices of the preferred inputs."""
+    pairs, preferred = batch
+    if pairs.ndim < 2 or pairs.shape[1] != 2:
+        raise ValueError(
+            f"The inputs for reward_modeling have shape {tuple(pairs.shape)}. Pass pairs, [B, 2, "
+            "...]."
+        )
+    return (pairs[:, 0], pairs[:, 1]), (preferred == 0).long()
+
+
+def scalar_or_vector(value: float | Tensor) -> float | Tensor:
+    """Return a number for a tensor with a single entry, and vectors unchanged."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    return value

@@ -1,0 +1,118 @@
+"""Priors with a precision per parameter: the posterior, its evidence, and the best precisions.
+
+They take the place of the prior precision of a fit, which has a diagonal or the full curvature
+matrix.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
+from laplace_debias.laplace.laplace import Laplace
+from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.tuning import evidence
+from laplace_debias.linalg import diagonal
+from laplace_debias.operators import LinearOperator, Permuted
+
+
+class ParameterwisePrior:
+    """A prior precision per parameter, in place of the prior precision of a fit.
+
+    Args:
+        precisions: The prior precisions, `[D]`.
+    """
+
+    def __init__(self, precisions: Float[Tensor, " parameters"]) -> None:
+        self.precisions = precisions
+        self._latest: tuple[FittedPosterior, Laplace] | None = None
+
+    def check_size(self, parameters: ParameterBlocks, hessian_structure: str) -> None:
+        """Require as many precisions as parameters, and a structure that can have them."""
+        size = len(self.precisions)
+        if hessian_structure not in ("diag", "full") or size != parameters.size:
+            raise ValueError(
+                f"`prior_precision` has {size} entries, but there are {parameters.size} "
+                f"parameters in {len(parameters.block_names)} blocks, with "
+                f"hessian_structure={hessian_structure!r}. Pass one number, or one number per "
+                'block. For "diag" and "full", you can also pass one number per parameter.'
+            )
+
+    def posterior(self, fitted: FittedPosterior) -> Laplace:
+        """Return the posterior of a fit with these precisions, and the mean of the fit's prior.
+
+        The posterior of the latest fit is kept. Its noise and its temperature cannot be changed, so
+        change those of the fit.
+        """
+        latest = self._latest
+        if latest is None or latest[0] is not fitted:
+            mean = self.precisions.new_zeros(())
+            if fitted.prior.mean is not None:
+                mean = fitted.prior.mean.to(self.precisions)
+            parameters = fitted.parameters
+            prior = GaussianPrior(mean.expand(parameters.size), self.precisions, parameters.names)
+            latest = fitted, Laplace.from_posterior(prior.applied_to(fitted))
+            self._latest = latest
+        return latest[1]
+
+
+def parameterwise_log_marginal_likelihood(
+    fitted: FittedPosterior,
+    precisions: Float[Tensor, " parameters"],
+    log_factor: Float[Tensor, ""],
+) -> Float[Tensor, ""]:
+    """Compute the log marginal likelihood of a fit with a precision for each parameter.
+
+    It is differentiable in the precisions and the factor.
+
+    Args:
+        fitted: The fit.
+        precisions: The prior precisions.
+        log_factor: The logarithm of the number that multiplies the fit's noise.
+    """
+    data_precision = (-2 * log_factor).exp() * _data_precision(fitted)
+    if data_precision.ndim == 1:
+        log_det = (data_precision + precisions).log().sum()
+    else:
+        log_det = torch.logdet(data_precision + precisions.diag())
+    scatter = (precisions * fitted.posterior.displacement.double().square()).sum()
+    nll = torch.tensor(fitted.nll, dtype=torch.float64)
+    if fitted.residuals is not None:
+        nll = nll + fitted.residuals.nll_change(log_factor)
+    log_likelihood = -nll / fitted.temperature
+    return log_likelihood - 0.5 * (log_det - precisions.log().sum() + scatter)
+
+
+def best_precisions(
+    fitted: FittedPosterior, shared: Float[Tensor, ""]
+) -> Float[Tensor, " parameters"]:
+    r"""Compute the prior precision of each parameter that maximises the marginal likelihood.
+
+    With a diagonal precision h of the data and the distance d from the prior's mean, the optimum is
+    the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has none.
+
+    Args:
+        fitted: The fit, with a diagonal curvature.
+        shared: The prior precision that is best for all parameters together, for those without
+            curvature.
+    """
+    h = _data_precision(fitted)
+    squared_distances = fitted.posterior.displacement.double().square()
+    product = h * squared_distances
+    low, high = evidence.search_range(torch.ones_like(h), squared_distances)
+    root = 2 * h / (product + (product * (product + 4)).sqrt())
+    return torch.where(h > 0, root.clamp(low, high), shared.to(h))
+
+
+def _data_precision(
+    fitted: FittedPosterior,
+) -> Float[Tensor, " parameters"] | Float[Tensor, "parameters parameters"]:
+    """Compute the precision that the data add to the prior's: a vector, or a matrix if full."""
+    posterior = fitted.posterior
+    curvature: LinearOperator = posterior.curvature
+    if posterior.order is not None:
+        curvature = Permuted(curvature, posterior.order)
+    is_full = fitted.config.structure.is_dense
+    matrix = curvature.to_dense() if is_full else diagonal(curvature).value
+    return posterior.data_weight * matrix.double()
