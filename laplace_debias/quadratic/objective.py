@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.curvature.losses import Loss, output_loss
-from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs

@@ -110,7 +110,7 @@ def test_the_model_is_not_given_the_labels():
     )
     batch = batch_of(num_outputs)
     la.fit([batch])
-    la.evaluate([batch])
+    la.evaluate([batch], ood={"other": [batch]})
     la.predict(batch)
     handle.remove()
     # One pass of a single example with labels shows which logits the model's loss reads, and one

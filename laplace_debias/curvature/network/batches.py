@@ -136,7 +136,6 @@ class Stream:
         counts_any: Whether any of a batch's targets contributes to the loss. If it is passed, some
             targets of each pass must.
         description: The data's name in errors.
-        takes_weights: Whether a batch may have weights of its examples as a third entry.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class Stream:
         progress: str | None = None,
         counts_any: Callable[[Tensor], bool] | None = None,
         description: str = "data",
-        takes_weights: bool = False,
     ) -> None:
         check_batches(source)
         check_generator(generator)
@@ -163,7 +161,6 @@ class Stream:
         self.progress = progress
         self.counts_any = counts_any
         self.description = description
-        self.takes_weights = takes_weights
         self._first: list[Batch] = []
         self._started_pass: Iterator[Batch] | None = None
         self.randomness: AbstractContextManager[object] = nullcontext()
@@ -247,7 +244,7 @@ class Stream:
                 users_batch = next(steps, _END)
             if users_batch is _END:
                 return
-            batch = self.read(users_batch, f"Batch {number}", self.takes_weights)
+            batch = self.read(users_batch, f"Batch {number}")
             if number <= 2 and num_workers > 1:
                 # The first batches of two workers, which come in turn.
                 marks.add(mark_of(batch.inputs, batch.targets))

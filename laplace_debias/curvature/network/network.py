@@ -1,6 +1,7 @@
 """A network as a function of its parameters, on a copy of the user's model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.network.batch_reader import BatchHook, BatchReader
+from laplace_debias.curvature.network.batch_forms import BatchHook
+from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.calling import call, differentiable, returned_outputs
 from laplace_debias.curvature.network.fingerprints import sum_of_bits
@@ -84,7 +86,7 @@ class Network:
         takes_weights: bool = False,
     ) -> Stream:
         """Read data as batches, without moving them; with `takes_weights` they may have weights."""
-        return Stream(data, self._read, generator, takes_weights=takes_weights)
+        return Stream(data, replace(self._read, takes_weights=takes_weights), generator)
 
     def working_copy(self) -> nn.Module:
         """Make a new copy of the user's model, in single precision or wider."""

@@ -152,9 +152,7 @@ def first_index_of_batch(ranks: Ranks, stream: Stream) -> FirstIndex:
         shares = sampler.shares
         return lambda batch, _: shares[batch].start
     if isinstance(data, (list, tuple)):
-        sizes = [
-            stream.read(batch, takes_weights=stream.takes_weights).num_examples for batch in data
-        ]
+        sizes = [stream.read(batch).num_examples for batch in data]
         first_indices = first_indices_of_batches(ranks, sizes)
         return lambda batch, _: first_indices[batch]
     return lambda _, num_read: FAR * ranks.rank + num_read

@@ -18,7 +18,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, OutputLoss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network

@@ -12,7 +12,7 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers.records import scale_examples
 from laplace_debias.curvature.losses import Labels, Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.repeatable_data import IndexedBatch
 from laplace_debias.curvature.network.selection import ParameterSelection

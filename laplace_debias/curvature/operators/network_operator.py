@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputLoss, OutputMap
-from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.adapters import adapter_states
-from laplace_debias.curvature.network.batch_reader import BatchHook
+from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure

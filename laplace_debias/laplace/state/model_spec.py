@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch_reader import BatchHook, BatchReader
+from laplace_debias.curvature.network.batch_forms import BatchHook
+from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.outputs import classes_last
 from laplace_debias.curvature.network.precision import widened
@@ -94,16 +95,8 @@ class ModelSpec:
         needs_targets: bool = True,
     ) -> Stream:
         """Read data as batches on a device; see `BatchReader` and `Stream` for the arguments."""
-        read = self.read_batch if needs_targets else replace(self.read_batch, needs_targets=False)
-        return Stream(
-            data,
-            read,
-            generator,
-            device=device,
-            target_device=device,
-            progress=progress,
-            takes_weights=takes_weights,
-        )
+        read = replace(self.read_batch, needs_targets=needs_targets, takes_weights=takes_weights)
+        return Stream(data, read, generator, device=device, target_device=device, progress=progress)
 
     def fit_stream(
         self,
@@ -123,11 +116,10 @@ class ModelSpec:
             description = f"{description} (ignore_index={ignored})"
         return Stream(
             data,
-            self.read_batch,
+            replace(self.read_batch, takes_weights=True),
             generator,
             target_device=None if self.likelihood.checks_shapes_only else device,
             progress=progress,
             counts_any=self.likelihood.counts_any,
             description=description,
-            takes_weights=True,
         )

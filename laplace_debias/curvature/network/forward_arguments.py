@@ -1,0 +1,65 @@
+"""The arguments of a model's forward pass, and which of them the entries of a batch are."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from laplace_debias.curvature.network.batch_forms import USE_A_HOOK
+from laplace_debias.curvature.network.inputs import Inputs
+
+_ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+@dataclass(frozen=True)
+class ForwardArguments:
+    """The arguments that a forward pass takes.
+
+    Attributes:
+        parameters: The parameters of the forward pass by name, as `inspect.signature` has them.
+    """
+
+    parameters: Mapping[str, inspect.Parameter]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ForwardArguments":
+        """Return the arguments of a model; of the model inside, where PEFT passes all on."""
+        parameters = inspect.signature(model.forward).parameters
+        base = getattr(model, "get_base_model", None)
+        if base is not None and all(p.kind in _ANY for p in parameters.values()):
+            parameters = inspect.signature(base().forward).parameters
+        return cls(parameters)
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether the forward pass takes arguments of any name."""
+        return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
+
+    def takes(self, name: str) -> bool:
+        """Return whether the forward pass takes an argument of a name."""
+        return name in self.parameters or self.takes_any
+
+    def inputs(self, named: dict[str, Any]) -> Inputs:
+        """Return inputs by name; a single one that the forward pass does not know as it is.
+
+        Raises:
+            ValueError: If the forward pass does not take one of several inputs.
+        """
+        unknown = [key for key in named if key not in self.parameters]
+        if len(named) == 1 and unknown:
+            (value,) = named.values()
+            return value
+        if unknown and not self.takes_any:
+            remedy = f"Remove these entries from the batch, or {USE_A_HOOK}."
+            if len(self.parameters) == 1 and len(unknown) == len(named):
+                remedy = (
+                    "If this parameter takes the whole batch, pass pairs `(OneArgument(batch), "
+                    'batch["labels"])` to a fit, and `OneArgument(batch)` to a prediction.'
+                )
+            raise ValueError(
+                f"The batch has the entries {unknown}, which are not parameters of the model's "
+                f"forward pass. Its parameters are {list(self.parameters)}. {remedy}"
+            )
+        return named

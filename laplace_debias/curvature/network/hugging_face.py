@@ -1,0 +1,145 @@
+"""Inputs and targets that models of Hugging Face and PEFT make from labels."""
+
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.forward_arguments import ForwardArguments
+from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
+from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.quantised import can_require_grad
+from laplace_debias.curvature.network.shared_copy import shared_copy
+
+IGNORED = -100
+"""The label of ignored positions, the same as in Hugging Face and in `F.cross_entropy`."""
+
+_PRETRAINED = r"transformers\..*\.PreTrainedModel|peft\.peft_model\.PeftModel"
+
+
+def with_decoder_inputs(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """Add the decoder's inputs that an encoder-decoder model makes from the labels.
+
+    The model itself makes them, or one within a wrapper that passes them on. Other entries are
+    returned as they are.
+    """
+    labels = named.get("labels")
+    has_decoder_inputs = not named.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds"))
+    if not isinstance(labels, Tensor) or has_decoder_inputs:
+        return named
+    if not ForwardArguments.of(model).takes("decoder_input_ids"):
+        return named
+    for module in model.modules():
+        decoder_inputs = _decoder_inputs(module, labels)
+        if decoder_inputs is not None:
+            return {**named, "decoder_input_ids": decoder_inputs}
+    return named
+
+
+def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
+    """Return the inputs that a model of Hugging Face gives its decoder; None for other modules.
+
+    Some models (Whisper, M2M100, Blenderbot) have no method for that, but call a function of the
+    file that defines them.
+    """
+    if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
+        prepare: Any = module.prepare_decoder_input_ids_from_labels
+        return prepare(labels=labels)
+    config = getattr(module, "config", None)
+    start = getattr(config, "decoder_start_token_id", None)
+    padding = getattr(config, "pad_token_id", None)
+    if start is None or padding is None:
+        return None
+    if "labels" not in inspect.signature(module.forward).parameters:
+        return None
+    for kind in type(module).__mro__:
+        shift = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
+        if shift is not None and len(inspect.signature(shift).parameters) == 3:
+            return shift(labels, padding, start)
+    return None
+
+
+def are_token_labels(targets: Any, inputs: Inputs) -> bool:
+    """Return whether targets are labels of tokens, `[B, T]`, as some input has them."""
+    if not isinstance(targets, Tensor) or targets.ndim != 2:
+        return False
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        return False
+    return any(x.shape[:2] == targets.shape for x in tensors_of(inputs))
+
+
+@dataclass(frozen=True)
+class LabelPositions:
+    """The positions of the outputs that labels `[B, T]` belong to.
+
+    Attributes:
+        num_virtual: The number of positions that come before those of the tokens, for a prompt that
+            PEFT adds.
+        is_shifted: Whether a label belongs to the output at the position before it.
+    """
+
+    num_virtual: int = 0
+    is_shifted: bool = False
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Move labels to the outputs that predict them."""
+        if self.is_shifted and self.num_virtual == 0:
+            return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        # The first label belongs to the output of the last virtual token.
+        num_after = int(self.is_shifted)
+        return F.pad(labels, (self.num_virtual - num_after, num_after), value=IGNORED)
+
+
+@torch.inference_mode(False)
+def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> LabelPositions:
+    """Find the outputs that the labels of tokens belong to in a Hugging Face model's own loss.
+
+    Most causal language models shift labels by one position, some of that name do not (those of
+    BART's family), nor do token classifiers and masked language models. PEFT's prompts add
+    positions. So it is tried out: a single position of one example is labelled, and the gradient of
+    the model's own loss in its logits shows which of them the label belongs to. Labels are
+    `[B, T]`.
+    """
+    # The outermost model of Hugging Face's that computes a loss.
+    for candidate in model.modules():
+        names = [f"{kind.__module__}.{kind.__name__}" for kind in type(candidate).__mro__]
+        is_pretrained = any(re.fullmatch(_PRETRAINED, name) for name in names)
+        if is_pretrained and "labels" in inspect.signature(candidate.forward).parameters:
+            break
+    else:
+        return LabelPositions()
+    twin = shared_copy(candidate)
+    last = labels.shape[1] - 1
+    weights = [
+        parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
+    ]
+    parameters = inspect.signature(candidate.forward).parameters
+    # PEFT's models pass on what they are given. The models of transformers also have such
+    # arguments, but a wrapper of the user may take other entries of the batch itself.
+    takes_any = any(name.startswith("peft.") for name in names)
+    inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
+    example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
+    marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
+    marked[0, last] = 0
+    with torch.enable_grad():
+        outputs = twin(**example, labels=marked)
+    is_tuple = isinstance(outputs, tuple)
+    loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
+    # The gradient of NaN is NaN, also where the loss ignores it.
+    check_outputs(logits)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
+    num_virtual = max(0, logits.shape[1] - labels.shape[1])
+    if read not in ([last + num_virtual], [last + num_virtual - 1]):
+        raise ValueError(
+            f"The labels of {type(candidate).__name__} cannot be matched with its outputs, because "
+            f"its loss compares the label at position {last} with the logits of {read}. Pass "
+            "`batch=`, a function that converts a batch to (inputs, targets), and shift the "
+            "targets in it, so that each target has the position of the output that predicts it."
+        )
+    return LabelPositions(num_virtual, is_shifted=read != [last + num_virtual])
