@@ -29,6 +29,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.fit import build_posterior
+from laplace_debias.laplace.fitting.fit_stream import FitStream
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import likelihood_identity
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
@@ -223,12 +224,12 @@ class OnlineCurvature:
             return
         check_no_autocast(self._state.device)
         with alone():
-            stream = self._state.spec.fit_stream([(x, y)], self._state.device)
+            stream = self._state.spec.training_stream([(x, y)], self._state.device)
             measurements = self._measurements or self._prepare(stream)
             self._follow_model(measurements.context)
             if self._is_refresh_due:
                 self._refresh_directions(measurements)
-            for batch in stream:
+            for batch in FitStream(stream, self._state.spec.likelihood):
                 self._add(batch, measurements)
 
     def posterior(self, num_data: SupportsIndex) -> Laplace:

@@ -289,12 +289,10 @@ def seeded(source, generator):
 
 def test_passes_differ_as_those_of_a_shuffling_loader_do():
     stream = seeded(shuffled(), seed(0))
-    first, second = (
-        torch.cat([batch.targets for batch in stream.unchecked_pass()]) for _ in range(2)
-    )
+    first, second = (torch.cat([batch.targets for batch in stream]) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(first.sort().values, second.sort().values)
-    again = torch.cat([batch.targets for batch in seeded(shuffled(), seed(0)).unchecked_pass()])
+    again = torch.cat([batch.targets for batch in seeded(shuffled(), seed(0))])
     assert torch.equal(first, again)
 
 
@@ -304,7 +302,7 @@ def test_what_the_user_draws_between_batches_is_the_users():
     expected = torch.randn(4)
     torch.manual_seed(3)
     drawn = []
-    for _ in seeded(shuffled(), seed(0)).unchecked_pass():
+    for _ in seeded(shuffled(), seed(0)):
         drawn.append(torch.randn(()))
         if len(drawn) == 2:
             break
@@ -315,7 +313,7 @@ def test_what_the_user_draws_between_batches_is_the_users():
         torch.randn(5)
         raise OSError("the disk is gone")
 
-    steps = seeded(broken(), seed(0)).unchecked_pass()
+    steps = iter(seeded(broken(), seed(0)))
     next(steps)
     drawn.append(torch.randn(()))
     with pytest.raises(OSError, match="the disk is gone"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, count, islice
+from itertools import accumulate, count
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +16,6 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, mark_of, move
 from laplace_debias.system.checks import check_generator
-from laplace_debias.system.ranks import process_group
 from laplace_debias.system.threads import Randomness
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
@@ -118,24 +117,34 @@ def total_size(batches: Sequence[Any]) -> int | None:
     return total
 
 
+def randomness(
+    source: Batches, generator: torch.Generator | None
+) -> AbstractContextManager[object]:
+    """Return the context in which batches are read, so that a generator determines them.
+
+    Within it, the order and the augmentation of a loader's passes are a function of the generator.
+    Passes differ from each other, as those of a shuffling loader do, and torch's global generator
+    is left as it was. The batches of a list need no random numbers.
+    """
+    check_generator(generator)
+    if generator is None or isinstance(source, (list, tuple)):
+        return nullcontext()
+    return Randomness(generator)
+
+
 class Stream:
     """The user's batches, read and checked.
 
     The first batch can be looked at without being lost: the next pass goes on with the iterator
-    that gave it, so that a loader which shuffles is not begun twice. With a generator a pass's
-    order and augmentation are a function of it; passes differ from each other, as those of a
-    shuffling loader do, and torch's global generator is left as it was.
+    that gave it, so that a loader which shuffles is not begun twice.
 
     Args:
         source: The user's batches.
         read: Reads a batch as inputs and targets.
-        generator: Determines the order and the augmentation of passes.
+        generator: Determines the order and the augmentation of passes; see `randomness`.
         device: The device that inputs are moved to; None to leave them.
         target_device: The device that targets are moved to; None to leave them.
         progress: The title of a progress bar; None for no bar.
-        counts_any: Whether any of a batch's targets contributes to the loss. If it is passed, some
-            targets of each pass must.
-        description: The data's name in errors.
     """
 
     def __init__(
@@ -143,82 +152,48 @@ class Stream:
         source: Batches,
         read: BatchReader,
         generator: torch.Generator | None = None,
+        *,
         device: torch.device | None = None,
         target_device: torch.device | None = None,
         progress: str | None = None,
-        counts_any: Callable[[Tensor], bool] | None = None,
-        description: str = "data",
     ) -> None:
         check_batches(source)
-        check_generator(generator)
-        # Set if several processes share the data, and it matters which example is which.
-        self.first_index_among_all: FirstIndex | None = None
         self.source = source
         self.read = read
-        self.dtypes = {p.dtype for p in read.model.parameters()}
-        self.device = device
-        self.target_device = target_device
-        self.progress = progress
-        self.counts_any = counts_any
-        self.description = description
-        self._first: list[Batch] = []
+        self._randomness = randomness(source, generator)
+        self._dtypes = {p.dtype for p in read.model.parameters()}
+        self._device = device
+        self._target_device = target_device
+        self._progress = progress
+        self._first: Batch | None = None
         self._started_pass: Iterator[Batch] | None = None
-        self.randomness: AbstractContextManager[object] = nullcontext()
-        if generator is not None and not isinstance(source, (list, tuple)):
-            self.randomness = Randomness(generator)
-
-    def first_index(self, batch: int, num_read: int) -> int:
-        """Return the index of a batch's first example among those of all processes."""
-        if self.first_index_among_all is None:
-            return num_read
-        return self.first_index_among_all(batch, num_read)
-
-    def batch_number(self, batch: int) -> int:
-        """Return the number of a batch, from 1."""
-        return batch + 1
 
     @property
-    def first(self) -> list[Batch]:
-        """Return a list with the first batch, or an empty list if there is none."""
-        if self._started_pass is None and not self._first:
-            started_pass = self.unchecked_pass()
-            self._first = list(islice(started_pass, 1))
+    def first(self) -> Batch | None:
+        """The first batch; None if there is none."""
+        if self._first is None and self._started_pass is None:
+            started_pass = iter(self)
+            self._first = next(started_pass, None)
             self._started_pass = started_pass
         return self._first
 
     def __iter__(self) -> Iterator[Batch]:
-        """Read the data once; at least one target must contribute to the loss."""
-        num_batches = 0
-        any_counts = False
-        for batch in self.unchecked_pass():
-            num_batches += 1
-            if self.counts_any is not None and not any_counts:
-                any_counts = self.counts_any(batch.targets)
-            yield batch
-        if self.counts_any is None:
-            return
-        by_rank = process_group().exchange((num_batches, any_counts))
-        if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
-            raise ValueError(
-                f"All targets of the {self.description} are ignored, so there is no "
-                "curvature to compute. Pass batches in which at least one target "
-                "contributes to the loss."
-            )
+        """Read the data once.
 
-    def unchecked_pass(self) -> Iterator[Batch]:
-        """Read the data without a check at its end, where all processes take the same steps.
-
-        It is an error if several workers each read all of a stream.
+        Raises:
+            ValueError: If several workers each read all of a data set that is a stream.
         """
         started_pass = self._started_pass
         self._started_pass = None
-        if started_pass is not None:
-            yield from chain(self._first, started_pass)
+        if started_pass is None:
+            source = self.source
+            if self._progress is not None:
+                source = tqdm(source, desc=self._progress, unit="batch", leave=False)
+            yield from self._pass(source)
             return
-        source = self.source
-        if self.progress is not None:
-            source = tqdm(source, desc=self.progress, unit="batch", leave=False)
-        yield from self._read_batches(source)
+        if self._first is not None:
+            yield self._first
+        yield from started_pass
 
     @property
     def is_reiterable(self) -> bool:
@@ -229,34 +204,45 @@ class Stream:
 
     def extra_pass(self) -> Iterator[Inputs]:
         """Yield the inputs of all batches, in a pass besides those of the fit."""
-        for batch in self._read_batches(self.source):
+        for batch in self._pass(self.source):
             yield batch.inputs
 
+    def _pass(self, source: Batches) -> Iterator[Batch]:
+        """Read the batches of the source, which may have a progress bar."""
+        batches = self._read_batches(source)
+        loader = self.source
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+            batches = _of_different_workers(batches, loader.num_workers)
+        for batch in batches:
+            targets = batch.targets
+            if self._target_device is not None:
+                targets = targets.to(self._target_device, non_blocking=True)
+            inputs = move(batch.inputs, self._device, self._dtypes)
+            yield replace(batch, inputs=inputs, targets=targets)
+
     def _read_batches(self, source: Batches) -> Iterator[Batch]:
-        num_workers = 0
-        if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, IterableDataset):
-            num_workers = self.source.num_workers
-        with self.randomness:
+        with self._randomness:
             steps = iter(source)
-        marks = set[str]()
         for number in count(1):
-            with self.randomness:
+            with self._randomness:
                 users_batch = next(steps, _END)
             if users_batch is _END:
                 return
-            batch = self.read(users_batch, f"Batch {number}")
-            if number <= 2 and num_workers > 1:
-                # The first batches of two workers, which come in turn.
-                marks.add(mark_of(batch.inputs, batch.targets))
-                if len(marks) < number:
-                    raise ValueError(
-                        f"The {num_workers} workers that read the stream start with the same "
-                        "examples, so every example would count several times. Use "
-                        "torch.utils.data.get_worker_info() to let each worker yield a different "
-                        "part of the examples, or set `num_workers=1`."
-                    )
-            targets = batch.targets
-            if self.target_device is not None:
-                targets = targets.to(self.target_device, non_blocking=True)
-            inputs = move(batch.inputs, self.device, self.dtypes)
-            yield replace(batch, inputs=inputs, targets=targets)
+            yield self.read(users_batch, f"Batch {number}")
+
+
+def _of_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterator[Batch]:
+    """Require that the workers which read a stream start with different examples."""
+    marks = set[str]()
+    for number, batch in enumerate(batches, start=1):
+        if number <= 2 and num_workers > 1:
+            # The first batches of two workers, which come in turn.
+            marks.add(mark_of(batch.inputs, batch.targets))
+            if len(marks) < number:
+                raise ValueError(
+                    f"The {num_workers} workers that read the stream start with the same "
+                    "examples, so every example would count several times. Use "
+                    "torch.utils.data.get_worker_info() to let each worker yield a different "
+                    "part of the examples, or set `num_workers=1`."
+                )
+        yield batch

@@ -129,9 +129,10 @@ class Data:
 def first_inputs(stream: Stream) -> Inputs:
     """Return the inputs of the first batch."""
     check_repeatable(stream.source)
-    for batch in stream.first:
-        return batch.inputs
-    raise ValueError(_EMPTY)
+    first = stream.first
+    if first is None:
+        raise ValueError(_EMPTY)
+    return first.inputs
 
 
 def check_repeatable(batches: Any) -> None:

@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
+from laplace_debias.laplace.fitting.fit_stream import FitStream
 from laplace_debias.laplace.fitting.importance_sampler import ImportanceSampler, SampledSums
 from laplace_debias.laplace.fitting.noise import estimate_noise
 from laplace_debias.laplace.fitting.prepared import PreparedFit
@@ -138,7 +139,7 @@ class Auto(Scheme):
             if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
                 return likelihood
         (data,) = streams
-        return estimate_noise(context, [data.first])
+        return estimate_noise(context, data.first, filter(None, [data.first]))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit in rounds until the error is within the tolerance, or a budget is used up.
@@ -162,7 +163,7 @@ class Auto(Scheme):
         rounds: list[tuple[int, float]] = []
         seconds_before = 0.0
         if self.after is None:
-            batches = data.unchecked_pass()
+            batches = iter(data.stream)
             sampler, sums = ImportanceSampler.start(context, batches, self.forward_ratio)
         else:
             sums = _continuation(self.after).sums
@@ -170,7 +171,7 @@ class Auto(Scheme):
             rounds += self.after.rounds
             seconds_before = self.after.seconds
             _check_same_fit(last_round.fitted, prepared)
-            sampler = ImportanceSampler.after(sums, context, data, self.forward_ratio)
+            sampler = ImportanceSampler.after(sums, context, data.stream, self.forward_ratio)
         clock = partial(_seconds_since, perf_counter() - seconds_before, context.ranks)
         stop_reason: StopReason | None = None
         try:
@@ -189,7 +190,7 @@ class Auto(Scheme):
                 )
             if stop_reason is StopReason.END_OF_DATA:
                 has_budget = self.seconds is not None or self.examples is not None
-                can_read_again = not isinstance(data.source, Iterator)
+                can_read_again = not isinstance(data.stream.source, Iterator)
                 if last_round is None or (can_read_again and not has_budget):
                     curvature_fit = _fit_all(prepared, data)
                     report = _report_on_all(
@@ -323,9 +324,9 @@ def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
         )
 
 
-def _fit_all(prepared: PreparedFit, data: Stream) -> CurvatureFit:
+def _fit_all(prepared: PreparedFit, data: FitStream) -> CurvatureFit:
     """Fit to all the data."""
-    if isinstance(data.source, Iterator):
+    if isinstance(data.stream.source, Iterator):
         raise ValueError(
             "The data ended before the first round of the fit was complete, and this "
             "iterator cannot be read again. Pass a DataLoader or a list of batches, "

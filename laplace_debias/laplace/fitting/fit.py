@@ -11,13 +11,14 @@ from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.adapters import adapter_states
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.batches import FirstIndex, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
+from laplace_debias.laplace.fitting.fit_stream import FitStream, first_index_in_process
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
@@ -157,8 +158,8 @@ def prepare_fit(
     # The seed of the labels is drawn before the loaders draw the order of the data.
     fisher = config.fisher.seeded(generator, ranks)
     streams = [
-        setup.spec.fit_stream(data, setup.device, generator, description=name, progress=bar)
-        for name, data in scheme.sources.items()
+        setup.spec.training_stream(data, setup.device, generator, bar)
+        for data in scheme.sources.values()
     ]
     parameters, context = examine(setup, streams, reads_all=scheme.reads_all, fisher=fisher)
     likelihood = setup.spec.likelihood
@@ -168,12 +169,12 @@ def prepare_fit(
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     size = _size_with_weights(size, scheme.label, streams[0], ranks)
+    first_indices: list[FirstIndex] = [first_index_in_process for _ in streams]
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.is_random or config.structure.draws_examples:
             # Draws are keyed by an example's index among those of all processes.
-            for stream in streams:
-                stream.first_index_among_all = first_index_of_batch(ranks, stream)
+            first_indices = [first_index_of_batch(ranks, stream) for stream in streams]
         model_checksum = checksum(setup.spec.plain_model)
         ranks.require_same(model=model_checksum, blocks=parameters.block_names)
         if not size.is_shared:
@@ -182,7 +183,13 @@ def prepare_fit(
         context = replace(context, num_examples=size.num_data)
     config.structure.check(context)
     _require_memory(context, config.structure)
-    return PreparedFit(setup, parameters, context, size=size, mode=scheme.label, streams=streams)
+    fit_streams = [
+        FitStream(stream, setup.spec.likelihood, name, first_index)
+        for name, stream, first_index in zip(scheme.sources, streams, first_indices, strict=True)
+    ]
+    return PreparedFit(
+        setup, parameters, context, size=size, mode=scheme.label, streams=fit_streams
+    )
 
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
@@ -200,7 +207,8 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
     """Drop the number of rows that a sampler has if examples have weights."""
     if not size.is_inferred:
         return size
-    has_weights = any(batch.weights is not None for batch in stream.first)
+    first = stream.first
+    has_weights = first is not None and first.weights is not None
     if not any(ranks.exchange(has_weights)):
         return size
     if not size.must_match_read:
@@ -219,10 +227,10 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
     return replace(size, num_data=None if None in sizes else sum(sizes))
 
 
-def _check_different_data(ranks: Ranks, first: list[Batch]) -> None:
+def _check_different_data(ranks: Ranks, first: Batch | None) -> None:
     """Raise an error if two processes begin with the same batch."""
-    marks = [mark_of(batch.inputs, batch.targets) for batch in first]
-    check_all_different(ranks.exchange(marks[0] if marks else None), "starts with the same batch")
+    mark = None if first is None else mark_of(first.inputs, first.targets)
+    check_all_different(ranks.exchange(mark), "starts with the same batch")
 
 
 def _add_information(prepared: PreparedFit, information: Information) -> CurvatureFit:

@@ -235,7 +235,7 @@ class ImportanceSampler:
     ) -> "ImportanceSampler":
         """Return a reader of the data after the examples of an earlier fit's sums."""
         num_skipped = 0 if isinstance(data.source, Iterator) else sums.num_batches
-        batches = islice(data.unchecked_pass(), num_skipped, None)
+        batches = islice(data, num_skipped, None)
         return cls(context, enumerate(batches, start=num_skipped + 1), forward_ratio)
 
     def read(self, sums: SampledSums, target: int) -> SampledSums:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from laplace_debias.curvature.network.batches import Batches, check_batches
+from laplace_debias.curvature.network.batches import Batches, check_batches, randomness
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.laplace.fitting.auto import Auto
 from laplace_debias.laplace.fitting.modes import MODES, check_mode
@@ -50,9 +50,8 @@ def scheme_of_mode(
         raise prior_needs_all_data(name)
     if resume is not None:
         check_resumable(resume, setup.config.fisher, generator, [loader])
-    stream = setup.spec.stream(loader, setup.device, generator)
-    with stream.randomness:
-        batches = [_copied(batch) for batch in itertools.islice(stream.source, num_batches)]
+    with randomness(loader, generator):
+        batches = [_copied(batch) for batch in itertools.islice(loader, num_batches)]
     num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(

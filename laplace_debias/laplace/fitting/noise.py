@@ -1,7 +1,6 @@
 """Estimation of a regression's noise, before the curvature is computed."""
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float
@@ -11,7 +10,6 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.network.outputs import (
@@ -33,7 +31,7 @@ _HOW_TO_CHOOSE = (
 )
 
 
-def estimate_noise(context: FitContext, sources: Sequence[Iterable[Batch]]) -> Gaussian:
+def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[Batch]) -> Gaussian:
     r"""Estimate the noise of each output from its residuals, with a warning.
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
@@ -44,11 +42,12 @@ def estimate_noise(context: FitContext, sources: Sequence[Iterable[Batch]]) -> G
 
     Args:
         context: The network and its loss.
-        sources: Batches, such as those of directions and of magnitudes.
+        first: A batch that shows the number of outputs; None if this process has no examples.
+        batches: The batches that give the residuals.
     """
     sigma = None
-    if _num_outputs(context, sources[0]) > 1:
-        sigma = _residual_deviations(context, itertools.chain.from_iterable(sources))
+    if _num_outputs(context, first) > 1:
+        sigma = _residual_deviations(context, batches)
     if sigma is None:
         warn(
             "The noise of the regression was not specified, so sigma=1.0 is assumed. "
@@ -65,15 +64,13 @@ def estimate_noise(context: FitContext, sources: Sequence[Iterable[Batch]]) -> G
     return Gaussian.estimated(sigma)
 
 
-def _num_outputs(context: FitContext, batches: Iterable[Batch]) -> int:
+def _num_outputs(context: FitContext, batch: Batch | None) -> int:
     """Count the outputs in the last dimension, by the first example of any process."""
-    first = batches.first if isinstance(batches, Stream) else batches
     size = 0
-    for batch in first:
+    if batch is not None:
         with torch.no_grad():
             example = move(take(batch.inputs, slice(0, 1)), context.device, None)
             size = call(context.network, example).shape[-1]
-        break
     return max(context.ranks.exchange(size))
 
 

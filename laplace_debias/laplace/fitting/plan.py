@@ -145,9 +145,10 @@ def plan_fit(
     # The random states are restored, so that the fit draws the loader's order and labels itself.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = setup.config.fisher.seeded(None, process_group())
-        stream = setup.spec.fit_stream(loader, setup.device)
+        stream = setup.spec.training_stream(loader, setup.device)
         _, context = examine(setup, [stream], reads_all=False, fisher=fisher)
-        (batch,) = stream.first
+        batch = stream.first
+        assert batch is not None
         if num_batches is not None:
             context = replace(context, num_examples=num_batches * batch.num_examples)
         # A pass reads one fold.

@@ -24,6 +24,7 @@ from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.curvature.network.validation import validate_model
+from laplace_debias.laplace.fitting.fit_stream import FitStream
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
@@ -44,7 +45,7 @@ class PreparedFit:
         context: The network with its blocks, as the passes run it.
         size: N, the number of training examples.
         mode: The name of the fitting scheme.
-        streams: The checked batches of each source of the scheme, in its order.
+        streams: The batches of each source of the scheme, in its order.
     """
 
     setup: FitSetup
@@ -52,7 +53,7 @@ class PreparedFit:
     context: FitContext
     size: TrainingSize
     mode: str
-    streams: Sequence[Stream] = ()
+    streams: Sequence[FitStream] = ()
 
     @property
     def config(self) -> CurvatureConfig:
@@ -70,7 +71,7 @@ def examine(
 
     Args:
         setup: The model and the options of the fit.
-        streams: Checked pairs. The first batch is read, and the fit can read it again.
+        streams: The batches. The first one is read, and the fit can read it again.
         reads_all: Whether the fit reads all of the data, so that all batches may be searched for
             parameters that the first one does not use.
         fisher: The Fisher matrix, seeded.
@@ -145,13 +146,14 @@ def _first_batch(stream: Stream) -> Batch:
     """Return the first batch of this process, or of another one if this one has no examples."""
     ranks = process_group()
     first = stream.first
-    has_first = ranks.exchange(bool(first))
+    has_first = ranks.exchange(first is not None)
     if True not in has_first:
         raise ValueError("The data contains no examples. Pass a loader with at least one batch.")
     if False in has_first:
         first_of_another_rank = ranks.from_rank(first, has_first.index(True))
-        first = first or first_of_another_rank
-    return first[0]
+        first = first_of_another_rank if first is None else first
+    assert first is not None
+    return first
 
 
 def _check_first_outputs(

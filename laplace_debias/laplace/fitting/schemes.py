@@ -6,6 +6,7 @@ A scheme contains its data. To add a new way to fit, add a class here.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
@@ -54,10 +55,12 @@ class Scheme(ABC):
         """Estimate a regression's noise from the streams of the sources."""
         sources: list[Iterable[Batch]] = []
         for stream in streams:
-            # The first batch of an iterator is not lost; the others would be.
-            is_read_once = isinstance(stream.source, Iterator)
-            sources.append(stream.first if is_read_once else stream)
-        return estimate_noise(context, sources)
+            if isinstance(stream.source, Iterator):
+                # The first batch of an iterator is not lost; the others would be.
+                sources.append(filter(None, [stream.first]))
+            else:
+                sources.append(stream)
+        return estimate_noise(context, streams[0].first, chain.from_iterable(sources))
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:

@@ -98,28 +98,22 @@ class ModelSpec:
         read = replace(self.read_batch, needs_targets=needs_targets, takes_weights=takes_weights)
         return Stream(data, read, generator, device=device, target_device=device, progress=progress)
 
-    def fit_stream(
+    def training_stream(
         self,
         data: Batches,
         device: torch.device,
         generator: torch.Generator | None = None,
-        description: str = "data",
         progress: str | None = None,
     ) -> Stream:
-        """Read data of a fit as batches, of which at least one target must count.
+        """Read the data of a fit as batches, which may have weights.
 
         Targets come on the device if their values decide what a fit does. A fit moves the inputs
         itself, since it looks for padding on the CPU.
         """
-        ignored = getattr(self.likelihood, "ignore_index", None)
-        if ignored is not None:
-            description = f"{description} (ignore_index={ignored})"
         return Stream(
             data,
             replace(self.read_batch, takes_weights=True),
             generator,
             target_device=None if self.likelihood.checks_shapes_only else device,
             progress=progress,
-            counts_any=self.likelihood.counts_any,
-            description=description,
         )

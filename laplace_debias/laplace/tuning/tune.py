@@ -134,8 +134,9 @@ def _tune_with_links(
             fitted.posterior.check_prior_precision(point)
     # The first batch shows how many classes there are.
     default = None
-    for batch in stream.first:
-        default = predictive.default_link_of_fit(fitted, batch.inputs)
+    first = stream.first
+    if first is not None:
+        default = predictive.default_link_of_fit(fitted, first.inputs)
     default = next(filter(None, process_group().exchange(default)), None)
     links = links_to_try(default, link)
     if links and _records_last_layer(fitted, stream):
@@ -155,9 +156,10 @@ def _tune_with_links(
 
 def _records_last_layer(fitted: FittedPosterior, stream: Stream) -> bool:
     """Whether predictions of these data need only the inputs and outputs of the last layer."""
+    first = stream.first
     is_recorded = False
-    for batch in stream.first:
-        is_recorded = recorded_inputs(fitted, take(batch.inputs, slice(1))) is not None
+    if first is not None:
+        is_recorded = recorded_inputs(fitted, take(first.inputs, slice(1))) is not None
     return True in process_group().exchange(is_recorded)
 
 
