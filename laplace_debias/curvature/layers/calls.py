@@ -206,4 +206,4 @@ def _one_by_one(
             rows[name].append(
                 torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
             )
-    return {name: torch.stack(examples, 1).detach() for name, examples in rows.items()}
+    return {name: torch.stack(by_example, 1).detach() for name, by_example in rows.items()}

@@ -163,6 +163,23 @@ RecordedCalls = dict[tuple[str, int], ModuleCall]
 CallForms = dict[tuple[str, int], list[CallForm]]
 
 
+@dataclass(frozen=True, eq=False)
+class _ForwardPass:
+    """A forward pass whose calls are recorded.
+
+    Attributes:
+        batch: The number of examples.
+        calls: The calls so far, in their order.
+        unfinished: The keys of the calls that have begun and not ended, the innermost last.
+        num_calls: The number of calls so far, by the module's path.
+    """
+
+    batch: int
+    calls: RecordedCalls = field(default_factory=dict)
+    unfinished: list[tuple[str, int]] = field(default_factory=list)
+    num_calls: Counter[str] = field(default_factory=Counter)
+
+
 class CallRecorder:
     """A recorder of the calls of selected modules.
 
@@ -187,48 +204,54 @@ class CallRecorder:
     def hook(self, batch: int) -> list[RemovableHandle]:
         """Hook the modules for one forward pass."""
         handles = []
-        self.calls = {}
-        self._batch = batch
-        self._open: list[tuple[str, int]] = []
-        self._counts = Counter[str]()
+        forward_pass = _ForwardPass(batch)
+        self.calls = forward_pass.calls
+        end = partial(self._end, forward_pass)
         for path in filter(None, self.paths):
             module = self._network.get_submodule(path)
-            begin = partial(self._begin, path)
+            begin = partial(self._begin, forward_pass, path)
             handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._end, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
         return handles
 
     def _begin(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+        self,
+        forward_pass: _ForwardPass,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
     ) -> None:
         leaves, structure = pytree.tree_flatten((args, named))
         # Copies: the call may overwrite what it is given.
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        key = path, self._counts[path]
-        self._open.append(key)
-        self.calls[key] = ModuleCall(path, module, copies, structure)
-        self._counts[path] += 1
+        key = path, forward_pass.num_calls[path]
+        forward_pass.unfinished.append(key)
+        forward_pass.calls[key] = ModuleCall(path, module, copies, structure)
+        forward_pass.num_calls[path] += 1
 
-    def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
+    def _end(self, forward_pass: _ForwardPass, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
         # A call inside of another ends before it.
-        key = self._open.pop()
-        call = self.calls[key]
+        key = forward_pass.unfinished.pop()
+        call = forward_pass.calls[key]
         leaves, structure = pytree.tree_flatten(output)
         is_output = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
-        call.outputs = [leaf for leaf, is_one in zip(leaves, is_output, strict=True) if is_one]
-        form = next((f for f in self._forms.get(key, ()) if f.fits(call, self._batch)), None)
+        call.outputs = [
+            leaf for leaf, is_tensor in zip(leaves, is_output, strict=True) if is_tensor
+        ]
+        form = next((f for f in self._forms.get(key, ()) if f.fits(call, forward_pass.batch)), None)
         if form is not None:
             call.dims = form.dims
             call.output_dims = form.output_dims
             for index in form.copied_outputs:
                 z = call.outputs[index]
-                call.outputs[index] = z.expand(self._batch, *z.shape[1:]).clone()
+                call.outputs[index] = z.expand(forward_pass.batch, *z.shape[1:]).clone()
         call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
         # The forward pass goes on with copies, which it may overwrite.
         outputs = iter([z.clone() for z in call.outputs])
         handed_on = [
-            next(outputs) if is_one else leaf
-            for leaf, is_one in zip(leaves, is_output, strict=True)
+            next(outputs) if is_tensor else leaf
+            for leaf, is_tensor in zip(leaves, is_output, strict=True)
         ]
         return pytree.tree_unflatten(handed_on, structure)
 
@@ -247,6 +270,10 @@ class CallRecorder:
                     forms.append(form)
                     has_more_copies |= bool(form.copied_outputs)
         return has_more_copies
+
+    def forget_calls(self) -> None:
+        """Release the calls of the last pass."""
+        self.calls = {}
 
     def forget_forms(self) -> CallForms:
         """Forget the forms of calls, and return them.

@@ -47,7 +47,9 @@ _MOST_ROUNDS = 4
 # Output gradients up to so many bytes, of all columns and layers, are computed together although
 # the network has convolutions on a CPU.
 _MOST_BYTES_TOGETHER = 2**22
-# A fit checks two columns of two examples: what it does not compute together, no pass may.
+# The number of gradients with which a fit checks a network: two columns of two examples. If even
+# these are too large to be computed together, no pass computes any together, because that would
+# not have been checked.
 _NUM_CHECKED = 4
 # In the place of a size, where it is not clear which dimension has the examples.
 _UNCLEAR = -1
@@ -123,7 +125,7 @@ class Tap:
         # Modules with calls whose examples have no dimension of their own.
         self._merged_calls: set[str] = set()
         if self._recorder is not None:
-            self._recorder.calls = {}
+            self._recorder.forget_calls()
 
     @property
     def learns_dims(self) -> bool:
