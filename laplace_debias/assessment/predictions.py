@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Integer, Shaped
@@ -29,12 +29,12 @@ class Predictions(ABC):
 
     @classmethod
     @abstractmethod
-    def concatenate(cls, batches: Sequence[Self]) -> Self:
+    def concatenate(cls, batches: Sequence[Any]) -> "Predictions":
         """Concatenate the predictions for several batches, which have the same parts."""
 
     @classmethod
     @abstractmethod
-    def mean_of(cls, members: Sequence[Self], likelihood: Likelihood) -> Self:
+    def mean_of(cls, members: Sequence[Any], likelihood: Likelihood) -> "Predictions":
         """Average several predictives for the same examples."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class ClassPredictions(Predictions):
         return cls(logits.log_softmax(1) if is_softmax else logits)
 
     @classmethod
-    def concatenate(cls, batches: Sequence[Self]) -> Self:
+    def concatenate(cls, batches: Sequence["ClassPredictions"]) -> "ClassPredictions":
         """Concatenate the predictions for several batches, which have the same parts."""
         return cls(
             log_probs=torch.cat([batch.log_probs for batch in batches]),
@@ -83,7 +83,9 @@ class ClassPredictions(Predictions):
         )
 
     @classmethod
-    def mean_of(cls, members: Sequence[Self], likelihood: Likelihood) -> Self:
+    def mean_of(
+        cls, members: Sequence["ClassPredictions"], likelihood: Likelihood
+    ) -> "ClassPredictions":
         """Average several predictives for the same examples.
 
         The mutual information is that of the label with member and parameters together; other
@@ -160,7 +162,7 @@ class NumberPredictions(Predictions):
     epistemic: Float[Tensor, "n outputs"]
 
     @classmethod
-    def concatenate(cls, batches: Sequence[Self]) -> Self:
+    def concatenate(cls, batches: Sequence["NumberPredictions"]) -> "NumberPredictions":
         """Concatenate the predictions for several batches, which have the same parts."""
         return cls(
             mean=torch.cat([batch.mean for batch in batches]),
@@ -173,7 +175,9 @@ class NumberPredictions(Predictions):
         )
 
     @classmethod
-    def mean_of(cls, members: Sequence[Self], likelihood: Likelihood) -> Self:
+    def mean_of(
+        cls, members: Sequence["NumberPredictions"], likelihood: Likelihood
+    ) -> "NumberPredictions":
         """Average several predictives for the same examples.
 
         The intervals of the mixture are not those of a member, so they are left out.
@@ -223,7 +227,7 @@ class PredictedSet:
     seconds: float
 
     @classmethod
-    def mean_of(cls, members: Sequence[Self], likelihood: Likelihood) -> Self:
+    def mean_of(cls, members: Sequence["PredictedSet"], likelihood: Likelihood) -> "PredictedSet":
         """Average the predictives of several members."""
         predictions = [member.predictions for member in members]
         return replace(

@@ -94,7 +94,9 @@ class BatchReader:
         if isinstance(form, NamedBatch):
             inputs, targets = self._from_names(form)
         else:
-            inputs, targets, weights = form.inputs, form.targets, form.weights
+            inputs = form.inputs
+            targets = form.targets
+            weights = form.weights
         if targets is None and not self.needs_targets:
             targets = torch.zeros(num_examples(inputs), dtype=torch.long)
         return checked_batch(inputs, targets, weights, name)

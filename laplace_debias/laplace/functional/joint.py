@@ -65,7 +65,7 @@ def joint_moments(
         batch, num_columns = mean.shape
         request = CovarianceRequest("covariance", indices, fitted.config.memory_bound)
         accumulator = accumulator_class(posterior)(
-            blocks, posterior, deltas[None], False, joint_jacobians
+            blocks, posterior, deltas[None], diagonal=False, jacobians=joint_jacobians
         )
         column_bytes = max(
             bytes_per_column(gradient_bytes, blocks, mean.element_size()),

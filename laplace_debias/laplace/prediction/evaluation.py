@@ -319,7 +319,12 @@ def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
         if levels is not None:
             levels = levels.reshape(values.shape)[counted]
     return Scores(
-        kind, values[counted], log_probs[counted], checked.labels[counted], deviations, levels
+        kind,
+        values=values[counted],
+        log_probs=log_probs[counted],
+        targets=checked.labels[counted],
+        deviations=deviations,
+        levels=levels,
     )
 
 
