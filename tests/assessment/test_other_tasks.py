@@ -8,7 +8,7 @@ import a_run
 import pandas as pd
 import pytest
 import torch
-from bring import every as joined
+from user_files import every as joined
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import Method, PosteriorChoice, assess

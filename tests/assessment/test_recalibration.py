@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from bring import every as joined
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.frozen import FrozenEstimator
+from user_files import every as joined
 
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import ISOTONIC, NETWORK, PLATT, VECTOR, check_methods

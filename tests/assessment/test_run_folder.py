@@ -7,8 +7,8 @@ import math
 import pandas as pd
 import pytest
 import torch
-from bring import every as joined
 from PIL import Image
+from user_files import every as joined
 
 from laplace_debias import Laplace
 

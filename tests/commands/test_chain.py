@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-import bring
 import numpy as np
 import pandas
 import pytest
 import torch
+import user_files
 from spectra import generator as seeded
 from torch import nn
 
@@ -55,7 +55,7 @@ def table(path):
 
 
 def of_images(here):
-    bring.image_folder(here / "data", parts=(("train", 20), ("val", 12), ("test", 12)))
+    user_files.image_folder(here / "data", parts=(("train", 20), ("val", 12), ("test", 12)))
     return {"model": "nets:build"}
 
 
@@ -76,14 +76,14 @@ def trained(here, options):
         optimizer.zero_grad()
         loss(found.model(x), y).backward()
         optimizer.step()
-    bring.weights(here / "net.pt", found.model)
+    user_files.weights(here / "net.pt", found.model)
     return load(SourceSettings(**options, checkpoint=Path("net.pt")))
 
 
 @pytest.fixture(params=[of_images, of_numbers], ids=["classification", "regression"])
 def session(request, tmp_path, monkeypatch):
     """The data that a network was trained on, and how commands name them."""
-    bring.networks(tmp_path, monkeypatch)
+    user_files.networks(tmp_path, monkeypatch)
     options = request.param(tmp_path)
     found = trained(tmp_path, options)
     given = [f"--model={options['model']}", "--data=data", "--checkpoint=net.pt", "--device=cpu"]

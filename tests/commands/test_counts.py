@@ -6,11 +6,11 @@ The user's class is that of `docs/how-to-add.md`: the command line has only its 
 import json
 from pathlib import Path
 
-import bring
 import numpy as np
 import pandas
 import pytest
 import torch
+import user_files
 from scipy import stats
 from torch import nn
 
@@ -90,13 +90,13 @@ def trained(here, task, loss):
         "progress": False,
     }
     model = load(SourceSettings(**options)).model.train()
-    x, y = bring.every(load(SourceSettings(**options)).train)
+    x, y = user_files.every(load(SourceSettings(**options)).train)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for _ in range(150):
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
-    bring.weights(here / "net.pt", model)
+    user_files.weights(here / "net.pt", model)
     return load(SourceSettings(**options, checkpoint=Path("net.pt")))
 
 
@@ -107,15 +107,15 @@ POSTERIOR = "--posterior=p.safetensors"
 
 @pytest.fixture
 def counts(tmp_path, monkeypatch):
-    bring.networks(tmp_path, monkeypatch)
+    user_files.networks(tmp_path, monkeypatch)
     table(tmp_path / "data", lambda rng, score: rng.poisson(np.exp(score)))
     return trained(tmp_path, "poisson", nn.PoissonNLLLoss())
 
 
 @pytest.fixture
 def successes(tmp_path, monkeypatch):
-    bring.networks(tmp_path, monkeypatch)
-    bring.forget(monkeypatch, "own_likelihoods")
+    user_files.networks(tmp_path, monkeypatch)
+    user_files.forget(monkeypatch, "own_likelihoods")
     (tmp_path / "own_likelihoods.py").write_text(OWN)
     table(tmp_path / "data", lambda rng, score: rng.binomial(TRIALS, 1 / (1 + np.exp(-score))))
 
@@ -146,7 +146,7 @@ def test_counts_go_through_every_command(counts, capsys):
     evaluated = result(capsys, "evaluate", *COMMON, task, POSTERIOR)
     reported = result(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
 
-    x, y = bring.every(counts.test)
+    x, y = user_files.every(counts.test)
     y = y[:, 0].double().numpy()
     with torch.no_grad():
         rates = counts.model(x)[:, 0].double().exp().numpy()
@@ -185,12 +185,12 @@ def test_counts_go_through_every_command(counts, capsys):
     options = ["--examples=40", "--eigenpairs=2", "--max_matvecs=60", "--tolerance=1e-6"]
     spectrum = result(capsys, "spectrum", *COMMON, task, *options, "--output=spectrum")
     features = []
-    for row in bring.every(counts.train)[0][:40]:
+    for row in user_files.every(counts.train)[0][:40]:
         gradients = torch.autograd.grad(counts.model(row[None])[0, 0], counts.model.parameters())
         features.append(torch.cat([gradient.flatten() for gradient in gradients]))
     J = torch.stack(features).double()
     with torch.no_grad():
-        weights = counts.model(bring.every(counts.train)[0][:40]).double().exp() / 40
+        weights = counts.model(user_files.every(counts.train)[0][:40]).double().exp() / 40
     largest = torch.linalg.eigvalsh(J.T @ (weights * J))[-1].item()
     assert max(spectrum["eigenvalues"]) == pytest.approx(largest, rel=1e-4)
 
@@ -232,7 +232,7 @@ def test_a_likelihood_of_ones_own_goes_through_every_command(successes, capsys):
     reported = result(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
     assert reported["task"] == "Binomial"
 
-    x, y = bring.every(successes.test)
+    x, y = user_files.every(successes.test)
     y = y[:, 0].double().numpy()
     with torch.no_grad():
         p = successes.model(x)[:, 0].double().sigmoid().numpy()

@@ -1,9 +1,9 @@
 """Options that a command does not use: refused on its line, told of where a file has them."""
 
-import bring
 import pytest
 import same_numbers
 import torch
+import user_files
 import yaml
 from torch import nn
 
@@ -16,8 +16,8 @@ SOURCE = ["--model=nets:rows", "--data=d.npz", "--device=cpu", "--progress=false
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    bring.networks(tmp_path, monkeypatch)
-    bring.archive(tmp_path / "d.npz")
+    user_files.networks(tmp_path, monkeypatch)
+    user_files.archive(tmp_path / "d.npz")
     return tmp_path
 
 
@@ -85,8 +85,8 @@ def test_in_a_file_for_several_commands_they_are_told(here, capsys):
 
 
 def test_held_out_is_told_of_where_data_has_parts_alone(here):
-    content = bring.arrays()
-    bring.archive(here / "whole.npz", x=content["x_train"], y=content["y_train"])
+    content = user_files.arrays()
+    user_files.archive(here / "whole.npz", x=content["x_train"], y=content["y_train"])
 
     def notes(data, held_out):
         options = {"model": "nets:rows", "device": "cpu", "held_out": held_out}

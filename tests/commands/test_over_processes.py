@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bring
 import numpy as np
 import pandas
 import pytest
 import torch
+import user_files
 from command_tasks import together
 from csv_table import read_csv
 
@@ -95,8 +95,8 @@ DATA = ["--data=nets:rows", "--batch_size=7"]
 def here(tmp_path, monkeypatch):
     (tmp_path / "nets.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
-    bring.forget(monkeypatch, "nets")
-    bring.archive(tmp_path / "d.npz")
+    user_files.forget(monkeypatch, "nets")
+    user_files.archive(tmp_path / "d.npz")
     return tmp_path
 
 

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 
-import bring
 import pytest
+import user_files
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
@@ -42,7 +42,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "m.py").touch()
     (tmp_path / "x.safetensors").touch()
     monkeypatch.chdir(tmp_path)
-    bring.forget(monkeypatch, "m")
+    user_files.forget(monkeypatch, "m")
 
 
 def stop(*_):

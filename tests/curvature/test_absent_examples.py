@@ -8,7 +8,7 @@ A_n example by example, by reverse-mode differentiation in float64.
 import oracle
 import pytest
 import torch
-from breaking import Breaking, BrokenError
+from failing_loader import FailingLoader, LoaderError
 from torch import nn
 
 from laplace_debias import Auto, Laplace
@@ -282,9 +282,9 @@ def test_a_resumed_fit_counts_who_is_present(kind, tmp_path, monkeypatch):
     model, batches = build(kind, CALLED_FIRST)
     expected = Laplace(model).fit(batches)
     params = expected.param_names
-    with pytest.raises(BrokenError):
+    with pytest.raises(LoaderError):
         Laplace(model, params=params).fit(
-            Breaking(batches, 3), num_data=10, resume=tmp_path / "state"
+            FailingLoader(batches, 3), num_data=10, resume=tmp_path / "state"
         )
     la = Laplace(model, params=params).fit(batches, num_data=10, resume=tmp_path / "state")
     assert torch.equal(block_of(la, model).to_dense(), block_of(expected, model).to_dense())

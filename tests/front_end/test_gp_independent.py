@@ -5,8 +5,8 @@ import math
 import oracle
 import pytest
 import torch
-from breaking import Breaking, BrokenError
 from cases import others_slow
+from failing_loader import FailingLoader, LoaderError
 from function_space_cases import SIZE, batches, examples, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -268,13 +268,13 @@ def test_an_interrupted_fit_continues_with_the_output_it_had_reached(tmp_path, m
     fitted = [laplace(model, "classification").fit(data)]
     # The inputs are read first, then all batches of the first output.
     fit = laplace(model, "classification").fit
-    with pytest.raises(BrokenError):
-        fit(Breaking(data, 3 + 3 + 2), num_data=SIZE, resume=tmp_path / "state")
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(data, 3 + 3 + 2), num_data=SIZE, resume=tmp_path / "state")
     la = laplace(model, "classification").fit(data, num_data=SIZE, resume=tmp_path / "state")
     fitted.append(la)
     assert torch.equal(*[each.functional(new)[1] for each in fitted])
-    with pytest.raises(BrokenError):
-        fit(Breaking(data, 8), num_data=SIZE, resume=tmp_path / "state")
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(data, 8), num_data=SIZE, resume=tmp_path / "state")
     with pytest.raises(ValueError, match="independent outputs was True, is now False"):
         Laplace(model, curvature="gp").fit(data, num_data=SIZE, resume=tmp_path / "state")
 

@@ -8,10 +8,10 @@ import oracle
 import pandas as pd
 import pytest
 import torch
-from bring import every as joined
 from hand_likelihoods import THRESHOLDS, ordinal
 from oracle import close
 from torch import nn
+from user_files import every as joined
 
 from laplace_debias import Laplace, Ordinal
 from laplace_debias.assessment import assess

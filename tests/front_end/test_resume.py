@@ -8,7 +8,7 @@ from pathlib import Path
 import kill_fits
 import pytest
 import torch
-from breaking import Breaking, BrokenError
+from failing_loader import FailingLoader, LoaderError
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,8 +60,8 @@ def fit(batches, folder=None, seed=3, model=None, **options):
 
 def broken_off(folder, before=5, **options):
     """The state of a fit that failed before a batch."""
-    with pytest.raises(BrokenError):
-        fit(Breaking(loader(), before), folder, **options)
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(loader(), before), folder, **options)
     return folder
 
 
@@ -148,8 +148,8 @@ def test_an_update_goes_on_to_the_same_bits(folder, skipped, options, before):
     expected = updated(fit(first, **options), second)
     la = fit(first, **options)
     fitted = la.posterior
-    with pytest.raises(BrokenError):
-        updated(la, Breaking(second, before), folder)
+    with pytest.raises(LoaderError):
+        updated(la, FailingLoader(second, before), folder)
     assert la.posterior is fitted
     assert_same(updated(la, second, folder), expected)
     assert la.num_data == 2 * SIZE
@@ -160,8 +160,8 @@ def test_an_update_goes_on_to_the_same_bits(folder, skipped, options, before):
 def test_an_update_of_other_earlier_data_is_refused(folder):
     second = loader(seed=2)
     la = fit(loader())
-    with pytest.raises(BrokenError):
-        updated(la, Breaking(second, 4), folder)
+    with pytest.raises(LoaderError):
+        updated(la, FailingLoader(second, 4), folder)
     with pytest.raises(ValueError, match=r"the state of a different fit: .*earlier data"):
         updated(fit(loader(seed=3)), second, folder)
     with pytest.raises(ValueError, match=r"the state of a different fit: .*earlier data"):
@@ -181,8 +181,8 @@ def test_a_fit_with_an_earlier_posterior_as_prior_goes_on_to_the_same_bits(folde
     prior = posterior_as_prior(fit(loader()))
     batches = loader(seed=2)
     expected = fit(batches, prior=prior)
-    with pytest.raises(BrokenError):
-        fit(Breaking(batches, 4), folder, prior=prior)
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(batches, 4), folder, prior=prior)
     assert_same(fit(batches, folder, prior=prior), expected)
     assert len(skipped) == 4
 
@@ -201,8 +201,8 @@ def test_second_batches_of_a_debiased_fit(folder, skipped, curvature):
     batches = [DataLoader(one, batch_size=BATCH) for one in (first, second)]
     expected = Laplace(network(), curvature=curvature).fit_batches(*batches, num_data=SIZE)
     la = Laplace(network(), curvature=curvature)
-    with pytest.raises(BrokenError):
-        la.fit_batches(batches[0], Breaking(batches[1], 5), num_data=SIZE, resume=folder)
+    with pytest.raises(LoaderError):
+        la.fit_batches(batches[0], FailingLoader(batches[1], 5), num_data=SIZE, resume=folder)
     la.fit_batches(*batches, num_data=SIZE, resume=folder)
     assert_same(la, expected)
     # The diagonal has no directions to find.
@@ -222,11 +222,11 @@ def test_folds(folder, skipped, curvature, monkeypatch):
         save(self, *arguments)
         calls.append(1)
         if len(calls) == 2:
-            raise BrokenError
+            raise LoaderError
 
     with monkeypatch.context() as patch:
         patch.setattr(SavedPass, "save", failing)
-        with pytest.raises(BrokenError):
+        with pytest.raises(LoaderError):
             fitted(folder)
     assert_same(fitted(folder), expected)
     assert len(skipped) == 2
@@ -236,8 +236,8 @@ def test_rows_that_are_too_many_to_keep(folder, skipped, monkeypatch):
     monkeypatch.setattr(dense, "KEPT_ROWS", 20_000)
     batches, options = loader(shuffle=False, size=15), {"curvature": "lowrank", "rank": 2}
     expected = fit(batches, **options)
-    with pytest.raises(BrokenError):
-        fit(Breaking(batches, 2), folder, **options)
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(batches, 2), folder, **options)
     assert_same(fit(batches, folder, **options), expected)
     assert len(skipped) == 2
 
@@ -274,7 +274,7 @@ def test_it_saves_once_a_minute(folder, monkeypatch):
         write(path, texts, tensors)
         clock[0] += 8.0
 
-    class Clocked(Breaking):
+    class Clocked(FailingLoader):
         def __iter__(self):
             for batch in self.batches:
                 clock[0] += 25.0
@@ -368,20 +368,20 @@ def reshaped(x, y):
 def test_batches_whose_entries_were_exchanged_are_refused(folder, exchange):
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(2), *network()[1:])
     batches = list(loader(shuffle=False))
-    with pytest.raises(BrokenError):
-        fit(Breaking(batches, 5), folder, model=model)
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(batches, 5), folder, model=model)
     exchanged = [exchange(x, y) for x, y in batches]
     with pytest.raises(ValueError, match="the saved sums contain different batches"):
-        fit(Breaking(exchanged, -1), folder, model=model)
+        fit(FailingLoader(exchanged, -1), folder, model=model)
 
 
 def test_weights_whose_entries_were_exchanged_are_refused(folder):
     batches = [(x, y, torch.linspace(0.5, 1.5, len(x))) for x, y in loader(shuffle=False)]
-    with pytest.raises(BrokenError):
-        fit(Breaking(batches, 5), folder)
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(batches, 5), folder)
     exchanged = [(x, y, weights.flip(0)) for x, y, weights in batches]
     with pytest.raises(ValueError, match="the saved sums contain different batches"):
-        fit(Breaking(exchanged, -1), folder)
+        fit(FailingLoader(exchanged, -1), folder)
 
 
 def test_a_model_whose_entries_were_exchanged_is_refused(folder):
@@ -416,16 +416,16 @@ def test_another_number_of_threads_is_refused(folder):
 
 def test_other_batches_behind_the_first_are_refused(folder):
     batches = list(loader(shuffle=False))
-    with pytest.raises(BrokenError):
-        fit(Breaking(batches, 5), folder)
+    with pytest.raises(LoaderError):
+        fit(FailingLoader(batches, 5), folder)
     exchanged = [batches[0], batches[2], batches[1], *batches[3:]]
     with pytest.raises(
         ValueError,
         match=r"different batches .in pass 1 over the data, the saved sums contain different",
     ):
-        fit(Breaking(exchanged, -1), folder)
+        fit(FailingLoader(exchanged, -1), folder)
     with pytest.raises(ValueError, match="the data has 3 batches, but the saved sums contain 5"):
-        fit(Breaking(batches[:3], -1), folder)
+        fit(FailingLoader(batches[:3], -1), folder)
 
 
 @pytest.mark.parametrize(

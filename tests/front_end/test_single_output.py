@@ -2,11 +2,11 @@
 
 from functools import partial
 
-import bring
 import numpy as np
 import oracle
 import pytest
 import torch
+import user_files
 from oracle import close
 from torch import nn
 
@@ -308,7 +308,7 @@ def test_other_targets_are_an_error_that_names_the_hook(likelihood, outputs, tar
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("task", ["regression", "binary"])
 def test_the_command_line(shape, task, tmp_path, monkeypatch, capsys):
-    bring.networks(tmp_path, monkeypatch)
+    user_files.networks(tmp_path, monkeypatch)
     (tmp_path / "single.py").write_text(
         "import torch\n"
         "from torch import nn\n"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import a_run
-import bring
 import pytest
 import torch
+import user_files
 from torch import nn
 
 from laplace_debias import Laplace
@@ -69,13 +69,13 @@ def test_a_likelihood_is_a_class_and_a_line(model, monkeypatch, tmp_path):
 
 def test_a_named_likelihood_is_a_task_of_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setitem(LIKELIHOODS, "visits", Visits)
-    bring.networks(tmp_path, monkeypatch)
-    content = bring.arrays("classes")
-    bring.archive(tmp_path / "rows.npz", **content)
+    user_files.networks(tmp_path, monkeypatch)
+    content = user_files.arrays("classes")
+    user_files.archive(tmp_path / "rows.npz", **content)
     options = ["--model=nets:rows", "--model_args.outputs=1", "--data=rows.npz", "--device=cpu"]
     command = ["fit", *options, "--task=visits", "--output=p.safetensors", "--progress=false"]
     assert main(command) == 0
-    (tmp_path / "nets.py").write_text(bring.NETWORKS)
+    (tmp_path / "nets.py").write_text(user_files.NETWORKS)
     assert main([*command[:-2], "--output=q.safetensors", "--task=vists"]) == 2
 
 
@@ -140,11 +140,11 @@ def snippet(heading):
 
 
 def test_a_command_is_a_file_and_a_line(monkeypatch, tmp_path, capsys):
-    bring.networks(tmp_path, monkeypatch)
-    bring.archive(tmp_path / "rows.npz")
+    user_files.networks(tmp_path, monkeypatch)
+    user_files.archive(tmp_path / "rows.npz")
     source = "from dataclasses import dataclass\n" + snippet("Command")
     (tmp_path / "count_command.py").write_text(source)
-    bring.forget(monkeypatch, "count_command")
+    user_files.forget(monkeypatch, "count_command")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("count_command")
     monkeypatch.setitem(sys.modules, "laplace_debias.commands.count", module)

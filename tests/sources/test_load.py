@@ -2,14 +2,14 @@
 
 import sys
 
-import bring
 import numpy as np
 import pytest
 import torch
-from bring import every
+import user_files
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
+from user_files import every
 
 from laplace_debias import Laplace
 from laplace_debias.sources import SourceSettings, load, split_by_seed
@@ -17,7 +17,7 @@ from laplace_debias.sources import SourceSettings, load, split_by_seed
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    return bring.networks(tmp_path, monkeypatch)
+    return user_files.networks(tmp_path, monkeypatch)
 
 
 def loaded(**options):
@@ -28,8 +28,8 @@ def loaded(**options):
 
 
 def test_an_archive_gives_its_rows_mixed_and_the_same_each_time(here):
-    content = bring.arrays()
-    bring.archive(here / "d.npz", **content)
+    content = user_files.arrays()
+    user_files.archive(here / "d.npz", **content)
     found = loaded(model="nets:rows", data="d.npz")
     x, y = every(found.train)
     again, _ = every(found.train)
@@ -48,7 +48,7 @@ def test_an_archive_gives_its_rows_mixed_and_the_same_each_time(here):
 
 
 def test_limits_choose_by_the_seed_and_leave_n_as_it_is(here):
-    bring.archive(here / "d.npz")
+    user_files.archive(here / "d.npz")
     limits = {"train_examples": 7, "validation_examples": 5, "test_examples": 4}
     found = loaded(model="nets:rows", data="d.npz", **limits)
     sizes = [len(every(part)[0]) for part in (found.train, found.validation, found.test)]
@@ -67,7 +67,7 @@ def test_limits_choose_by_the_seed_and_leave_n_as_it_is(here):
     ],
 )
 def test_targets_say_what_the_outputs_mean(here, targets, outputs, task, shape):
-    bring.archive(here / "d.npz", **bring.arrays(targets))
+    user_files.archive(here / "d.npz", **user_files.arrays(targets))
     found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="d.npz")
     assert found.task == task
     assert list(every(found.train)[1].shape) == shape
@@ -77,7 +77,7 @@ def test_targets_say_what_the_outputs_mean(here, targets, outputs, task, shape):
 
 
 def test_two_classes_and_one_output_are_binary(here):
-    bring.archive(here / "d.npz", **bring.arrays(classes=2))
+    user_files.archive(here / "d.npz", **user_files.arrays(classes=2))
     found = loaded(model="nets:rows", model_args={"outputs": 1}, data="d.npz")
     assert found.task == "binary"
     Laplace(found.model, found.task).fit(found.train)
@@ -85,7 +85,7 @@ def test_two_classes_and_one_output_are_binary(here):
 
 def test_data_without_parts_is_parted_as_told(here):
     content = {"x": np.arange(80).reshape(20, 4) * 0.01, "y": np.arange(20) % 3}
-    bring.archive(here / "d.npz", **content)
+    user_files.archive(here / "d.npz", **content)
     found = loaded(model="nets:rows", data="d.npz", seed=3, held_out=0.25)
     parts = split_by_seed(20, 3, 0.25)
     assert [len(part) for part in parts] == [10, 5, 5]
@@ -98,7 +98,7 @@ def test_data_without_parts_is_parted_as_told(here):
 @pytest.mark.parametrize("num_targets", [19, 21])
 def test_as_many_inputs_as_targets_before_they_are_parted(here, num_targets):
     x, y = np.zeros((20, 4)), np.arange(num_targets) % 3
-    bring.archive(here / "d.npz", x=x, y=y)
+    user_files.archive(here / "d.npz", x=x, y=y)
     with pytest.raises(ValueError, match=f"20 rows, but y has {num_targets}"):
         loaded(model="nets:rows", data="d.npz")
 
@@ -107,7 +107,9 @@ def test_archives_of_bytes_are_images(here):
     rng = np.random.default_rng(0)
     pixels = rng.integers(256, size=(9, 16, 20, 3), dtype=np.uint8)
     targets = np.arange(9) % 3
-    bring.archive(here / "d.npz", x_train=pixels, y_train=targets, x_test=pixels, y_test=targets)
+    user_files.archive(
+        here / "d.npz", x_train=pixels, y_train=targets, x_test=pixels, y_test=targets
+    )
     options = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
     found = loaded(model="nets:build", data="d.npz", **options)
     x, _ = every(found.test)
@@ -123,7 +125,7 @@ def test_archives_of_bytes_are_images(here):
 
 @pytest.fixture
 def images(here):
-    return bring.image_folder(here / "images")
+    return user_files.image_folder(here / "images")
 
 
 def test_a_folder_gives_what_pillow_reads(images):
@@ -133,7 +135,7 @@ def test_a_folder_gives_what_pillow_reads(images):
     pixels = np.stack([np.asarray(Image.open(file)) for file in files])
     np.testing.assert_allclose(x.permute(0, 2, 3, 1), (pixels / 255 - 0.5) / 0.25, atol=1e-6)
     assert y.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert found.classes == bring.CLASSES
+    assert found.classes == user_files.CLASSES
     assert (found.num_train, found.task, found.input_name) == (24, "classification", "image")
     assert np.array_equal(found.picture(x[7]).numpy(), pixels[7])
     assert len(every(found.train)[1].unique()) == 3
@@ -167,7 +169,7 @@ def test_a_broken_image_is_named_wherever_it_is_read(images, here):
 
 
 def test_folders_without_parts_are_parted_by_the_seed(here):
-    root = bring.image_folder(here / "all", parts=(("", 10),))
+    root = user_files.image_folder(here / "all", parts=(("", 10),))
     found = loaded(model="nets:build", data=root)
     sizes = [len(every(part)[0]) for part in (found.train, found.validation, found.test)]
     assert sizes == [18, 6, 6]
@@ -205,7 +207,7 @@ def test_channels_are_those_that_the_network_takes(images):
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("mixed", 3)])
 def test_channels_are_told_from_the_files_where_no_convolution_tells_them(here, mode, channels):
-    root = bring.image_folder(here / "all", parts=(("", 4),))
+    root = user_files.image_folder(here / "all", parts=(("", 4),))
     for folder in sorted(root.iterdir()):
         for file in folder.iterdir():
             with Image.open(file) as image:
@@ -254,7 +256,7 @@ def test_torchvision_networks(images):
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(0)
     model = models.squeezenet1_1(num_classes=3)
-    bring.weights(images / "net.pth", model)
+    user_files.weights(images / "net.pth", model)
     found = loaded(
         torchvision="squeezenet1_1", data=images, checkpoint=images / "net.pth", image_size=64
     )
@@ -389,7 +391,7 @@ def dicts():
 @pytest.fixture
 def own(here, monkeypatch):
     (here / "own.py").write_text(OWN)
-    bring.forget(monkeypatch, "own", "nets")
+    user_files.forget(monkeypatch, "own", "nets")
     return here
 
 
@@ -493,8 +495,8 @@ def test_checkpoints_as_people_save_them(here, suffix, prefix, nest):
     if suffix == ".safetensors":
         save_file({prefix + k: v.clone() for k, v in trained.state_dict().items()}, path)
     else:
-        bring.weights(path, trained, prefix, nest)
-    bring.archive(here / "d.npz")
+        user_files.weights(path, trained, prefix, nest)
+    user_files.archive(here / "d.npz")
     found = loaded(model="nets:rows", data="d.npz", checkpoint=path)
     for name, value in trained.state_dict().items():
         assert torch.equal(found.model.state_dict()[name], value)

@@ -1,11 +1,11 @@
 """Out-of-distribution sets and corrupted test images."""
 
-import bring
 import numpy as np
 import pytest
 import torch
-from bring import every
+import user_files
 from PIL import Image
+from user_files import every
 
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.corruptions import corrupt
@@ -15,8 +15,8 @@ NORMAL = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    bring.networks(tmp_path, monkeypatch)
-    return bring.image_folder(tmp_path / "images")
+    user_files.networks(tmp_path, monkeypatch)
+    return user_files.image_folder(tmp_path / "images")
 
 
 def loaded(**options):
@@ -75,7 +75,7 @@ def test_digits_are_drawn_at_the_size_of_the_images(images):
 
 
 def test_folders_of_other_sizes_are_resized_and_it_is_said(images):
-    folder = bring.loose_images(images / "loose")
+    folder = user_files.loose_images(images / "loose")
     found = loaded(data=images, ood={"loose": str(folder)})
     assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes
     pictures = as_pixels(found, found.ood["loose"])
@@ -99,7 +99,7 @@ def test_archives_of_bytes_and_of_floats(images):
 
 
 def test_limits_are_at_most(images):
-    folder = bring.loose_images(images / "loose")
+    folder = user_files.loose_images(images / "loose")
     found = loaded(
         data=images,
         ood={"loose": str(folder), "d": "builtin:digits", "p": "builtin:patches"},
@@ -134,7 +134,7 @@ def test_sets_that_cannot_be_used(images, ood, message):
 
 
 def test_rows_have_no_corruptions(images):
-    bring.archive(images / "d.npz")
+    user_files.archive(images / "d.npz")
     options = {"model": "nets:rows", "data": images / "d.npz", "mean": None, "std": None}
     for change in ({"corruptions": (1,)}, {"ood": {"p": "builtin:patches"}}):
         with pytest.raises(ValueError, match="needs images and their normalisation"):

@@ -1,11 +1,11 @@
 """Tables: columns as inputs, a column as the target."""
 
-import bring
 import numpy as np
 import pandas
 import pytest
 import torch
-from bring import every
+import user_files
+from user_files import every
 
 from laplace_debias.sources import SourceSettings, load, split_by_seed
 from laplace_debias.sources.table_files import read_table
@@ -13,7 +13,7 @@ from laplace_debias.sources.table_files import read_table
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    return bring.networks(tmp_path, monkeypatch)
+    return user_files.networks(tmp_path, monkeypatch)
 
 
 def table(rows=40):

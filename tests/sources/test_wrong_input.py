@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
-import bring
 import numpy as np
 import pytest
 import torch
+import user_files
 
 from laplace_debias.cli import main
 from laplace_debias.sources import SourceSettings
@@ -14,14 +14,14 @@ from laplace_debias.sources import SourceSettings
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    bring.networks(tmp_path, monkeypatch)
-    bring.image_folder(tmp_path / "images")
-    bring.archive(tmp_path / "d.npz")
+    user_files.networks(tmp_path, monkeypatch)
+    user_files.image_folder(tmp_path / "images")
+    user_files.archive(tmp_path / "d.npz")
     torch.manual_seed(0)
     other = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    bring.weights(tmp_path / "narrow.pt", other)
-    bring.weights(tmp_path / "deep.pt", torch.nn.Sequential(*other, torch.nn.Linear(3, 3)))
-    bring.weights(tmp_path / "foreign.pt", torch.nn.ModuleDict({"body": other}))
+    user_files.weights(tmp_path / "narrow.pt", other)
+    user_files.weights(tmp_path / "deep.pt", torch.nn.Sequential(*other, torch.nn.Linear(3, 3)))
+    user_files.weights(tmp_path / "foreign.pt", torch.nn.ModuleDict({"body": other}))
     torch.save(other, tmp_path / "whole.pt")
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
     (tmp_path / "text.pt").write_text("no weights")
@@ -147,20 +147,20 @@ def test_a_line_says_what_to_do(here, case, capsys):
 
 ARCHIVES = {
     "no y": ({"x_train": np.zeros((4, 4))}, "no y_train and no x_test and no y_test"),
-    "lengths": (bring.arrays() | {"y_test": np.arange(3)}, "has 9 rows, but y has 3"),
-    "nan": (bring.arrays() | {"x_val": np.full((12, 4), np.nan)}, "48 numbers that are NaN"),
+    "lengths": (user_files.arrays() | {"y_test": np.arange(3)}, "has 9 rows, but y has 3"),
+    "nan": (user_files.arrays() | {"x_val": np.full((12, 4), np.nan)}, "48 numbers that are NaN"),
     "text": (
-        bring.arrays() | {"y_train": np.array(["a"] * 30)},
+        user_files.arrays() | {"y_train": np.array(["a"] * 30)},
         "is of type <U1. Convert it to numbers",
     ),
     "objects": ({"x": np.array([None, 1])}, "contains Python objects, which could run code"),
     "shapes": (
-        bring.arrays() | {"x_test": np.zeros((9, 5))},
+        user_files.arrays() | {"x_test": np.zeros((9, 5))},
         "The inputs of x_test in bad.npz have shape [5]",
     ),
-    "negative": (bring.arrays() | {"y_train": np.arange(30) - 1}, "pass class numbers 0, 1"),
+    "negative": (user_files.arrays() | {"y_train": np.arange(30) - 1}, "pass class numbers 0, 1"),
     "empty": (
-        bring.arrays() | {"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)},
+        user_files.arrays() | {"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)},
         "at least one",
     ),
     "few": (
@@ -173,7 +173,7 @@ ARCHIVES = {
 @pytest.mark.parametrize("case", ARCHIVES)
 def test_archives_that_cannot_be_used(here, case, capsys):
     content, message = ARCHIVES[case]
-    bring.archive(here / "bad.npz", **content)
+    user_files.archive(here / "bad.npz", **content)
     arguments = ["--model=nets:rows", "--data=bad.npz", "--output=p.safetensors"]
     assert main(["fit", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -190,12 +190,12 @@ def _empty_class(root: Path) -> None:
 
 def _loose(root: Path) -> None:
     shutil.rmtree(root)
-    bring.loose_images(root)
+    user_files.loose_images(root)
 
 
 FOLDERS = {
     "class missing": (_without_class, "images/test has no class folder dog"),
-    "class more": (lambda r: bring.loose_images(r / "test" / "fox"), "unknown classes fox"),
+    "class more": (lambda r: user_files.loose_images(r / "test" / "fox"), "unknown classes fox"),
     "class empty": (_empty_class, "images/train/eel has no images"),
     "part missing": (lambda root: (root / "test").rename(root / "tset"), "no test/"),
     "no classes": (_loose, "images has no class folders"),

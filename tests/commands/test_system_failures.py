@@ -4,14 +4,14 @@ import os
 import subprocess
 from multiprocessing import active_children
 
-import bring
 import pytest
+import user_files
 from command_tasks import together
 
 from laplace_debias.cli import main
 
 NETWORKS = (
-    bring.NETWORKS
+    user_files.NETWORKS
     + """
 import os
 import signal
@@ -61,8 +61,8 @@ SOURCE = ["--model=nets:rows", "--device=cpu", "--progress=false"]
 def here(tmp_path, monkeypatch):
     (tmp_path / "nets.py").write_text(NETWORKS)
     monkeypatch.chdir(tmp_path)
-    bring.forget(monkeypatch, "nets")
-    bring.archive(tmp_path / "d.npz")
+    user_files.forget(monkeypatch, "nets")
+    user_files.archive(tmp_path / "d.npz")
     return tmp_path
 
 

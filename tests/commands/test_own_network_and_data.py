@@ -1,12 +1,12 @@
-"""fit, tune, predict and spectrum on a network and data that users bring."""
+"""fit, tune, predict and spectrum on a network and data that users user_files."""
 
 import json
 
-import bring
 import numpy as np
 import pandas
 import pytest
 import torch
+import user_files
 from csv_table import read_csv
 from torch import nn
 
@@ -19,8 +19,8 @@ QUIET = ["--device=cpu", "--progress=false"]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    bring.networks(tmp_path, monkeypatch)
-    bring.archive(tmp_path / "d.npz")
+    user_files.networks(tmp_path, monkeypatch)
+    user_files.archive(tmp_path / "d.npz")
     return tmp_path
 
 
@@ -33,15 +33,15 @@ ROWS = ["--model=nets:rows", "--data=d.npz", *QUIET]
 
 
 def test_a_whole_session_on_images(here, capsys):
-    bring.image_folder(here / "images")
-    bring.loose_images(here / "loose")
+    user_files.image_folder(here / "images")
+    user_files.loose_images(here / "loose")
     (here / "loose" / "4.png").rename(here / "loose" / "@4.png")
     torch.manual_seed(5)
     trained = nn.Sequential(
         *(nn.Conv2d(3, 5, 5, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         nn.Linear(5, 3),
     )
-    bring.weights(here / "net.pt", trained, "module.", "state_dict")
+    user_files.weights(here / "net.pt", trained, "module.", "state_dict")
     (here / "all.yaml").write_text(
         "model: nets:build\nmodel_args: {width: 5}\ncheckpoint: net.pt\ndata: images\n"
         "mean: [0.5, 0.4, 0.3]\nstd: [0.2, 0.3, 0.4]\nood: {loose: loose}\n"
@@ -67,20 +67,20 @@ def test_a_whole_session_on_images(here, capsys):
     assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes
     x = torch.cat([x for x, _ in found.ood["loose"]])
     predictive = la.predict(x)
-    columns = table[[f"probability_{name}" for name in bring.CLASSES]].to_numpy()
+    columns = table[[f"probability_{name}" for name in user_files.CLASSES]].to_numpy()
     np.testing.assert_allclose(columns, predictive.probs.numpy(), atol=1e-5)
     np.testing.assert_allclose(table["entropy"], predictive.entropy(), atol=1e-5)
     # No spreadsheet takes a name for a formula.
     assert table["name"].tolist() == [*(f"{n}.png" for n in range(4)), "'@4.png"]
     table = pandas.read_parquet("test.parquet")
-    assert table["label"].tolist() == [name for name in bring.CLASSES for _ in range(3)]
+    assert table["label"].tolist() == [name for name in user_files.CLASSES for _ in range(3)]
     assert table["row"].tolist() == list(range(9))
-    most = table[[f"probability_{name}" for name in bring.CLASSES]].to_numpy().argmax(1)
-    assert [bring.CLASSES[label] for label in most] == table["prediction"].tolist()
+    most = table[[f"probability_{name}" for name in user_files.CLASSES]].to_numpy().argmax(1)
+    assert [user_files.CLASSES[label] for label in most] == table["prediction"].tolist()
 
 
 def test_regression_with_its_noise(here):
-    bring.archive(here / "r.npz", **bring.arrays("numbers"))
+    user_files.archive(here / "r.npz", **user_files.arrays("numbers"))
     common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
     assert main(["fit", *common, "--sigma=0.5", "--output=p.safetensors"]) == 0
     by_evidence = ["tune", *common, "--posterior=p.safetensors", "--method=marglik"]
@@ -121,8 +121,8 @@ def test_regression_with_its_noise(here):
     ],
 )
 def test_labels_that_may_apply_at_once_and_one_logit(here, targets, outputs, columns):
-    content = bring.arrays(classes=2) if targets == "two" else bring.arrays(targets)
-    bring.archive(here / "m.npz", **content)
+    content = user_files.arrays(classes=2) if targets == "two" else user_files.arrays(targets)
+    user_files.archive(here / "m.npz", **content)
     common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=m.npz", *QUIET]
     assert main(["fit", *common, "--output=p.safetensors"]) == 0
     predict = ["predict", *common, "--posterior=p.safetensors", "--output=p.csv", "--method=map"]
@@ -191,7 +191,7 @@ def test_a_network_that_predicts_its_noise(here, capsys):
     """Means and log-variances: the noise is E[exp s] of normal log-variances s."""
     with open("nets.py", "a") as file:
         file.write("\n\ndef noisy():\n    torch.manual_seed(0)\n    return nn.Linear(4, 2)\n")
-    bring.archive(here / "r.npz", **bring.arrays("numbers"))
+    user_files.archive(here / "r.npz", **user_files.arrays("numbers"))
     common = ["--model=nets:noisy", "--data=r.npz", "--task=heteroscedastic", *QUIET]
     assert main(["fit", *common, "--output=p.safetensors"]) == 0
     posterior = "--posterior=p.safetensors"
@@ -237,8 +237,8 @@ def test_draws_of_predictions_follow_the_seed(here):
 @pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
 def test_the_spectrum_of_each_task(here, task):
     kinds = {"regression": "numbers", "multilabel": "labels"}
-    content = bring.arrays(kinds.get(task, "classes"), classes=2 if task == "binary" else 3)
-    bring.archive(here / "s.npz", **content)
+    content = user_files.arrays(kinds.get(task, "classes"), classes=2 if task == "binary" else 3)
+    user_files.archive(here / "s.npz", **content)
     outputs = 1 if task in ("binary", "regression") else 3
     common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=s.npz", *QUIET]
     options = ["--examples=20", "--eigenpairs=3", "--max_matvecs=60", "--tolerance=1e-6"]
@@ -302,8 +302,8 @@ def test_json_is_all_there_is_on_the_standard_output(here, capsys):
 
 
 def test_without_validation_data_tune_says_what_is_possible(here, capsys):
-    content = {k: v for k, v in bring.arrays().items() if "val" not in k}
-    bring.archive(here / "d.npz", **content)
+    content = {k: v for k, v in user_files.arrays().items() if "val" not in k}
+    user_files.archive(here / "d.npz", **content)
     assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
     assert "There is no validation data" in capsys.readouterr().out
     assert main(["tune", *ROWS, "--posterior=p.safetensors"]) == 2
@@ -374,7 +374,7 @@ def further():
 
 
 def test_out_of_distribution_data_of_ones_own_need_no_labels(here, monkeypatch, capsys):
-    bring.forget(monkeypatch, "own_data")
+    user_files.forget(monkeypatch, "own_data")
     (here / "own_data.py").write_text(OWN_DATA)
     network = ["--model=nets:rows", *QUIET]
     assert main(["fit", *network, "--data=own_data:labelled", "--output=p.safetensors"]) == 0

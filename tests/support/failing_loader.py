@@ -1,11 +1,11 @@
 """What breaks off work that passes over data."""
 
 
-class BrokenError(Exception):
+class LoaderError(Exception):
     """What ends a fit."""
 
 
-class Breaking:
+class FailingLoader:
     """A loader that fails, or does something else, before a batch; the passes are counted on."""
 
     def __init__(self, batches, before, action=None):
@@ -15,7 +15,7 @@ class Breaking:
         for batch in self.batches:
             if self.left == 0:
                 if self.action is None:
-                    raise BrokenError
+                    raise LoaderError
                 self.action()
             self.left -= 1
             yield batch
