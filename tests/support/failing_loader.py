@@ -1,8 +1,8 @@
-"""What breaks off work that passes over data."""
+"""A loader that fails in the middle of a pass."""
 
 
 class LoaderError(Exception):
-    """What ends a fit."""
+    """The failure of a `FailingLoader`."""
 
 
 class FailingLoader:
