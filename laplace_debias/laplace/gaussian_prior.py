@@ -148,7 +148,7 @@ class GaussianPrior:
         assert prior.information is not None
         excess = prior.information.curvature.blocks
         curvature = posterior.curvature.map(
-            lambda name, block: _with_excess(block, posterior.data_weight, excess[name])
+            lambda name, block: _with_excess(block, posterior.curvature_weight, excess[name])
         )
         posterior = posterior.changed(curvature=curvature, prior=prior)
         # The curvature is no longer proportional to σ⁻².
@@ -167,15 +167,15 @@ class GaussianPrior:
 
 
 def _with_excess(
-    block: CurvatureBlock, data_weight: float, excess: CurvatureBlock
+    block: CurvatureBlock, curvature_weight: float, excess: CurvatureBlock
 ) -> EigenKronecker:
     """Average a block over the examples and one more, whose curvature is a diagonal matrix."""
     assert isinstance(block, EigenKronecker)
-    total_weight = data_weight + 1
+    total_weight = curvature_weight + 1
     if block.U_G is None:
-        magnitudes = data_weight * block.magnitudes.double() + excess.magnitudes
+        magnitudes = curvature_weight * block.magnitudes.double() + excess.magnitudes
         return EigenKronecker(None, None, magnitudes / total_weight).to(block.dtype)
-    matrix = data_weight * block.to_dense().double() + excess.to_dense()
+    matrix = curvature_weight * block.to_dense().double() + excess.to_dense()
     eigenvalues, U = eigh(matrix / total_weight, "the curvature and the prior")
     magnitudes = eigenvalues.clamp_min(0).unsqueeze(1)
     return EigenKronecker(U, None, magnitudes).to(block.dtype)

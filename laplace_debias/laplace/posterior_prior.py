@@ -53,7 +53,7 @@ class PosteriorPrior(GaussianPrior):
                 "`params=` for both."
             )
         posterior = self.fitted.posterior
-        information = Information(posterior.curvature, posterior.data_weight)
+        information = Information(posterior.curvature, posterior.curvature_weight)
         return Prior(posterior.prior_precision, self.mean.double(), information)
 
 

@@ -200,7 +200,7 @@ def _curvature_ratios(fitted: FittedPosterior) -> dict[str, Tensor]:
     blocks = posterior.curvature.blocks
     deltas = posterior.prior_precision.to(posterior.mean.device).double().expand(len(blocks))
     return {
-        name: posterior.data_weight / delta * block.magnitudes.double()
+        name: posterior.curvature_weight / delta * block.magnitudes.double()
         for (name, block), delta in zip(blocks.items(), deltas, strict=True)
     }
 

@@ -148,7 +148,7 @@ def test_kfac_adds_the_factors_of_all_tasks_one_after_the_other():
             factors_G = factors_G + size * part.U_G @ eigenvalues_G.diag() @ part.U_G.T
             factors_A = factors_A + size * part.U_A @ eigenvalues_A.diag() @ part.U_A.T
         expected = torch.kron(factors_G, factors_A) / 31
-        actual = la.posterior.data_weight * block.to_dense()
+        actual = la.posterior.curvature_weight * block.to_dense()
         oracle.close(actual, expected, 1e-10)
 
 

@@ -115,4 +115,4 @@ def _data_precision(
         curvature = Permuted(curvature, posterior.order)
     is_full = fitted.config.structure.is_dense
     matrix = curvature.to_dense() if is_full else diagonal(curvature).value
-    return posterior.data_weight * matrix.double()
+    return posterior.curvature_weight * matrix.double()

@@ -31,7 +31,7 @@ def update(
         )
     check_batches(loader)
     posterior = fitted.posterior
-    weight = posterior.data_weight * posterior.temperature
+    weight = posterior.curvature_weight * posterior.temperature
     information = Information(posterior.curvature, weight)
     scheme = Full(loader, label="full")
     size = training_size(loader, num_data, scheme.label, reads_whole_loader=True)

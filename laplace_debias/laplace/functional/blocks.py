@@ -97,7 +97,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             index = self._indices[record.block]
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
-            curvature = self.posterior.data_weight * operator.in_frame
+            curvature = self.posterior.curvature_weight * operator.in_frame
             products = self._single_products(record, operator)
             if products is not None:
                 add_single_products(into, *products, curvature, deltas, self._diagonal)
@@ -139,7 +139,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             index = self._indices[record.block]
             operator = self._operators[index]
             if index not in self._weights:
-                precisions = self.posterior.data_weight * operator.in_frame
+                precisions = self.posterior.curvature_weight * operator.in_frame
                 precisions += self.prior_precisions[0, index]
                 self._weights[index] = precisions.reciprocal_()
             block_weights = self._weights[index]

@@ -84,10 +84,10 @@ class DenseAccumulator(CovarianceAccumulator):
             residual = self._residual_products(gram, along, dense_block.shape[0])
         deltas = self.prior_precisions[:, 0].double()
         for point, delta in zip(into, deltas, strict=True):
-            weights = 1 / (self.posterior.data_weight * magnitudes + delta)
+            weights = 1 / (self.posterior.curvature_weight * magnitudes + delta)
             total = self._product(along * weights, along)
             if residual is not None:
-                total = total + residual / (self.posterior.data_weight * remainder + delta)
+                total = total + residual / (self.posterior.curvature_weight * remainder + delta)
             point += total.to(point)
 
     def _products(

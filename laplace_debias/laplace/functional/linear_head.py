@@ -126,14 +126,14 @@ class LinearHead:
     Attributes:
         block: The block.
         magnitudes: Λ in the frames of the directions, `[rows, columns]`.
-        data_weight: N / T.
+        curvature_weight: N / T.
         U_G: The frame of the output directions, `[C, rows]`; None for the coordinate axes.
         U_A: The input directions, `[d, r]`; None for the coordinate axes.
     """
 
     block: Block
     magnitudes: Float[Tensor, "rows columns"]
-    data_weight: float
+    curvature_weight: float
     U_G: Float[Tensor, "classes rows"] | None
     U_A: Float[Tensor, "d r"] | None
 
@@ -143,7 +143,7 @@ class LinearHead:
         operator = posterior.curvature.blocks[block.name]
         assert isinstance(operator, EigenKronecker)
         U_G = None if operator.U_G is None else frame(operator.U_G)
-        return cls(block, operator.in_frame, posterior.data_weight, U_G, operator.U_A)
+        return cls(block, operator.in_frame, posterior.curvature_weight, U_G, operator.U_A)
 
     def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:
         """Compute the layer's inputs in coordinates of their directions."""
@@ -158,7 +158,7 @@ class LinearHead:
     ) -> Float[Tensor, "*grid rows columns"]:
         """Compute the posterior variances 1/P in the eigenbasis, or some rows of them."""
         magnitudes = self.magnitudes if rows is None else self.magnitudes[rows]
-        precisions = self.data_weight * magnitudes + prior_precisions[..., None, None]
+        precisions = self.curvature_weight * magnitudes + prior_precisions[..., None, None]
         return precisions.reciprocal()
 
     def eigen_variances(

@@ -78,7 +78,7 @@ class GaussianPosterior:
         return self.prior.mean
 
     @cached_property
-    def data_weight(self) -> float:
+    def curvature_weight(self) -> float:
         """N/T, which multiplies the curvature; with a prior's information N/T + w."""
         weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
         information = self.prior.information
@@ -134,7 +134,7 @@ class GaussianPosterior:
         deltas = check_prior_precision(prior_precision, len(bounds))
         if len(deltas) == 1:
             deltas = deltas * len(bounds)
-        weight = self.data_weight
+        weight = self.curvature_weight
         dtype = self.curvature.dtype
         tiny = torch.finfo(dtype).tiny
         for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
@@ -193,7 +193,9 @@ class GaussianPosterior:
         """Compute a function of P, block by block."""
         deltas = dict(zip(self.curvature.blocks, self.deltas(), strict=True))
         return self.curvature.map(
-            lambda name, block: block.apply(lambda L: function(self.data_weight * L + deltas[name]))
+            lambda name, block: block.apply(
+                lambda L: function(self.curvature_weight * L + deltas[name])
+            )
         )
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
@@ -266,7 +268,7 @@ class GaussianPosterior:
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """Compute log det P, for the posterior's own δ or another one."""
         deltas = self.deltas(prior_precision).double()
-        return _log_det(self.curvature, self.data_weight, deltas)
+        return _log_det(self.curvature, self.curvature_weight, deltas)
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """Compute the log-density of the prior N(μ, P₀⁻¹) at θ*.

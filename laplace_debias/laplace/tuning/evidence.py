@@ -173,7 +173,9 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
             for block, values in zip(group, eigenvalues, strict=True)
         ]
         counts = torch.cat([values.flatten() for values in multiplicities]).double()
-        h = posterior.data_weight * torch.cat([values.double().flatten() for values in eigenvalues])
+        h = posterior.curvature_weight * torch.cat(
+            [values.double().flatten() for values in eigenvalues]
+        )
         squared_distance = squared_distances[block_indices].double().sum().cpu()
         num_parameters = sum(block.shape[0] for block in group)
         low, high = map(
