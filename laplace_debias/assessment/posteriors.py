@@ -67,7 +67,7 @@ def fitted_posterior(
 def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -> Batches:
     """The first training examples, whose order mixes the classes.
 
-    They come in a number of batches of equal size, or without such a number in the loader's own.
+    They come in `num_batches` of equal size, or, if that is None, in the loader's own batches.
     """
     num_missing = num_examples
     read = BatchReader(loaded.model)

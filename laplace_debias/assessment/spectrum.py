@@ -134,7 +134,7 @@ def measure_spectrum(
     # The others are at most as large as the smallest pair, if none of them is negative.
     are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
     num_others = A.shape[0] - len(pairs.values)
-    if not are_zero and num_others and _norm(deflated, density_steps, generator) > floor:
+    if not are_zero and num_others and _exceeds(deflated, floor, density_steps):
         density = spectral_density(
             deflated,
             scale="log",
@@ -154,15 +154,19 @@ def measure_spectrum(
     return Spectrum(pairs, whole_trace, density, time.perf_counter() - start)
 
 
-def _norm(A: LinearOperator, num_matvecs: int, generator: torch.Generator) -> float:
-    """Estimate the largest modulus of an eigenvalue, from below, by the power method.
+def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
+    """Whether an eigenvalue is larger than a bound, as far as the power method shows it.
 
-    NaN for the zero operator. Unlike Lanczos, it takes operators that are only rounding errors.
+    Unlike Lanczos, the power method takes operators that are only rounding errors.
     """
-    vector = draw(A, 1, "gaussian", generator)[:, 0]
-    for _ in range(num_matvecs):
+    vector = draw(A, 1, "gaussian", torch.Generator().manual_seed(0))[:, 0]
+    for _ in range(max_matvecs):
+        # The norm of the image of a unit vector is at most the largest eigenvalue.
         vector = A @ (vector / vector.norm())
-    return float(vector.norm())
+        norm = float(vector.norm())
+        if norm > bound or norm == 0:
+            return norm > bound
+    return False
 
 
 def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:

@@ -64,7 +64,7 @@ from laplace_debias.laplace.state.prior import (
 )
 from laplace_debias.laplace.thinning import Thinning, thin_posterior
 from laplace_debias.laplace.tuning import evidence, noise, tune
-from laplace_debias.laplace.tuning.result import Tuning
+from laplace_debias.laplace.tuning.result import TunedFit, Tuning
 from laplace_debias.laplace.wrong_names import (
     CURVATURES,
     EQUIVALENTS,
@@ -466,7 +466,8 @@ class Laplace(Predictor):
             >>> la.num_data
             64
         """
-        self._require_same(posterior=self._loss_of_each_fit, num_data=num_data, resume=resume)
+        self._require_same(num_data=num_data, resume=resume)
+        self._require_same_posterior()
         updated = update(
             self._unchanged_fit,
             loader,
@@ -582,15 +583,8 @@ class Laplace(Predictor):
                 method does not use an argument.
             RuntimeError: If nothing has been fitted.
         """
-        self._require_same(
-            posterior=self._loss_of_each_fit,
-            metric=metric,
-            grid=grid,
-            method=method,
-            sigma=sigma,
-            link=link,
-            per=per,
-        )
+        self._require_same(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
+        self._require_same_posterior()
         if method == "marglik":
             is_passed = {
                 "loader": loader is not None,
@@ -626,8 +620,7 @@ class Laplace(Predictor):
             generator=generator,
             progress=progress,
         )
-        with _EXCHANGE:
-            self._state = tuned.fitted
+        self._apply(tuned)
         return tuned.tuning
 
     @collective("tune_evidence")
@@ -656,11 +649,11 @@ class Laplace(Predictor):
                 passed for a curvature that is one block.
             RuntimeError: If nothing has been fitted.
         """
-        self._require_same(posterior=self._loss_of_each_fit, sigma=sigma, per=per)
+        self._require_same(sigma=sigma, per=per)
+        self._require_same_posterior()
         check_is(sigma, "sigma", bool, type(None))
         tuned = evidence.maximise_evidence(self.fitted, sigma, per)
-        with _EXCHANGE:
-            self._state = tuned.fitted
+        self._apply(tuned)
         return tuned.tuning
 
     # ------------------------------------------------- attributes
@@ -1278,9 +1271,9 @@ class Laplace(Predictor):
 
     @property
     def state(self) -> FitSetup | FittedPosterior:
-        """The model with its prior, and after a fit with its posterior; it never changes itself.
+        """The model with its prior, and after a fit with its posterior.
 
-        Whatever changes the `Laplace` puts another state in its place.
+        It is immutable: a change of the `Laplace` replaces it.
         """
         return self._state
 
@@ -1313,6 +1306,20 @@ class Laplace(Predictor):
                 prior=state.prior.to(fitted.device),
                 temperature=state.temperature,
                 link=state.link,
+            )
+
+    def _apply(self, tuned: TunedFit) -> None:
+        """Set what a search chose, and keep everything else.
+
+        Other values may have been set, and another posterior fitted, while it was running.
+        """
+        with _EXCHANGE:
+            state = self._state if tuned.tuning.sigma is None else tuned.fitted
+            current = self._state
+            self._state = state.changed(
+                prior=replace(current.prior, precision=tuned.fitted.prior.precision),
+                temperature=current.temperature,
+                link=tuned.tuning.link or current.link,
             )
 
     def _set(

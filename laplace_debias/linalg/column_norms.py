@@ -1,4 +1,4 @@
-"""Norms of vectors whose squares may be out of the range of their dtype."""
+"""Norms of vectors whose squares may be out of the range of single precision."""
 
 import torch
 from jaxtyping import Float
@@ -10,4 +10,7 @@ def column_norms(vectors: Float[Tensor, "n *k"]) -> Float[Tensor, "*k"]:
 
     In single precision, squares overflow from 1e19 on, and are 0 below 1e-23.
     """
+    norms = torch.linalg.vector_norm(vectors, dim=0)
+    if ((norms > 1e-15) & (norms < 1e15)).all():
+        return norms.double()
     return torch.linalg.vector_norm(vectors, dim=0, dtype=torch.float64)

@@ -194,6 +194,7 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
     """
     influence = statistic.influence.view(shape)
     if isinstance(statistic, Proportion):
+        assert num_terms == 1
         return MeanShare(statistic.value, influence.double().mean(1))
     if not isinstance(statistic, Mean):
         return Statistic(statistic.value, influence)

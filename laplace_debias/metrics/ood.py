@@ -119,13 +119,13 @@ def _ranked(
 ) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
     """Scores as ranks in [0, 1], and whether each is of an OOD example (1) or not (0).
 
-    torchmetrics would take scores outside [0, 1] for logits and squash them, which makes large
-    scores equal. Ranks keep the order and the ties exactly.
+    Ranks keep the order and the ties exactly. Scores outside [0, 1] would be logits for
+    torchmetrics, whose squashing makes large scores equal.
     """
     check_score_pair(scores_id, scores_ood)
     if torch.finfo(torch.get_default_dtype()).bits < 32:
         raise ValueError(
-            "torchmetrics counts examples in the default dtype of torch, which is "
+            "Metrics of OOD detection are in the default dtype of torch, which is "
             f"{torch.get_default_dtype()}. This dtype cannot count beyond a few "
             "hundred examples. Call torch.set_default_dtype(torch.float32) first."
         )

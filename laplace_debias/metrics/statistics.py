@@ -121,7 +121,7 @@ class MeanShare(Mean):
         """The value with its confidence interval."""
         if self.value not in (0, 1):
             return super().interval(level)
-        # There is no spread. The examples are then those of a proportion of 0 or 1.
+        # All examples have the same share, 0 or 1, so this is a proportion.
         n = len(self.influence)
         return Interval(self.value, *proportion_interval(self.value * n, n, level))
 

@@ -95,7 +95,7 @@ def check_no_autocast(device: torch.device) -> None:
     if torch.is_autocast_enabled(device.type):
         raise RuntimeError(
             f"torch.autocast({device.type!r}) is on, but curvature, predictions and products of "
-            "operators must be computed in the model's dtype. Call this outside the autocast "
+            "operators must be computed in their own dtype. Call this outside the autocast "
             f"context, or disable autocast here with torch.autocast({device.type!r}, "
             "enabled=False)."
         )

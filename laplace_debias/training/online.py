@@ -229,7 +229,8 @@ class OnlineCurvature:
             self._follow_model(measurements.context)
             if self._is_refresh_due:
                 self._refresh_directions(measurements)
-            for batch in FitStream(stream, self._state.spec.likelihood):
+            # Some checks come at the end of the data, and a batch that fails them is not added.
+            for batch in list(FitStream(stream, self._state.spec.likelihood)):
                 self._add(batch, measurements)
 
     def posterior(self, num_data: SupportsIndex) -> Laplace:

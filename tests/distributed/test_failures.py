@@ -126,7 +126,7 @@ def test_objects_are_made_in_the_same_way_on_all(processes, option, values):
 def test_the_posterior_is_the_same_on_all(processes, call):
     for kind, message in processes.run(2, tasks.another_posterior, call):
         assert kind == "ValueError", message
-        assert "posterior differs between the ranks: it is of loss" in message
+        assert "The posterior differs between the ranks: the loss of its data is" in message
 
 
 def test_the_generator_of_rank_0_counts(processes):

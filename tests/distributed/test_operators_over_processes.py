@@ -30,7 +30,7 @@ def test_vectors_that_differ_between_processes_are_refused(processes, name):
     for messages in processes.run(2, tasks.products_with_other_vectors, name):
         assert len(messages) == 2
         for message in messages:
-            assert "The vector differs between the ranks" in message
+            assert "differs between the ranks: rank 1 has one with other entries" in message
             assert "For generators, use the same seed" in message
 
 

@@ -237,6 +237,22 @@ def test_what_is_set_during_a_fit_holds_for_it():
     assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()
 
 
+def test_what_is_set_during_a_search_is_kept():
+    la, x, y = fitted()
+    targets = y
+    mean = torch.linspace(-1, 1, len(la.mean), dtype=torch.float64)
+
+    class Setting(list):
+        def __iter__(self):
+            la.temperature, la.prior_mean = T, mean
+            return super().__iter__()
+
+    tuned = la.tune(Setting([(x, targets)]))
+    assert la.temperature == T
+    assert torch.equal(la.prior_mean, mean)
+    assert float(la.prior_precision) == float(tuned)
+
+
 @pytest.mark.parametrize("curvature", ["kfac", "full", "lowrank"])
 def test_the_log_density_of_parameters_is_that_of_the_dense_gaussian(curvature):
     torch.manual_seed(3)

@@ -18,7 +18,7 @@ from laplace_debias.linalg import (
     spectral_density,
     trace,
 )
-from laplace_debias.operators import Dense
+from laplace_debias.operators import Dense, Diagonal
 
 
 def logspace(low, high, n):
@@ -463,3 +463,18 @@ def test_right_hand_sides_of_different_scales_do_not_interfere():
     errors = (solution.x.double() - truth).norm(dim=0) / truth.norm(dim=0)
     assert solution.converged
     assert errors.max() < 1e-4
+
+
+def test_a_right_hand_side_near_the_largest_number_of_its_dtype_is_no_solution_of_nan():
+    A = Diagonal(torch.tensor([1.0, 2.0, 3.0]))
+    b = torch.full((3,), 1.8e38)
+    solution = cg(A, b)
+    assert_close(solution.x, b / torch.tensor([1.0, 2.0, 3.0]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-19, 1e-25, 1e-38])
+def test_a_start_far_above_the_right_hand_side_does_not_overflow(size):
+    values = torch.tensor([1.0, 2.0, 3.0])
+    solution = cg(Diagonal(values), torch.full((3,), size), x0=torch.full((3,), 10.0), max_iter=50)
+    assert solution.x.isfinite().all()
+    assert solution.x.abs().max() < 1e-5

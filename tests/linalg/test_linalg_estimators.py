@@ -233,3 +233,9 @@ def test_the_methods_that_leave_one_out_need_three_probes():
         diagonal(A, "xdiag", 5)
     with pytest.raises(ValueError, match=r"`method` is 'xdiagonal'.*mean 'xdiag'"):
         diagonal(A, "xdiagonal")
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e20])
+def test_the_exact_frobenius_norm_has_squares_in_range(scale):
+    norm = frobenius_norm(Dense(scale * torch.eye(3)), num_matvecs=3)
+    torch.testing.assert_close(norm.value, torch.tensor(scale * 3**0.5))

@@ -196,8 +196,7 @@ class Tap:
                 outputs = outputs.detach().requires_grad_()
             self._calls, self._merged_calls = self._recorder.recorded(x, outputs)
         for layer_call in self.layer_calls:
-            if layer_call.z.dtype in NARROW:
-                raise _narrow_output(layer_call)
+            _check_wide(layer_call.layer, layer_call.z.dtype)
             self._targets[id(layer_call.z)] = layer_call.z
             self._sizes.add(len(layer_call.x))
         for module_call in self._calls:
@@ -534,14 +533,16 @@ def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[Remov
     ]
 
 
-def _narrow_output(layer_call: LayerCall) -> RuntimeError:
-    """Make the error for a layer that computes in half precision although its parameters do not."""
-    return RuntimeError(
-        f"The forward pass computes the outputs of {layer_call.layer} in {layer_call.z.dtype}, "
-        "although the layer's parameters have a wider dtype. Curvature and predictions must be "
-        "computed in the dtype of the parameters. If the forward pass uses torch.autocast, disable "
-        "it there in eval mode. Or exclude the layer's parameters with `params=`."
-    )
+def _check_wide(layer: str, dtype: torch.dtype) -> None:
+    """Require that a layer does not compute in half precision, which its parameters are not in."""
+    if dtype in NARROW:
+        raise RuntimeError(
+            f"The forward pass computes the outputs of {layer} in {dtype}, "
+            "although the layer's parameters have a wider dtype. Curvature and predictions must "
+            "be computed in the dtype of the parameters. If the forward pass uses torch.autocast, "
+            "disable it there in eval mode, or convert the layer's inputs. Or exclude the layer's "
+            "parameters with `params=`."
+        )
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:

@@ -34,6 +34,8 @@ _CONSTANTS = (
     torch.layout,
 )
 _CONTAINERS = (OrderedDict, dict, list, set, tuple, torch.Size)
+# Attributes that torch sets, and on which no forward pass depends.
+_NOTES_OF_TORCH = ("training", "_is_full_backward_hook")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
@@ -157,11 +159,11 @@ def _constant(value: Any) -> Hashable:
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the modules' attributes that are numbers or texts, by the module's path and name.
 
-    The mode is left out, because working copies are in eval mode.
+    The mode is left out, because working copies are in eval mode, and what torch notes on hooks.
     """
     return {
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) and name != "training"
+        if isinstance(value, (bool, int, float, str)) and name not in _NOTES_OF_TORCH
     }

@@ -1,6 +1,5 @@
 """Hessian, GGN and Fisher matrices of a network's loss on a data set, by their products."""
 
-import math
 from dataclasses import replace
 from functools import reduce
 
@@ -27,6 +26,9 @@ from laplace_debias.curvature.operators.network_operator import (
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.curvature.operators.zero_norms import has_norms
 from laplace_debias.system.ranks import Ranks, collective
+
+# How many entries of vectors are compared between processes; up to twice as many.
+_SAMPLE_SIZE = 1024
 
 
 class CurvatureOperator(NetworkOperator):
@@ -338,25 +340,26 @@ class EmpiricalFisher(CurvatureOperator):
 def _require_same_vectors(vectors: Float[Tensor, "k columns"], ranks: Ranks) -> None:
     """Require that all ranks multiply the same vectors, up to what processors round differently.
 
-    Their projections onto a fixed direction are compared. Those of different random vectors differ
-    by about the norm divided by the square root of the number of entries.
+    A sample of the entries is compared.
     """
     if ranks.size == 1:
         return
-    first, second = (torch.linspace(1, 2, size).to(vectors) for size in vectors.shape)
-    own_projection = float(first @ vectors @ second / (first.norm() * second.norm()))
-    by_rank = ranks.exchange((tuple(vectors.T.shape), own_projection, float(vectors.norm())))
-    shape, projection, norm = by_rank[0]
-    tolerance = norm / (100 * math.sqrt(math.prod(shape)))
-    for rank, (other_shape, other_projection, _) in enumerate(by_rank):
-        if other_shape != shape or abs(other_projection - projection) > tolerance:
-            raise ValueError(
-                "The vector differs between the ranks: rank 0 multiplies the operator by a matrix "
-                f"of shape {list(shape)} whose projection onto a fixed direction is "
-                f"{projection:.6g}, rank {rank} by one of shape {list(other_shape)} with the "
-                f"projection {other_projection:.6g}. Pass the same vectors on every rank. For "
-                "generators, use the same seed."
-            )
+    sample = vectors.flatten()[:: max(1, vectors.numel() // _SAMPLE_SIZE)].double().cpu()
+    by_rank = ranks.exchange((tuple(vectors.T.shape), sample))
+    shape, first_sample = by_rank[0]
+    tolerance = 1e-3 * float(first_sample.abs().max())
+    for rank, (other_shape, other_sample) in enumerate(by_rank):
+        if other_shape != shape:
+            difference = f"one of shape {list(other_shape)} instead of {list(shape)}"
+        elif not torch.allclose(other_sample, first_sample, rtol=0, atol=tolerance, equal_nan=True):
+            difference = "one with other entries"
+        else:
+            continue
+        raise ValueError(
+            "The vector by which the operator is multiplied differs between the ranks: rank "
+            f"{rank} has {difference} than rank 0. Pass the same vectors on every rank. For "
+            "generators, use the same seed."
+        )
 
 
 def _outer_products(

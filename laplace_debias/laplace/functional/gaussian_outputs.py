@@ -105,6 +105,8 @@ class DenseOutputs(GaussianOutputs):
 
     def divided_by(self, temperature: float) -> "DenseOutputs":
         """Return the distribution of the outputs divided by a temperature."""
+        if temperature == 1:
+            return self
         return DenseOutputs(self.mean / temperature, self.joint_covariance / temperature**2)
 
 
@@ -215,6 +217,8 @@ class FactoredOutputs(GaussianOutputs):
 
     def divided_by(self, temperature: float) -> "FactoredOutputs":
         """Return the distribution of the outputs divided by a temperature."""
+        if temperature == 1:
+            return self
         factors = [
             replace(factor, variances=factor.variances / temperature**2) for factor in self.factors
         ]

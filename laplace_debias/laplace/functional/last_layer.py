@@ -29,7 +29,7 @@ from laplace_debias.curvature.layer_rules import Site
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.functional.context import PredictionContext, prediction_context
 from laplace_debias.laplace.functional.gaussian_outputs import CovarianceFactor, FactoredOutputs
-from laplace_debias.laplace.functional.linear_head import HeadMoments, LinearHead
+from laplace_debias.laplace.functional.linear_head import HeadMomentKind, LinearHead
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.pairwise import pairs_of_outputs
 from laplace_debias.laplace.state.fitted import FittedPosterior
@@ -74,7 +74,7 @@ class LastLayer:
         self,
         phi: Float[Tensor, "batch d"],
         chosen: Int[Tensor, "batch k"] | None,
-        kind: HeadMoments,
+        kind: HeadMomentKind,
     ) -> Float[Tensor, "batch columns *again"]:
         """Compute moments of the outputs due to the layer's blocks, at a single prior precision.
 
@@ -145,15 +145,15 @@ class _HeadMoments:
         self._head = head
         self._variances = head.variances(prior_precision)
         self._num_outputs = len(head.magnitudes if head.U_G is None else head.U_G)
-        self._direction_moments: dict[HeadMoments, Tensor] = {}
+        self._direction_moments: dict[HeadMomentKind, Tensor] = {}
         # Moments of all outputs due to a bias, which are the same for all examples.
-        self._bias_moments: dict[HeadMoments, Tensor] = {}
+        self._bias_moments: dict[HeadMomentKind, Tensor] = {}
 
     def moments(
         self,
         phi: Float[Tensor, "batch d"],
         chosen: Int[Tensor, "batch k"] | None,
-        kind: HeadMoments,
+        kind: HeadMomentKind,
     ) -> Float[Tensor, "examples columns *again"]:
         """Compute the moments, `[B, ...]`, or `[1, ...]` if they are the same for all examples."""
         is_same_for_all = self._head.block.is_vector and chosen is None
@@ -236,7 +236,7 @@ class LastLayerInputs:
 
 
 def moments_of_few_outputs(
-    fitted: FittedPosterior, x: Inputs | Record, kind: HeadMoments
+    fitted: FittedPosterior, x: Inputs | Record, kind: HeadMomentKind
 ) -> (
     tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]
     | tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]]

@@ -20,9 +20,9 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 # Entries of a weight's rows that are used together.
 _SLICE = 2**22
 
-HeadMoments = Literal[SecondMoments, "difference variances"]
-"""The second moments of outputs: a vector of variances, a covariance matrix, or a matrix of the
-variances of the differences between pairs of outputs."""
+HeadMomentKind = Literal[SecondMoments, "difference variances"]
+"""The second moments of outputs: `SecondMoments`, or a matrix of the variances of the differences
+between pairs of outputs."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class LinearHead:
         return self.rotated_inputs(phi).square() @ variances.mT
 
     def moments_of_directions(
-        self, kind: HeadMoments
+        self, kind: HeadMomentKind
     ) -> Float[Tensor, "rows outputs"] | Float[Tensor, "rows outputs_outputs"]:
         r"""Compute the outputs' second moments that each direction $u_i$ contributes.
 

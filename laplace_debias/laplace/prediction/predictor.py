@@ -1,5 +1,6 @@
 """The predictions of one posterior, and of a mixture of several."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,10 +58,26 @@ class Predictor(ABC):
             settings = [state.config for state in self._states]
             ranks.require_same(made=lambda: str(self), settings=settings, **marks)
 
-    def _loss_of_each_fit(self) -> str:
-        """Describe posteriors by the loss of their data, which differs if the data differ."""
-        fits = [state for state in self._states if isinstance(state, FittedPosterior)]
-        return ", ".join(f"of loss {fit.nll:.6g}" for fit in fits) or "not fitted"
+    def _require_same_posterior(self) -> None:
+        """Require that all processes have the same posterior, up to rounding.
+
+        The loss of its data is compared, which differs if the data differ.
+        """
+        ranks = process_group()
+        if ranks.size == 1:
+            return
+        losses = [state.nll for state in self._states if isinstance(state, FittedPosterior)]
+        by_rank = ranks.exchange(losses)
+        for rank, losses_of_rank in enumerate(by_rank):
+            if len(losses_of_rank) != len(by_rank[0]) or not all(
+                math.isclose(loss, first, rel_tol=1e-5)
+                for loss, first in zip(losses_of_rank, by_rank[0], strict=True)
+            ):
+                raise ValueError(
+                    "The posterior differs between the ranks: the loss of its data is "
+                    f"{by_rank[0]} on rank 0, but {losses_of_rank} on rank {rank}. Fit it on all "
+                    "ranks together, load it from one file, or work on one rank within `alone()`."
+                )
 
     @property
     def likelihood(self) -> Likelihood:
@@ -274,9 +291,8 @@ class Predictor(ABC):
         """
         check_is(ood, "ood", Mapping, type(None))
         options = {"samples": samples, "link": link, "level": level, "score": score}
-        self._require_same(
-            posterior=self._loss_of_each_fit, ood=list(ood or ()), method=method, **options
-        )
+        self._require_same(ood=list(ood or ()), method=method, **options)
+        self._require_same_posterior()
         if score is not None and not ood:
             raise ValueError(
                 f"`score={score!r}` applies only to out-of-distribution data. Pass `ood=` too, "

@@ -228,7 +228,7 @@ class TunedFit:
 
     @classmethod
     def apply(cls, tuning: Tuning, fitted: FittedPosterior) -> "TunedFit":
-        """Set the prior precision and the link that were chosen for a fit."""
+        """Set the prior precision of a fit, and the link if one was chosen."""
         prior = fitted.prior.with_precision(tuning.prior_precision)
         return cls(tuning, fitted.changed(prior=prior, link=tuning.link or fitted.link))
 

@@ -156,7 +156,7 @@ def arpack_eigenpairs(
     # Shifted by the opposite end of the spectrum, the requested eigenvalues are the largest.
     shift = _far_end(products, end, generator)
     start = draw(A, 1, "gaussian", generator)[:, 0]
-    # It is absolute for eigenvalues below eps^⅔, so that they have to be scaled.
+    # The tolerance is absolute for eigenvalues below eps^⅔, so that they have to be scaled.
     scale = float(column_norms(products(start)) / column_norms(start)) or 1.0
 
     def multiply(vector: np.ndarray) -> np.ndarray:

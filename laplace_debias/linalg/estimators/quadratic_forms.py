@@ -185,8 +185,8 @@ class SquaredNorms:
 
     def _variance_by_pairs(self, samples: Float[Tensor, " count"]) -> Float[Tensor, ""]:
         """Compute the variance of a squared norm; 0 if the eigenvalues of M are similar."""
-        images = torch.cat(self._images, dim=1)
-        gram = (images.T @ images).double().fill_diagonal_(0)
+        images = torch.cat(self._images, dim=1).double()
+        gram = (images.T @ images).fill_diagonal_(0)
         trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))
         # Unbiased, because only products of different probes enter.
         count = len(samples)

@@ -43,10 +43,6 @@ class LineSearches:
         self._is_vector = b.ndim == 1
         shape = b.shape
         b = b.reshape(len(b), -1)
-        # In units of each right-hand side, squares do not underflow in single precision. Powers of
-        # two change no digit.
-        self._unit = torch.exp2(b.abs().amax(dim=0).frexp().exponent.to(b.dtype))
-        b = b / self._unit
         self._x = torch.zeros_like(b)
         self.residual = b
         self._num_matvecs = 0
@@ -58,9 +54,16 @@ class LineSearches:
                     "tensors of the same shape."
                 )
             # The solution for a zero right-hand side is zero from every start, as in SciPy.
-            self._x = torch.where(b.any(0), x0.reshape(b.shape) / self._unit, 0)
+            self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
+        # In these units, the squares of each right-hand side and its residual are in the range of
+        # single precision. Powers of two change no digit.
+        largest = torch.maximum(b.abs(), self.residual.abs()).amax(dim=0)
+        self._unit = torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
+        b = b / self._unit
+        self._x = self._x / self._unit
+        self.residual = self.residual / self._unit
         norms = self.residual.norm(dim=0)
         self._tolerance = tol * b.norm(dim=0)
         self._codes = torch.full((b.shape[1],), _RUNNING, device=b.device)

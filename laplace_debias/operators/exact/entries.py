@@ -36,7 +36,10 @@ def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """Compute the root of the sum of all squared entries, None without a closed form."""
     values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
-    return None if values is None else values.norm()
+    if values is None:
+        return None
+    # Squares in single precision may be out of range.
+    return torch.linalg.vector_norm(values, dtype=torch.float64).to(values.dtype)
 
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:

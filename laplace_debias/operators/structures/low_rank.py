@@ -78,6 +78,11 @@ class LowRankPlusDiagonal(Symmetric):
 
         The columns of U must be orthonormal, and the diagonal one number.
         """
+        if self.diagonal.ndim:
+            raise ValueError(
+                "The eigenvalues are known only if the diagonal is one number, but it is a vector. "
+                "Use `linalg.eigsh`."
+            )
         return torch.cat([self.magnitudes + self.diagonal, self.diagonal[None]])
 
     @property
