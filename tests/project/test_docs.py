@@ -193,7 +193,7 @@ def test_the_readme_shows_the_output_of_the_quick_start():
 
 def test_the_pages_that_teach_have_code():
     taught = {page.stem for page in PAGES_WITH_CODE}
-    assert taught >= {"README", "session", "quick-start", "gotchas", "linear_algebra"}
+    assert taught >= {"README", "session", "quick-start", "gotchas", "linear-algebra"}
 
 
 @pytest.mark.parametrize("block", blocks_of(COMMAND_LINE, "yaml"), ids=["network", "posteriors"])
