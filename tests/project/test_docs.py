@@ -110,6 +110,8 @@ def test_the_lines_of_integrations_run(lines, tmp_path, monkeypatch):
         **user,
         "Laplace": Laplace,
         "X": inputs.numpy(),
+        "X_held_out": inputs.numpy(),
+        "y_held_out": (torch.arange(60) % 3).numpy(),
         "y": (torch.arange(60) % 3).numpy(),
         "la": Laplace(user["model"], params="last_layer").fit(user["train_loader"]),
         "regression": torch.nn.Linear(4, 1),

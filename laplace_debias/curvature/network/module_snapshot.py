@@ -164,31 +164,6 @@ def numbers_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     return {
         (path, name): value
         for path, module in model.named_modules()
-        for name, value in _numbers(module)
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and name not in _NOTES_OF_TORCH
     }
-
-
-class ModuleNumbers:
-    """The `numbers_of` a model at some time, which are compared without a search for them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._numbers = [
-            (vars(module), name, value)
-            for module in model.modules()
-            for name, value in _numbers(module)
-        ]
-
-    def are_current(self) -> bool:
-        """Whether the modules still have these numbers."""
-        for attributes, name, value in self._numbers:
-            current = attributes.get(name)
-            # NaN is not equal to itself.
-            if current is not value and current != value:
-                return False
-        return True
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if isinstance(value, (bool, int, float, str)) and name not in _NOTES_OF_TORCH:
-            yield name, value

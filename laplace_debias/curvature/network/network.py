@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.calling import call, differentiable, returned_outputs
 from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.curvature.network.inputs import Inputs, move, take
-from laplace_debias.curvature.network.module_snapshot import ModuleNumbers
+from laplace_debias.curvature.network.module_snapshot import numbers_of
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import wide, widened
 from laplace_debias.curvature.network.quantised import device_of_model, is_kept
@@ -95,7 +95,7 @@ class Network:
     def refresh(self) -> None:
         """Copy the model anew."""
         model = self.working_copy()
-        self._numbers = ModuleNumbers(unwrapped(self._user_model))
+        self._numbers = numbers_of(unwrapped(self._user_model))
         copies: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Linearisations that are kept refer to the copies, which must not change.
@@ -119,7 +119,7 @@ class Network:
 
         Their contents are compared: a change through `.data` leaves no other trace.
         """
-        if not self._numbers.are_current():
+        if numbers_of(unwrapped(self._user_model)) != self._numbers:
             return False
         state = [tensor for tensor in self._user_state if not is_kept(tensor)]
         kept_sums = [sum_of_bits(tensor) for tensor in self._user_state if is_kept(tensor)]
