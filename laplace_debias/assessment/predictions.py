@@ -263,9 +263,12 @@ def labels_like(
 
 
 def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate a part of all batches; None if they lack it."""
+    """Concatenate a part of all batches; None if no batch has it."""
     tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if tensors else None
+    if not tensors:
+        return None
+    assert len(tensors) == len(parts)
+    return torch.cat(tensors)
 
 
 def _squeezed(values: Tensor) -> Tensor:

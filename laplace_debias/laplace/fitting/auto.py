@@ -234,6 +234,7 @@ class Auto(Scheme):
 
 
 def _continuation(report: FitReport) -> Continuation:
+    """Return the state from which a later fit continues; the report has one, as was checked."""
     assert isinstance(report.continuation, Continuation)
     return report.continuation
 
