@@ -8,6 +8,7 @@ from oracle import close, flat_jacobian, loss_hessian
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.tap import Tap
 
 BOUND = 40_000
@@ -48,15 +49,15 @@ def images(sizes, num_examples=12):
 def measured_chunks(monkeypatch):
     """For each backward pass, its number of examples, and the bytes of its output gradients."""
     chunks = []
-    original = Tap._reached
+    original = ForwardPass._records
 
-    def reached(tap, outputs, *arguments):
-        records = original(tap, outputs, *arguments)
+    def measured(forward_pass, outputs, *arguments):
+        records = original(forward_pass, outputs, *arguments)
         gradients = [g for record in records.values() for g in record.output_gradients]
         chunks.append((len(outputs), sum(g.nbytes for g in gradients)))
         return records
 
-    monkeypatch.setattr(Tap, "_reached", reached)
+    monkeypatch.setattr(ForwardPass, "_records", measured)
     return chunks
 
 
@@ -111,16 +112,16 @@ def test_chunks_of_every_shape_stay_small_after_memory_ran_out(monkeypatch):
     """Backward passes run out of memory above 6 kB: the first batch shows it for all."""
     model, batches = sequences((10, 10, 20, 5, 10))
     expected = dense_curvature(model, batches)
-    original, failed = Tap._gradients, []
+    original, failed = ForwardPass._gradients, []
 
-    def gradients(tap, outputs, targets, columns, *arguments):
-        if len(outputs) * len(columns) * tap.output_bytes > 6_000:
+    def gradients(forward_pass, outputs, targets, columns, *arguments):
+        if len(outputs) * len(columns) * forward_pass.output_bytes > 6_000:
             failed.append(tuple(outputs.shape))
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(tap, outputs, targets, columns, *arguments)
+        return original(forward_pass, outputs, targets, columns, *arguments)
 
     la = Laplace(model, curvature="full", backend="hooks")
-    monkeypatch.setattr(Tap, "_gradients", gradients)
+    monkeypatch.setattr(ForwardPass, "_gradients", gradients)
     la.fit(batches)
     # Three examples of 10 positions fit.
     assert failed == [(12, 3), (6, 3)]

@@ -6,7 +6,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import block_tensors, factor_sums
-from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Fold
@@ -32,15 +32,15 @@ def case():
 def fits_up_to(monkeypatch, limit, error):
     """Backward passes of more examples than `limit` run out of memory; which ones are tried."""
     tried = []
-    original = Tap._gradients
+    original = ForwardPass._gradients
 
-    def gradients(tap, outputs, *arguments):
+    def gradients(forward_pass, outputs, *arguments):
         tried.append(len(outputs))
         if len(outputs) > limit:
             raise error
-        return original(tap, outputs, *arguments)
+        return original(forward_pass, outputs, *arguments)
 
-    monkeypatch.setattr(Tap, "_gradients", gradients)
+    monkeypatch.setattr(ForwardPass, "_gradients", gradients)
     return tried
 
 
@@ -116,19 +116,20 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
 
 def fails_at_block(monkeypatch, number):
     """Chunks of more than two examples run out of memory where a block is measured; their sizes."""
-    original, failed, of_chunk = Tap.backward, [], []
+    original, failed, of_chunk = ForwardPass.backward, [], []
 
-    def limited(self, outputs, *arguments, **options):
-        for reached in original(self, outputs, *arguments, **options):
+    def limited(self, *arguments, **options):
+        outputs = self.outputs
+        for record in original(self, *arguments, **options):
             if of_chunk and of_chunk[-1] is not outputs:
                 of_chunk.clear()
             of_chunk.append(outputs)
             if len(outputs) > 2 and len(of_chunk) == number:
                 failed.append(len(outputs))
                 raise MESSAGES[0]
-            yield reached
+            yield record
 
-    monkeypatch.setattr(Tap, "backward", limited)
+    monkeypatch.setattr(ForwardPass, "backward", limited)
     return failed
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.layers import tap as tap_module
+from laplace_debias.curvature.layers import forward_pass as forward_pass_module
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -95,7 +95,7 @@ def test_output_gradients_are_exact_if_an_activation_overwrites_a_layers_output(
     tap = Tap(shared_copy(model), curvature_blocks(model, names))
     gradients = {
         record.block.name: record.output_gradients[0].sum((0, 1))
-        for record in tap.backward(tap.forward(x), column.unsqueeze(0))
+        for record in tap.forward(x).backward(column.unsqueeze(0))
     }
     for name, gradient in zip(names, expected, strict=True):
         torch.testing.assert_close(gradients[name], gradient)
@@ -108,9 +108,9 @@ def test_a_forward_pass_keeps_inputs_of_layers_but_not_their_outputs():
     tap = Tap(shared_copy(model), curvature_blocks(model, names))
     x = torch.randn(10, 3).double()
     with MemoryCounter() as memory:
-        outputs = tap.forward(x)
+        forward_pass = tap.forward(x)
         num_live_values = memory.live // x.itemsize
-    assert outputs.shape == (10, 2)
+    assert forward_pass.outputs.shape == (10, 2)
     # The inputs of the layers, the first layer's output, which is a leaf of the graph, and the
     # outputs of the network.
     assert num_live_values == 10 * (3 + 4 + 5 + 4 + 2)
@@ -357,10 +357,10 @@ def test_a_copy_of_an_output_is_released_once_the_forward_pass_has_used_it():
     network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).requires_grad_(False)
     network[1].register_forward_pre_hook(lambda _, inputs: copies.append(weakref.ref(inputs[0])))
     tap = Tap(network, curvature_blocks(network, ["0.weight", "2.weight"]))
-    outputs = tap.forward(torch.randn(5, 3))
+    forward_pass = tap.forward(torch.randn(5, 3))
     (copy,) = copies
     assert copy() is None
-    assert tap.last_layer(outputs).layer == "2"
+    assert forward_pass.last_layer().layer == "2"
 
 
 class Branched(nn.Module):
@@ -394,7 +394,7 @@ class CountedCalls(TorchDispatchMode):
 
 @pytest.mark.parametrize("most_bytes", [2**22, 0])
 def test_convolutions_differentiate_few_numbers_of_all_columns_together(monkeypatch, most_bytes):
-    monkeypatch.setattr(tap_module, "_MOST_BYTES_TOGETHER", most_bytes)
+    monkeypatch.setattr(forward_pass_module, "_MOST_BYTES_TOGETHER", most_bytes)
     model = Branched().double()
     names = [name for name, _ in model.named_parameters() if name.endswith("weight")]
     network = shared_copy(model)
@@ -402,8 +402,8 @@ def test_convolutions_differentiate_few_numbers_of_all_columns_together(monkeypa
     x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
     columns = torch.randn(6, 2, 5, dtype=torch.float64)
     with CountedCalls() as counted:
-        outputs = tap.forward(x)
-        gradients = {r.block.name: r.output_gradients[0] for r in tap.backward(outputs, columns)}
+        records = tap.forward(x).backward(columns)
+        gradients = {record.block.name: record.output_gradients[0] for record in records}
     num_calls = counted.counts[torch.ops.aten.convolution_backward.default]
     assert num_calls == (1 if most_bytes else len(columns))
     assert gradients.keys() == {"first.weight", "second.weight", "head.weight"}

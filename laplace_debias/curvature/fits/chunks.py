@@ -15,6 +15,7 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.presence import ChunkPresence, Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
 from laplace_debias.curvature.layers.several_columns import has_python_functions
 from laplace_debias.curvature.network.batch import Batch
@@ -94,16 +95,15 @@ class ChunkRunner:
         self._accumulator = accumulator
         self._context = accumulator.context
         context = self._context
-        outputs, num_joined_examples = run_example(context, x)
+        forward_pass, num_joined_examples = run_example(context, x)
         self._presence: Presence | None = None
         if accumulator.needs_positions:
-            self._presence = Presence(context, context.tap.layer_calls, outputs)
+            self._presence = Presence(context, forward_pass)
         # The most bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
-        self._sizes = {_example_shapes(x): self._size(outputs, num_joined_examples)}
+        self._sizes = {_example_shapes(x): self._size(forward_pass, num_joined_examples)}
         # Processors convolve images in this layout in less time.
-        self._is_channels_last = _supports_channels_last(context, x, outputs)
-        context.tap.forget()
+        self._is_channels_last = _supports_channels_last(context, x, forward_pass)
 
     def num_joined_examples(self, x: Inputs) -> int:
         """Return the number of examples up to which batches are run together; 0 for none."""
@@ -114,23 +114,21 @@ class ChunkRunner:
         shapes = _example_shapes(x)
         if shapes not in self._sizes:
             try:
-                outputs, num_joined_examples = run_example(self._context, x)
+                forward_pass, num_joined_examples = run_example(self._context, x)
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     raise _not_enough_memory(Chunk(slice(0, 1)), error) from error
                 raise
-            self._sizes[shapes] = self._size(outputs, num_joined_examples)
+            self._sizes[shapes] = self._size(forward_pass, num_joined_examples)
             if self._is_channels_last:
-                self._is_channels_last = _supports_channels_last(self._context, x, outputs)
-            self._context.tap.forget()
+                self._is_channels_last = _supports_channels_last(self._context, x, forward_pass)
         return self._sizes[shapes]
 
-    def _size(self, outputs: Tensor, num_joined_examples: int) -> _ExampleSize:
-        """Compute what an example needs, from its outputs in the last forward pass of the tap."""
+    def _size(self, forward_pass: ForwardPass, num_joined_examples: int) -> _ExampleSize:
+        """Compute what an example needs, from a forward pass of it."""
         context = self._context
-        tap = context.tap
-        num_columns = _num_columns(context, outputs)
-        column_bytes = tap.output_bytes + self._accumulator.row_bytes
+        num_columns = _num_columns(context, forward_pass.outputs)
+        column_bytes = forward_pass.output_bytes + self._accumulator.row_bytes
         bound = granted(
             context.memory_bound,
             column_bytes,
@@ -138,7 +136,7 @@ class ChunkRunner:
             context.device,
         )
         num_columns = min(num_columns, bound // column_bytes)
-        if self._accumulator.takes_single_columns and tap.one_by_one:
+        if self._accumulator.takes_single_columns and context.tap.one_by_one:
             num_columns = 1
         num_bytes = num_columns * column_bytes
         chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
@@ -216,7 +214,8 @@ class ChunkRunner:
         x = move(chunk_batch.inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
-        outputs = context.backend.forward(x)
+        forward_pass = context.backend.forward(x)
+        outputs = forward_pass.outputs
         check_outputs(outputs)
         columns, nll = context.cotangents(
             outputs.detach(),
@@ -232,7 +231,7 @@ class ChunkRunner:
         column_groups = columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
-            for record in context.backend.backward(outputs, group, keeps_graph):
+            for record in forward_pass.backward(group, keeps_graph):
                 if (record.block, group_index) not in chunk.added:
                     has_new_inputs = group_index == 0
                     record = replace(
@@ -262,23 +261,23 @@ class ChunkRunner:
             totals.add_absent(record.block, absent_weight)
 
 
-def run_example(context: FitContext, x: Inputs) -> tuple[Tensor, int]:
+def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:
     """Run the first example of some inputs.
 
     Returns:
-        Its outputs, and the number of examples up to which batches are run together.
+        The forward pass, and the number of examples up to which batches are run together.
     """
     tap = context.tap
     example = move(take(x, slice(0, 1)), context.device, None)
     with _bytes_of_modules(context.network) as activation_bytes:
-        outputs = tap.forward(example)
-    check_outputs(outputs)
+        forward_pass = tap.forward(example)
+    check_outputs(forward_pass.outputs)
     # Models that run some layers only for some batches are given the user's batches.
     if context.device.type != "cpu" or tap.conditional:
-        return outputs, 0
+        return forward_pass, 0
     input_bytes = sum(tensor.nbytes for tensor in tensors_of(example))
     num_fitting = _JOINED_BYTES // (input_bytes + sum(activation_bytes))
-    return outputs, min(num_fitting, _MOST_JOINED_EXAMPLES)
+    return forward_pass, min(num_fitting, _MOST_JOINED_EXAMPLES)
 
 
 def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
@@ -286,7 +285,7 @@ def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape[1:] for tensor in tensors_of(x))
 
 
-def _supports_channels_last(context: FitContext, x: Inputs, outputs: Tensor) -> bool:
+def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: ForwardPass) -> bool:
     """Whether images may be converted to the layout `channels_last`, and are not in it yet.
 
     A model that reads numbers in the order of memory (`as_strided`) computes other values then. So
@@ -294,11 +293,12 @@ def _supports_channels_last(context: FitContext, x: Inputs, outputs: Tensor) -> 
     read in the order of memory, which no forward pass shows.
 
     Args:
-        context: Its tap has just run the first of the inputs.
+        context: The fit.
         x: The inputs.
-        outputs: The outputs of the first of the inputs.
+        forward_pass: A forward pass of the first of the inputs.
     """
     tap = context.tap
+    outputs = forward_pass.outputs
     if not tap.one_by_one or has_python_functions(outputs):
         return False
     example = move(take(x, slice(0, 1)), context.device, None)
@@ -306,15 +306,15 @@ def _supports_channels_last(context: FitContext, x: Inputs, outputs: Tensor) -> 
         return False
     if example.is_contiguous(memory_format=torch.channels_last):
         return False
-    values = [outputs, *(layer_call.x for layer_call in tap.layer_calls)]
     try:
-        converted_outputs = tap.forward(example.contiguous(memory_format=torch.channels_last))
+        converted_pass = tap.forward(example.contiguous(memory_format=torch.channels_last))
     # A forward pass may raise anything.
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False
-    converted_values = [converted_outputs, *(layer_call.x for layer_call in tap.layer_calls)]
+    values = [outputs, *(call.x for call in forward_pass.layer_calls)]
+    converted_values = [converted_pass.outputs, *(call.x for call in converted_pass.layer_calls)]
     eps = max(coarsest_eps(context.network), torch.finfo(outputs.dtype).eps)
     return len(values) == len(converted_values) and all(
         _are_close(*pair, tolerance=eps**0.5) for pair in zip(values, converted_values, strict=True)

@@ -35,17 +35,15 @@ class ForwardPasses:
         """
         context = self._context
         tap = self._tap
-        outputs = tap.forward(move(batch.inputs, context.device, None), graph=False)
-        check_outputs(outputs)
-        layer_calls = tap.layer_calls
-        tap.forget()
+        forward_pass = tap.forward(move(batch.inputs, context.device, None), graph=False)
+        check_outputs(forward_pass.outputs)
         if self._presence is None:
-            self._presence = Presence(context, layer_calls, outputs)
+            self._presence = Presence(context, forward_pass)
             # No backward pass will show which layers these are.
             self._presence.find_conditional_layers(batch)
         presence = self._presence.of_chunk(batch, tap.conditional)
         for block in self._blocks:
-            inputs = [call.x for call in layer_calls if call.layer == block.layer]
+            inputs = [call.x for call in forward_pass.layer_calls if call.layer == block.layer]
             if not inputs:
                 sums.add_zero(block)
                 totals.add_absent(block, batch.num_examples)
@@ -57,4 +55,4 @@ class ForwardPasses:
                 sums.add(block, A)
             if absent_weight is not None:
                 totals.add_absent(block, absent_weight)
-        return outputs
+        return forward_pass.outputs

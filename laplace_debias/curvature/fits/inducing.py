@@ -71,8 +71,7 @@ class InducingInputs:
     def num_outputs(self) -> int:
         """C, the number of outputs of an input."""
         tap = Tap(shared_copy(self.network), self.blocks)
-        outputs = tap.forward(take(self.inputs, slice(0, 1)), graph=False)
-        return outputs.numel()
+        return tap.forward(take(self.inputs, slice(0, 1)), graph=False).outputs.numel()
 
     def num_rows(self, output: int | None = None) -> int:
         """Count the rows of all outputs, M·C, or those of one output, M."""
@@ -116,7 +115,8 @@ class InducingInputs:
         tap = Tap(shared_copy(self.network), self.blocks)
         for begin in range(0, size, examples_at_once):
             examples = slice(begin, min(begin + examples_at_once, size))
-            outputs = tap.forward(take(self.inputs, examples))
+            forward_pass = tap.forward(take(self.inputs, examples))
+            outputs = forward_pass.outputs
             check_outputs(outputs)
             for first in range(0, num_columns, columns_at_once):
                 columns = torch.tensor(output_columns[first : first + columns_at_once])
@@ -124,12 +124,11 @@ class InducingInputs:
                 units[torch.arange(len(columns)), :, columns] = 1
                 vectors = units.unflatten(2, outputs.shape[1:])
                 keeps_graph = first + len(columns) < num_columns
-                records = tap.backward(outputs, vectors, keeps_graph)
+                records = forward_pass.backward(vectors, keeps_graph)
                 rows = {record.block: block_rows(record).flatten(0, 1) for record in records}
                 check_finite(rows)
                 start = begin * num_columns + first
                 yield slice(start, start + len(outputs) * len(columns)), rows
-        tap.forget()
 
     def kernel(
         self, rows: BlockRows, output: int | None = None

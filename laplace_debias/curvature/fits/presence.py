@@ -1,6 +1,6 @@
 """Presence: which examples take part in a layer, chunk by chunk of a pass over data."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factors import absent_examples
 from laplace_debias.curvature.layer_rules import Site
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
-from laplace_debias.curvature.layers.recorder import LayerCall
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batch import Batch
 
@@ -25,20 +25,17 @@ class Presence:
     Args:
         context: The fit. Its tap knows the layers that only some examples reach, and the search
             adds others.
-        layer_calls: The calls of the layers for one example.
-        outputs: The outputs of this example.
+        forward_pass: A forward pass of one example.
     """
 
-    def __init__(
-        self, context: FitContext, layer_calls: Sequence[LayerCall], outputs: Tensor
-    ) -> None:
+    def __init__(self, context: FitContext, forward_pass: ForwardPass) -> None:
         self._tap = context.tap
         self._positions = PositionFinder(
             context.network,
             context.blocks,
             context.cotangents,
-            layer_calls=layer_calls,
-            outputs=outputs,
+            layer_calls=forward_pass.layer_calls,
+            outputs=forward_pass.outputs,
         )
         # Whether all examples reach the layers of these blocks is not known yet.
         self._new_blocks = {block for block in context.blocks if not block.is_vector}

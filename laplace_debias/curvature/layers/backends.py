@@ -18,7 +18,8 @@ convolutional layers of a sequential network. Everything around them is of this 
   network it is a loop.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -83,10 +84,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
 
 
 class BackpackTap:
-    """A tap of a sequential network whose backward passes are BackPACK's.
-
-    The inputs of the layers are kept from a forward pass to the last part of its cotangents.
-    """
+    """A tap of a sequential network whose backward passes are BackPACK's."""
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
         self.tap = tap.attach(blocks)
@@ -101,17 +99,15 @@ class BackpackTap:
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._blocks))
-        self._passed: list[Tensor] = []
 
-    def forward(self, x: Inputs) -> Tensor:
-        """Run the network and keep what goes into its layers; returns outputs `[B, ..., C]`."""
+    def forward(self, x: Inputs) -> "SequentialPass":
+        """Run the network and keep what goes into its layers."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"A sequential network needs one tensor as input, got {type(x).__name__}. Pass a "
                 "tensor."
             )
         passed = [x]
-        self._passed = passed
         with torch.no_grad():
             for place, layer in enumerate(self._chain):
                 if layer in self._blocks and len(passed[-1]) != len(x):
@@ -121,21 +117,39 @@ class BackpackTap:
                 if place < self._first:
                     # Inputs before the first block are not kept.
                     del passed[0]
-        return as_columns(passed[-1], x.shape[:1])
+        outputs = as_columns(passed[-1], x.shape[:1])
+        return SequentialPass(self._chain[self._first :], self._blocks, outputs, passed)
+
+
+@dataclass(eq=False)
+class SequentialPass:
+    """A forward pass of a sequential network, whose outputs BackPACK differentiates.
+
+    Attributes:
+        layers: The layers from the first one with a block on.
+        blocks: The blocks of the layers.
+        outputs: The outputs `[B, ..., C]` of the network.
+        passed: The inputs of the layers, and the output of the last one. They are kept until the
+            last part of the cotangents.
+    """
+
+    layers: Sequence[nn.Module]
+    blocks: Mapping[nn.Module, Sequence[Block]]
+    outputs: Float[Tensor, "batch *outputs"]
+    passed: Sequence[Tensor]
 
     def backward(
-        self, _: Tensor, columns: Float[Tensor, "columns batch *outputs"], keep_graph: bool = False
+        self, columns: Float[Tensor, "columns batch *outputs"], keep_graph: bool = False
     ) -> Iterator[BlockRecord]:
         """Yield a record for each block as the cotangents reach its layer."""
-        passed = self._passed
+        passed = self.passed
         if not keep_graph:
-            self._passed = []
+            self.passed = []
         columns = columns.view(len(columns), *passed[-1].shape)
-        behind = self._chain[self._first :]
-        for place in reversed(range(len(behind))):
-            layer = behind[place]
+        for place in reversed(range(len(self.layers))):
+            layer = self.layers[place]
             inputs = passed[place]
-            for block in self._blocks.get(layer, ()):
+            for block in self.blocks.get(layer, ()):
                 yield BlockRecord(block, layer, [inputs], [columns])
             if place > 0:
                 columns = _pull(layer, inputs, passed[place + 1], columns)

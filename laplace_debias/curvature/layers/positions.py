@@ -37,8 +37,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, LayerRule, Site, layer_rule
+from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput
 from laplace_debias.curvature.layers.masks import Masks
-from laplace_debias.curvature.layers.recorder import LayerCall, LayerOutput
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
@@ -339,16 +339,16 @@ class _Pass:
     def _forward(self, x: Inputs) -> tuple[Tensor, list[_RecordedCall]]:
         """Run the network; returns the outputs, and the calls that they may depend on."""
         self._calls_without_block.clear()
-        outputs = self._tap.forward(x)
+        forward_pass = self._tap.forward(x)
+        outputs = forward_pass.outputs
         calls: list[_RecordedCall] = []
-        for call in self._tap.layer_calls:
+        for call in forward_pass.layer_calls:
             layer = self._tap.layers[Site((call.layer,))]
             calls.append(_RecordedCall(call.layer, layer, call.x, call.z))
         for call_without_block in self._calls_without_block:
             shape = call_without_block.z.shape
             if len(shape) > 2 and shape[0] == len(outputs):
                 calls.append(call_without_block)
-        self._tap.forget()
         self._calls_without_block.clear()
         return outputs, [call for call in calls if call.z.edge is not None]
 

@@ -25,6 +25,7 @@ from laplace_debias.curvature.layers.blocks import (
     owners_of_parameters,
     parameter_order,
 )
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.reference import FIRST_EXAMPLES, Reference, find_references
@@ -136,11 +137,11 @@ def differing_blocks(
     if reference.is_partial:
         # The dimensions of the examples are clear in a batch of them.
         tap.forward(take(x, slice(0, FIRST_EXAMPLES)), strict=False)
-    outputs = tap.forward(few, strict=False)
-    if not are_repeated(reference.outputs, outputs):
+    forward_pass = tap.forward(few, strict=False)
+    if not are_repeated(reference.outputs, forward_pass.outputs):
         return []
-    compared = [block for block in blocks if block.site not in tap.faults]
-    return list(_different(tap, compared, outputs, reference))
+    compared = [block for block in blocks if block.site not in forward_pass.faults]
+    return list(_different(network, compared, forward_pass, reference))
 
 
 def _wrong(
@@ -158,22 +159,21 @@ def _wrong(
     tap.attach(blocks)
     faults: dict[Site, Exception] = {}
     if mixed is not None:
-        tap.forward(mixed, strict=False)
-        faults |= tap.faults
+        faults |= tap.forward(mixed, strict=False).faults
         for reference in references:
             for number in range(num_examples(reference.x)):
                 # Which layers one example does not call.
                 tap.forward(take(reference.x, slice(number, number + 1)), strict=False)
     wrong: dict[Block, Exception] = {}
     for reference in references:
-        outputs = tap.forward(reference.x, strict=False)
-        faults |= tap.faults
+        forward_pass = tap.forward(reference.x, strict=False)
+        faults |= forward_pass.faults
         compared = [
             block
             for block in blocks
             if block.site not in faults and reference.gradients.keys() >= set(block.parameters)
         ]
-        wrong |= _different(tap, compared, outputs, reference)
+        wrong |= _different(tap.network, compared, forward_pass, reference)
     for block in blocks:
         if block.site in faults:
             wrong[block] = faults[block.site]
@@ -181,9 +181,9 @@ def _wrong(
 
 
 def _different(
-    tap: Tap,
+    network: nn.Module,
     compared: Sequence[Block],
-    outputs: Tensor,
+    forward_pass: ForwardPass,
     reference: Reference,
 ) -> dict[Block, Exception]:
     """Blocks whose Jacobian along a reference's cotangent is not the reference's, and why.
@@ -192,15 +192,15 @@ def _different(
     """
     wrong: dict[Block, Exception] = {}
     deviations: dict[Block, Tensor] = {}
-    if outputs.shape == reference.cotangent.shape:
+    if forward_pass.outputs.shape == reference.cotangent.shape:
         # Some gradients of torch are wrong where several columns come at once.
         columns = torch.stack([-reference.cotangent, reference.cotangent])
-        for record in tap.backward(outputs, columns):
+        for record in forward_pass.backward(columns):
             block = record.block
             if block not in compared:
                 continue
             try:
-                expected = _expected(tap.network, block, reference)
+                expected = _expected(network, block, reference)
                 deviations[block] = _deviation(record, expected)
             # A layer that is not what its class says may raise anything, as may a replayed module.
             except Exception as error:
@@ -209,7 +209,7 @@ def _different(
                 wrong[block] = error
     for block in compared:
         if block not in deviations and block not in wrong:
-            norms = _expected(tap.network, block, reference).norm(dim=1)
+            norms = _expected(network, block, reference).norm(dim=1)
             deviations[block] = torch.stack([norms, norms])
     on_host = torch.stack(list(deviations.values())).tolist() if deviations else []
     for block, (by_example, norms) in zip(deviations, on_host, strict=True):

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from laplace_debias.curvature.layers.recorder import LayerOutput
+from laplace_debias.curvature.layers.layer_calls import LayerOutput
 from laplace_debias.system.memory import is_out_of_memory
 
 # Operations by which Python reads a number from a tensor, as torch's errors name them.

@@ -212,7 +212,6 @@ class _Trial(NamedTuple):
 def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None) -> int:
     """Return how many batches a pass runs together, from the inputs of one."""
     _, num_joined_examples = run_example(context, x)
-    context.tap.forget()
     if not isinstance(x, Tensor):
         return 1
     num_joined = max(1, num_joined_examples // len(x))

@@ -8,9 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.laplace.functional.last_layer import LastLayer
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 
@@ -51,7 +51,7 @@ class CovarianceAccumulator(ABC):
         return 0
 
     def last_layer(
-        self, tap: Tap, outputs: Tensor
+        self, forward_pass: ForwardPass
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
         """Return the blocks of the last layer, and its inputs, if they give its covariance.
 

@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block, Site
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.jacobians import (
     Jacobians,
     rotated_jacobians,
     single_products,
 )
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
 from laplace_debias.laplace.functional.last_layer import LastLayer
 from laplace_debias.laplace.functional.linear_head import LinearHead
@@ -64,11 +64,11 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         self._last_layers: dict[Site, LastLayer] = {}
 
     def last_layer(
-        self, tap: Tap, outputs: Tensor
+        self, forward_pass: ForwardPass
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
         """Return the blocks of the last layer, and its inputs, if the outputs are its own."""
-        last = tap.last_layer(outputs)
-        if last is None or outputs.ndim > 2:
+        last = forward_pass.last_layer()
+        if last is None or forward_pass.outputs.ndim > 2:
             return None
         site = Site((last.layer,))
         if site not in self._last_layers:

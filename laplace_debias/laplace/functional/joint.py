@@ -55,9 +55,7 @@ def joint_moments(
         prepared = context.prepared
         tap = Tap(context.network, blocks) if prepared is None else prepared.tap
         # One example shows how much memory each needs.
-        tap.forward(take(context.x, slice(0, 1)))
-        gradient_bytes = tap.output_bytes
-        tap.forget()
+        gradient_bytes = tap.forward(take(context.x, slice(0, 1))).output_bytes
         all_outputs = map_outputs(context.network, context.x)
         mean = all_outputs.flatten(1)
         if indices is not None:
@@ -82,7 +80,8 @@ def joint_moments(
         covariance = mean.new_zeros(batch, num_columns, batch, num_columns)
         for group in _groups(batch, granted_bytes // column_bytes // num_columns):
             group = group.to(mean.device)
-            group_outputs = tap.forward(take(context.x, group))
+            forward_pass = tap.forward(take(context.x, group))
+            group_outputs = forward_pass.outputs
             check_outputs(group_outputs)
             group_indices = None if indices is None else indices[group]
             vectors = unit_columns(group_outputs, group_indices)
@@ -90,7 +89,7 @@ def joint_moments(
             # The outputs of all examples of the group are taken for those of one example.
             model_indices = context.model_indices(group_outputs, group_indices, group)
             columns = model_indices.expand(len(group), -1).reshape(1, -1)
-            accumulator.add(total, tap.backward(group_outputs, vectors), columns)
+            accumulator.add(total, forward_pass.backward(vectors), columns)
             by_example = total.view(*[len(group), num_columns] * 2)
             covariance[group[:, None], :, group] = by_example.permute(0, 2, 1, 3)
         check_covariance(covariance, deltas)

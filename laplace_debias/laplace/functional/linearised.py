@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take, tensors_of
@@ -177,14 +178,14 @@ class _Chunk:
     """Some examples, whose outputs are differentiated together.
 
     Attributes:
-        outputs: All outputs of the network for these examples.
+        forward_pass: The forward pass of these examples, with all outputs of the network.
         indices: Indices of the requested outputs among an example's; None for all.
         model_indices: Indices of the requested outputs among all outputs of the model.
         columns_at_once: The number of requested outputs of an example that are differentiated
             together.
     """
 
-    outputs: Float[Tensor, "batch *outputs"]
+    forward_pass: ForwardPass
     indices: Int[Tensor, "batch k"] | None
     model_indices: Int[Tensor, "#batch k"]
     columns_at_once: int
@@ -192,7 +193,7 @@ class _Chunk:
     @property
     def mean(self) -> Float[Tensor, "batch *outputs"]:
         """The requested outputs."""
-        mean = self.outputs.detach()
+        mean = self.forward_pass.outputs.detach()
         return mean if self.indices is None else mean.flatten(1).gather(1, self.indices)
 
 
@@ -215,43 +216,43 @@ def _forward_in_chunks(
     start = 0
     if size is None:
         examples = slice(0, 1)
-        outputs = tap.forward(take(x, examples))
-        check_outputs(outputs)
-        size = method.chunk_size(outputs)
+        forward_pass = tap.forward(take(x, examples))
+        check_outputs(forward_pass.outputs)
+        size = method.chunk_size(forward_pass)
         if context.prepared is not None:
             context.prepared.keep_size(key, size)
         if min(batch, size.examples) == 1:
-            yield _chunk(context, request, outputs, examples, size)
+            yield _chunk(context, request, forward_pass, examples, size)
             start = 1
     for begin in range(start, batch, size.examples):
         examples = slice(begin, begin + size.examples)
         chunk = x if size.examples >= batch else take(x, examples)
-        outputs = method.forward(chunk, size)
-        check_outputs(outputs)
-        yield _chunk(context, request, outputs, examples, size)
+        forward_pass = method.forward(chunk, size)
+        check_outputs(forward_pass.outputs)
+        yield _chunk(context, request, forward_pass, examples, size)
 
 
 def _chunk(
     context: PredictionContext,
     request: CovarianceRequest,
-    outputs: Float[Tensor, "batch *outputs"],
+    forward_pass: ForwardPass,
     examples: slice,
     size: ChunkSize,
 ) -> _Chunk:
-    """Make a chunk of some examples, whose outputs have been computed."""
+    """Make a chunk of some examples from their forward pass."""
     indices = None if request.outputs is None else request.outputs[examples]
-    model_indices = context.model_indices(outputs, indices, examples)
-    return _Chunk(outputs, indices, model_indices, size.columns)
+    model_indices = context.model_indices(forward_pass.outputs, indices, examples)
+    return _Chunk(forward_pass, indices, model_indices, size.columns)
 
 
 @runtime_checkable
 class _Differentiation(Protocol):
-    """A method to compute covariances of the outputs of the tap's last forward pass."""
+    """A method to compute covariances of the outputs of forward passes."""
 
-    def chunk_size(self, outputs: Float[Tensor, "one *outputs"]) -> ChunkSize:
-        """Decide how much is differentiated together, after the first example's forward pass."""
+    def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
+        """Decide how much is differentiated together, from a forward pass of one example."""
 
-    def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
+    def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
         """Run the network on a chunk of examples, whose outputs can then be differentiated."""
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
@@ -274,19 +275,20 @@ class _OfOutputs:
         self._accumulator = accumulator
         self._request = request
 
-    def chunk_size(self, outputs: Float[Tensor, "one *outputs"]) -> ChunkSize:
+    def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
         """Decide the size; nothing is differentiated if only the last layer is Bayesian."""
         request = self._request
+        outputs = forward_pass.outputs
         num_outputs = outputs.numel() if request.outputs is None else request.outputs.shape[1]
         request.check_size(num_outputs, outputs, free_positions=0)
         blocks = self._accumulator.blocks
-        gradient_bytes = self._tap.output_bytes
+        gradient_bytes = forward_pass.output_bytes
         num_columns = request.num_columns(num_outputs)
         row_bytes = self._accumulator.kept_row_bytes
         if row_bytes:
             return request.kept_rows(num_columns, gradient_bytes + row_bytes, outputs.device)
         column_bytes = None
-        needs_graph = not self._has_all_blocks(self._last_layer(outputs))
+        needs_graph = not self._has_all_blocks(self._accumulator.last_layer(forward_pass))
         if needs_graph:
             column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())
         elif request.diagonal:
@@ -300,25 +302,26 @@ class _OfOutputs:
         )
         return replace(size, needs_graph=needs_graph)
 
-    def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
+    def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
         """Run the network; without a graph if the outputs are those of the only Bayesian layer."""
-        outputs = self._tap.forward(x, graph=size.needs_graph)
-        if not size.needs_graph and not self._has_all_blocks(self._last_layer(outputs)):
-            # The forward pass differs from that of the first inputs of this shape.
-            outputs = self._tap.forward(x)
-        return outputs
+        forward_pass = self._tap.forward(x, graph=size.needs_graph)
+        if size.needs_graph or self._has_all_blocks(self._accumulator.last_layer(forward_pass)):
+            return forward_pass
+        # The forward pass differs from that of the first inputs of this shape.
+        return self._tap.forward(x)
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances by output gradients, and those of the last layer without."""
         request = self._request
         accumulator = self._accumulator
-        outputs = chunk.outputs
+        forward_pass = chunk.forward_pass
+        outputs = forward_pass.outputs
         indices = chunk.indices
         num_points = len(accumulator.prior_precisions)
-        recorded = self._last_layer(outputs)
+        recorded = accumulator.last_layer(forward_pass)
         has_all_blocks = self._has_all_blocks(recorded)
         if recorded is not None and has_all_blocks and num_points == 1:
-            self._tap.forget()
+            forward_pass.release()
             last_layer, phi = recorded
             return last_layer.moments(phi, indices, request.kind).unsqueeze(0)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
@@ -329,7 +332,7 @@ class _OfOutputs:
             last_layer.add(total, phi, indices, request.diagonal)
             skipped = last_layer.site
         if has_all_blocks:
-            self._tap.forget()
+            forward_pass.release()
             return total
         num_columns = request.num_columns(num_outputs)
         for begin in range(0, num_columns, chunk.columns_at_once):
@@ -339,15 +342,12 @@ class _OfOutputs:
                 vectors = vectors - unit_columns(outputs, indices, slice(-1, None))
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
-            records = self._tap.backward(outputs, vectors, keep_graph, skipped)
+            records = forward_pass.backward(vectors, keep_graph, skipped)
             accumulator.add(into, records, chunk.model_indices[:, columns])
         return total
 
-    def _last_layer(self, outputs: Tensor) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        return self._accumulator.last_layer(self._tap, outputs)
-
     def _has_all_blocks(self, recorded: tuple[LastLayer, Tensor] | None) -> bool:
-        """Whether all Bayesian parameters are those of a `_last_layer`."""
+        """Whether all Bayesian parameters are those of the last layer."""
         return recorded is not None and len(recorded[0].heads) == len(self._accumulator.blocks)
 
 
@@ -382,14 +382,15 @@ class _ThroughHead:
             index for index, block in enumerate(accumulator.blocks) if block.layer == head
         ]
 
-    def chunk_size(self, outputs: Float[Tensor, "one *outputs"]) -> ChunkSize:
+    def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
         """Decide the size; nothing is differentiated if no layer below the head is Bayesian."""
         request = self._request
+        outputs = forward_pass.outputs
         first = None if request.outputs is None else request.outputs[:1]
         head_outputs = self._head_outputs(first)
         request.check_size(head_outputs.num_outputs, outputs, free_positions=1)
         blocks = self._accumulator.blocks
-        gradient_bytes = self._tap.output_bytes
+        gradient_bytes = forward_pass.output_bytes
         column_bytes = None
         if self._calls.x.requires_grad:
             below = [block for index, block in enumerate(blocks) if index not in self._head_indices]
@@ -403,7 +404,7 @@ class _ThroughHead:
             remedy=", or request fewer outputs",
         )
 
-    def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
+    def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
         """Run the network on a chunk of examples, and record the graph."""
         return self._tap.forward(x)
 
@@ -413,10 +414,10 @@ class _ThroughHead:
         request = self._request
         head_outputs = self._head_outputs(chunk.indices)
         num_points = len(accumulator.prior_precisions)
-        total = request.zeros(chunk.outputs, head_outputs.num_outputs, num_points)
+        total = request.zeros(chunk.forward_pass.outputs, head_outputs.num_outputs, num_points)
         if self._calls.x.requires_grad:
             self._add_below(total, head_outputs, chunk)
-        self._tap.forget()
+        chunk.forward_pass.release()
         for index in self._head_indices:
             head = LinearHead.from_posterior(accumulator.blocks[index], accumulator.posterior)
             deltas = accumulator.prior_precisions[:, index]
@@ -447,7 +448,7 @@ class _ThroughHead:
             covariances = request.zeros(head_outputs.h, columns.stop - begin, len(total))
             vectors = head_outputs.input_gradients(columns)
             keep_graph = columns.stop < num_columns
-            records = self._tap.backward(self._calls.x, vectors, keep_graph, skipped)
+            records = chunk.forward_pass.backward(vectors, keep_graph, skipped, self._calls.x)
             accumulator_below.add(covariances, records, None)
             if request.diagonal:
                 total[..., columns] += covariances

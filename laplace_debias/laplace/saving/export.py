@@ -274,13 +274,14 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
         )
     network = fitted.network()
     tap = Tap(network, blocks)
-    outputs = tap.forward(example)
+    forward_pass = tap.forward(example)
+    outputs = forward_pass.outputs
     if returned_outputs(network, take(example, slice(0, 1))).ndim == 1:
         raise NotImplementedError(
             "The model returns its single output as [B], which cannot be exported. Return it as "
             "[B, 1], without a squeeze after the last layer."
         )
-    last = tap.last_layer(outputs)
+    last = forward_pass.last_layer()
     layer = network.get_submodule(layers[0])
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:

@@ -177,7 +177,7 @@ class PredictionCache:
             prepared.tap.attach(parameters.blocks)
         yield prepared
         # An exception drops the copy, whose state may be anything.
-        prepared.tap.start_anew()
+        prepared.tap.conditional.clear()
         prepared.is_new = False
         if prepared.is_reusable and len(self._idle) < _MOST_IDLE:
             self._idle.append(prepared)

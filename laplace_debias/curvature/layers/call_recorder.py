@@ -1,0 +1,246 @@
+"""A recorder of the calls of modules in a forward pass, and the forms that these calls have."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from laplace_debias.curvature.layer_rules import layer_rule
+from laplace_debias.curvature.layers.calls import ModuleCall
+from laplace_debias.curvature.layers.example_dims import has_form
+from laplace_debias.curvature.network.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The shapes of a call, and the dimension in which the examples lie.
+
+    Attributes:
+        shapes: Shapes of the arguments and the outputs; None for an argument that is no tensor.
+        dims: For each argument the dimension of the examples; None if all have it in common.
+        output_dims: The dimension of the examples in each output.
+        copied_outputs: Indices of outputs that all examples have in common, `[1, ...]`. Each
+            example is given a copy: what its own outputs owe to the call is seen there.
+    """
+
+    shapes: list[torch.Size | None]
+    dims: list[int | None]
+    output_dims: list[int]
+    copied_outputs: list[int]
+
+    @classmethod
+    def compare(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
+        """Derive the form from a call for some examples and a call for each of them twice."""
+        if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
+            return None
+        dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
+        output_dims: list[int] = []
+        copied_outputs: list[int] = []
+        for index, (z, doubled_z) in enumerate(zip(call.outputs, doubled.outputs, strict=True)):
+            dim = _growing(z, doubled_z, batch)
+            if dim is None:
+                if z.shape[:1] != (1,):
+                    return None
+                copied_outputs.append(index)
+                dim = 0
+            output_dims.append(dim)
+        if _NO_DIM in (*dims, *output_dims) or not output_dims:
+            return None
+        return cls(_shapes(call), dims, output_dims, copied_outputs)
+
+    def fits(self, call: ModuleCall, batch: int) -> bool:
+        """Return whether another call has this form, up to its numbers of positions."""
+        shapes = _shapes(call)
+        if len(shapes) != len(self.shapes):
+            return False
+        dims: list[int | None] = [*self.dims, *self.output_dims]
+        for index in self.copied_outputs:
+            dims[len(self.dims) + index] = None
+        for shape, own_shape, dim in zip(shapes, self.shapes, dims, strict=True):
+            if shape is None or own_shape is None:
+                if shape is not own_shape:
+                    return False
+            elif not has_form(shape, own_shape, dim, batch):
+                return False
+        return True
+
+
+def _shapes(call: ModuleCall) -> list[torch.Size | None]:
+    values = (*call.leaves, *call.outputs)
+    return [value.shape if isinstance(value, Tensor) else None for value in values]
+
+
+_NO_DIM = -1
+
+
+def _growing(value: Any, doubled: Any, batch: int) -> int | None:
+    """The dimension that the examples lie in; None if there is none, `_NO_DIM` if unclear."""
+    if not isinstance(value, Tensor) or not isinstance(doubled, Tensor):
+        return None if type(value) is type(doubled) else _NO_DIM
+    if value.shape == doubled.shape:
+        return None
+    if value.ndim != doubled.ndim:
+        return _NO_DIM
+    sizes = list(zip(value.shape, doubled.shape, strict=True))
+    dims = [dim for dim, (size, doubled_size) in enumerate(sizes) if size != doubled_size]
+    return dims[0] if len(dims) == 1 and sizes[dims[0]] == (batch, 2 * batch) else _NO_DIM
+
+
+# Calls by the module's path and their number among its calls.
+RecordedCalls = dict[tuple[str, int], ModuleCall]
+CallForms = dict[tuple[str, int], list[CallForm]]
+
+
+@dataclass(frozen=True, eq=False)
+class _RunningPass:
+    """A forward pass whose calls are recorded.
+
+    Attributes:
+        batch: The number of examples.
+        calls: The calls so far, in their order.
+        unfinished: The keys of the calls that have begun and not ended, the innermost last.
+        num_calls: The number of calls so far, by the module's path.
+    """
+
+    batch: int
+    calls: RecordedCalls = field(default_factory=dict)
+    unfinished: list[tuple[str, int]] = field(default_factory=list)
+    num_calls: Counter[str] = field(default_factory=Counter)
+
+
+class CallRecorder:
+    """A recorder of the calls of selected modules.
+
+    Attributes:
+        paths: The modules' paths.
+        loops: Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
+            own.
+    """
+
+    def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
+        self.paths = paths
+        self._network = network
+        self.loops: set[str] = set()
+        for path in paths:
+            inner_modules = network.get_submodule(path).modules()
+            if any(layer_rule(inner).is_recurrent for inner in inner_modules):
+                self.loops.add(path)
+        self._forms: CallForms = {}
+
+    def hook(self, batch: int) -> tuple[list[RemovableHandle], RecordedCalls]:
+        """Hook the modules for one forward pass.
+
+        Returns:
+            The hooks, and the calls of modules inside the network, which are filled in by the pass.
+        """
+        handles = []
+        forward_pass = _RunningPass(batch)
+        end = partial(self._end, forward_pass)
+        for path in filter(None, self.paths):
+            module = self._network.get_submodule(path)
+            begin = partial(self._begin, forward_pass, path)
+            handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
+        return handles, forward_pass.calls
+
+    def _begin(
+        self,
+        forward_pass: _RunningPass,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> None:
+        leaves, structure = pytree.tree_flatten((args, named))
+        # Copies: the call may overwrite what it is given.
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        key = path, forward_pass.num_calls[path]
+        forward_pass.unfinished.append(key)
+        forward_pass.calls[key] = ModuleCall(path, module, copies, structure)
+        forward_pass.num_calls[path] += 1
+
+    def _end(self, forward_pass: _RunningPass, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
+        # A call inside of another ends before it.
+        key = forward_pass.unfinished.pop()
+        call = forward_pass.calls[key]
+        leaves, structure = pytree.tree_flatten(output)
+        is_output = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        call.outputs = [
+            leaf for leaf, is_tensor in zip(leaves, is_output, strict=True) if is_tensor
+        ]
+        form = next((f for f in self._forms.get(key, ()) if f.fits(call, forward_pass.batch)), None)
+        if form is not None:
+            call.dims = form.dims
+            call.output_dims = form.output_dims
+            for index in form.copied_outputs:
+                z = call.outputs[index]
+                call.outputs[index] = z.expand(forward_pass.batch, *z.shape[1:]).clone()
+        call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
+        # The forward pass goes on with copies, which it may overwrite.
+        outputs = iter([z.clone() for z in call.outputs])
+        handed_on = [
+            next(outputs) if is_tensor else leaf
+            for leaf, is_tensor in zip(leaves, is_output, strict=True)
+        ]
+        return pytree.tree_unflatten(handed_on, structure)
+
+    def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
+        """Learn the forms of calls from those for a batch, and for each of its examples twice.
+
+        Returns:
+            Whether outputs are copied now that were not before, which changes further calls' forms.
+        """
+        has_more_copies = False
+        for key in calls.keys() & doubled.keys():
+            forms = self._forms.setdefault(key, [])
+            if not any(form.fits(calls[key], batch) for form in forms):
+                form = CallForm.compare(calls[key], doubled[key], batch)
+                if form is not None:
+                    forms.append(form)
+                    has_more_copies |= bool(form.copied_outputs)
+        return has_more_copies
+
+    def forget_forms(self) -> CallForms:
+        """Forget the forms of calls, and return them.
+
+        As long as one of them fits, outputs are copied according to it, and the forms of the calls
+        behind it cannot be learned.
+        """
+        forms = self._forms
+        self._forms = {}
+        return forms
+
+    def add_forms(self, forms: CallForms) -> None:
+        """Add forms of other batches, which are used where no form of this batch fits."""
+        for key, forms_of_call in forms.items():
+            learned = self._forms.setdefault(key, [])
+            learned += [form for form in forms_of_call if form not in learned]
+
+    def forget_copies(self) -> None:
+        """Remove the form of calls whose outputs would be copied."""
+        for forms in self._forms.values():
+            forms[:] = [form for form in forms if not form.copied_outputs]
+
+    def complete(self, calls: RecordedCalls, x: Inputs, outputs: Tensor) -> list[ModuleCall]:
+        """Return the calls of a pass that can be run again, with that of the network itself.
+
+        Calls without a dimension of examples cannot be.
+
+        Args:
+            calls: The recorded calls.
+            x: The inputs of the network.
+            outputs: The outputs of the network.
+        """
+        complete_calls = [call for call in calls.values() if call.output_dims]
+        if "" in self.paths:
+            leaves, structure = pytree.tree_flatten(x)
+            dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
+            network_call = ModuleCall("", self._network, leaves, structure, [outputs], dims, [0])
+            complete_calls.insert(0, network_call)
+        return complete_calls

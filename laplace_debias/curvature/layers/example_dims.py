@@ -1,0 +1,74 @@
+"""The dimension of the examples in the inputs of layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.layer_rules import layer_rule
+
+
+@dataclass
+class ExampleDims:
+    """The dimension of the examples in the inputs of each layer.
+
+    Attributes:
+        common: Paths of embeddings whose input has no dimension for the examples, such as positions
+            `[T]`; every example is given a copy.
+        merged: Layers whose input has further dimensions merged into that of the examples, behind
+            them, such as windows of an image; with their number for each example.
+        uncopied: Embeddings as in `common`, where the forward pass does not let examples have
+            copies.
+        shapes: The shapes of all inputs of the embeddings.
+        is_known: Whether some examples were run, once and twice each.
+    """
+
+    common: set[str] = field(default_factory=set)
+    merged: dict[str, int] = field(default_factory=dict)
+    uncopied: set[str] = field(default_factory=set)
+    shapes: dict[str, list[torch.Size]] = field(default_factory=dict)
+    is_known: bool = False
+
+    @classmethod
+    def compare(
+        cls,
+        network: nn.Module,
+        batch: int,
+        inputs: Mapping[str, list[torch.Size]],
+        doubled: Mapping[str, list[torch.Size]],
+    ) -> "ExampleDims":
+        """Compare the shapes of layers' inputs for a batch and for a batch of doubled examples."""
+        dims = cls(is_known=True)
+        for path in inputs.keys() & doubled.keys():
+            rule = layer_rule(network.get_submodule(path))
+            sizes = [shape[0] for shape in inputs[path]]
+            sizes_of_doubled = [shape[0] for shape in doubled[path]]
+            if rule.is_one_hot:
+                dims.shapes[path] = inputs[path]
+                if set(sizes) != {batch} or set(sizes_of_doubled) != {2 * batch}:
+                    dims.common.add(path)
+            elif not rule.channels_first:
+                # The layer treats whatever is between examples and features alike.
+                is_double = sizes_of_doubled == [2 * size for size in sizes]
+                num_merged, remainder = divmod(sizes[0], batch)
+                if num_merged > 1 and not remainder and len(set(sizes)) == 1 and is_double:
+                    dims.merged[path] = num_merged
+        return dims
+
+    def is_clear(self, path: str, shape: torch.Size, batch: int) -> bool:
+        """Return whether the examples of an embedding's input lie in the expected dimension."""
+        dim = None if path in self.common else 0
+        shapes = self.shapes.get(path)
+        return shapes is None or any(has_form(shape, earlier, dim, batch) for earlier in shapes)
+
+
+def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: int) -> bool:
+    """Return whether the examples of two tensors surely lie in the same dimension."""
+    if len(shape) != len(own_shape):
+        return False
+    if dim is not None:
+        return shape[dim] == batch
+    # An argument that was common to all examples may have become one for each example.
+    sizes = zip(shape, own_shape, strict=True)
+    return batch == 1 or not any(size == batch != own_size for size, own_size in sizes)

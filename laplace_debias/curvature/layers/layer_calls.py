@@ -1,0 +1,227 @@
+"""The calls of layers in a forward pass, and operations with a parameter, and their recorders."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from laplace_debias.curvature.layer_rules import layer_rule
+from laplace_debias.curvature.layers.example_dims import ExampleDims
+from laplace_debias.curvature.network.inputs import without_subclass
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutput:
+    """An output's place in the recorded graph, without the values, which take memory.
+
+    Attributes:
+        edge: The node of the graph to which gradients with respect to the output come; None if no
+            graph is recorded.
+        shape: The shape of the output.
+        dtype: The dtype of the output.
+        device: The device of the output.
+    """
+
+    edge: GradientEdge | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def from_tensor(cls, z: Tensor) -> "LayerOutput":
+        """Return the place of a tensor in the graph."""
+        edge = None
+        if z.requires_grad:
+            # A subclass of tensors would record the view by which torch finds the place of a leaf.
+            with torch._C.DisableTorchFunctionSubclass():
+                edge = get_gradient_edge(z)
+        return cls(edge, z.shape, z.dtype, z.device)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the values."""
+        return self.dtype.itemsize * self.shape.numel()
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Allocate a tensor with the dtype and the device of the output."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer in a forward pass, or one operation with a parameter.
+
+    Attributes:
+        layer: The path of the layer, or the name of the parameter.
+        x: The input, `[B, ...]`, or the factor that the parameter is multiplied by.
+        z: The output.
+        version: The version of the input's storage, by which a change in place is noticed.
+    """
+
+    layer: str
+    x: Tensor
+    z: LayerOutput
+    version: int
+
+
+class LayerRecorder:
+    """A recorder of what goes into layers and comes out of them, in one forward pass.
+
+    Args:
+        dims: The dimensions of the examples.
+        num_examples: The number of examples.
+        has_graph: Whether the graph of the forward pass is recorded.
+
+    Attributes:
+        layer_calls: The calls so far, in their order.
+        handed_on: The tensor with which the forward pass went on behind each layer, by the layer's
+            path. It takes no memory once it was used.
+        is_unclear: Whether it is unclear in some call which dimension has the examples.
+    """
+
+    def __init__(self, dims: ExampleDims, num_examples: int, has_graph: bool) -> None:
+        self.layer_calls: list[LayerCall] = []
+        self.handed_on: dict[str, weakref.ref[Tensor]] = {}
+        self.is_unclear = False
+        self._dims = dims
+        self._num_examples = num_examples
+        self._has_graph = has_graph
+
+    def hook(self, path: str, layer: nn.Module) -> list[RemovableHandle]:
+        """Hook a layer, before any hook of the user's that may replace the output.
+
+        What users' hooks do to the output is part of the forward pass, not of the layer.
+        """
+        record = partial(self._record, path)
+        inside = layer_rule(layer).inner_layer(layer)
+        if inside is None:
+            return [layer.register_forward_hook(record, prepend=True, with_kwargs=True)]
+        return _hook_within(layer, inside, record)
+
+    def _record(
+        self,
+        path: str,
+        _: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Tensor,
+    ) -> Tensor:
+        x = inputs[0] if inputs else next(iter(named.values()))
+        if not self._dims.is_clear(path, x.shape, self._num_examples):
+            self.is_unclear = True
+        elif path in self._dims.common:
+            # A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`.
+            x, output = (t if len(t) == 1 and t.ndim > 1 else t.unsqueeze(0) for t in (x, output))
+            x, output = (t.expand(self._num_examples, *t.shape[1:]).clone() for t in (x, output))
+        if self._has_graph and not output.requires_grad:
+            # The first tapped layer's output is where the recorded graph begins.
+            output = output.detach().requires_grad_()
+        merged = self._dims.merged.get(path, 1)
+        is_merged = merged > 1 and len(x) == merged * self._num_examples
+        recorded_x = without_subclass(x.detach())
+        z = output
+        if is_merged:
+            # Windows or frames that are merged into the examples are positions of them.
+            recorded_x = recorded_x.unflatten(0, (self._num_examples, merged))
+            z = z.unflatten(0, (self._num_examples, merged))
+        self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
+        handed_on = z.flatten(0, 1) if is_merged else z
+        if self._has_graph and (handed_on.is_leaf or handed_on._is_view()):
+            # The forward pass may overwrite the copy: a leaf must not be overwritten, and a view
+            # that is overwritten gets another place in the graph.
+            handed_on = handed_on.clone()
+        self.handed_on[path] = weakref.ref(handed_on)
+        return handed_on
+
+
+def _hook_within(
+    layer: nn.Module, inside: nn.Module, record: Callable[..., Tensor]
+) -> list[RemovableHandle]:
+    """Record what a normalisation gives to a layer inside of it, such as its activation."""
+    began: list[tuple[Any, ...]] = []
+
+    def begin(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        began[:] = [(layer, inputs, named)]
+
+    def end(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        # The layer inside may be one of others, too.
+        return record(*began.pop(), *inputs) if began and len(inputs) == 1 else None
+
+    return [
+        layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+        inside.register_forward_pre_hook(end, prepend=True),
+    ]
+
+
+class OperandRecorder(TorchFunctionMode):
+    """A recorder of the operations that multiply by a parameter, or add it, entry by entry.
+
+    Args:
+        parameters: The parameters that are looked for, by name.
+        layer_calls: The list that gets a call for each operation, under the parameter's name, with
+            the factor that the parameter is multiplied by and the result, both
+            `[B, positions, size]`.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], layer_calls: list[LayerCall]) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._layer_calls = layer_calls
+
+    def __torch_function__(
+        self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and record it if it is of this kind."""
+        named = {} if kwargs is None else kwargs
+        output = func(*args, **named)
+        operands: list[tuple[Any, Any]] = []
+        match getattr(func, "__name__", ""):
+            case "mul" | "multiply" if len(args) == 2 and not named:
+                operands = [args, args[::-1]]
+            case "add" if len(args) == 2 and not named:
+                operands = [(operand, None) for operand in args]
+            case "layer_norm" | "rms_norm" if named.get("weight") is not None:
+                with torch.no_grad():
+                    normalised = func(*args[:2], eps=named["eps"])
+                operands = [(named["weight"], normalised), (named.get("bias"), None)]
+        parameters = [pair for pair in operands if self._is_parameter(pair[0], output)]
+        return self._recorded(parameters, output) if parameters else output
+
+    def _is_parameter(self, operand: Any, output: Tensor) -> bool:
+        """Whether an operand is all of a parameter, in its order, and the same for all examples."""
+        if not isinstance(operand, Tensor) or not operand.ndim <= output.ndim > 0:
+            return False
+        parameter = operand if operand._base is None else operand._base
+        is_all = operand.numel() == parameter.numel() and operand.is_contiguous()
+        is_common = operand.ndim < output.ndim or operand.shape[0] == 1
+        return id(parameter) in self._names and is_all and is_common
+
+    def _recorded(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
+        like = operands[0][0]
+        lead = output.ndim - like.ndim
+        parameter_dims = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]
+        order = [dim for dim in range(output.ndim) if dim not in parameter_dims] + parameter_dims
+
+        def rows(x: Tensor) -> Tensor:
+            return x.permute(order).reshape(len(x), -1, like.numel())
+
+        z = rows(output)
+        z = z if z.requires_grad else z.detach().requires_grad_()
+        layer_output = LayerOutput.from_tensor(z)
+        for operand, factor in operands:
+            if not isinstance(factor, Tensor):
+                factor = output.new_full((), 1.0 if factor is None else factor)
+            parameter = operand if operand._base is None else operand._base
+            x = rows(without_subclass(factor.detach()).expand(output.shape))
+            name = self._names[id(parameter)]
+            self._layer_calls.append(LayerCall(name, x, layer_output, x._version))
+        # The forward pass goes on with a copy, which it may overwrite.
+        back = sorted(range(output.ndim), key=order.__getitem__)
+        return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)
