@@ -26,6 +26,23 @@ def test_categorical_root_survives_saturated_logits(scale, dtype):
     torch.testing.assert_close(product, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_drawn_gradients_are_those_of_labels_with_the_probabilities_of_the_softmax(scale):
+    logits = scale * torch.randn(4, 5).double()
+    outputs = logits.repeat_interleave(50_000, 0).requires_grad_()
+    uniforms = torch.rand(len(outputs), 5).double()
+    likelihood = Categorical(ignore_index=2)
+    labels = likelihood.sample(outputs.detach(), uniforms)
+    nll = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
+    (expected,) = torch.autograd.grad(nll, outputs)
+    gradients = likelihood.drawn_gradient(outputs.detach(), uniforms)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-15)
+    frequencies = torch.nn.functional.one_hot(labels, 5).view(4, -1, 5).double().mean(1)
+    p = logits.softmax(-1)
+    deviations = (frequencies - p).abs()
+    assert (deviations <= 5 * (p * (1 - p) / 50_000).sqrt() + 1e-4).all()
+
+
 def test_keyed_uniforms_are_uniform_and_independent_of_the_cut():
     like = torch.empty(20_000, 2)
     whole = Uniforms(5, 0, 0)(like)

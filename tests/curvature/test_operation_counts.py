@@ -77,7 +77,7 @@ def operations_of_further_batch(network, curvature, fisher, size=4):
     [
         ("kfac", "mc", 4.8),
         ("kfac", "empirical", 4.4),
-        ("diag", "mc", 3.4),
+        ("diag", "mc", 3.0),
         ("diag", "empirical", 3.0),
     ],
 )

@@ -45,7 +45,7 @@ class Uniforms:
             state = state ^ (state >> np.uint64(31))
         uniforms = ((state >> np.uint64(11)) + 0.5) / 2**53
         numbers = torch.from_numpy(uniforms).to(like.device, non_blocking=True)
-        if counted is not None:
+        if counted is not None and len(columns) > 1:
             # The number of an entry among those of its row that count; anything for the others.
             places = counted.expand_as(like).flatten(1).cumsum(1) - 1
             numbers = numbers.gather(1, places.clamp_min(0))

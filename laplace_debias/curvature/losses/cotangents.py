@@ -80,7 +80,10 @@ class Cotangents:
             draw(outputs, labels, Uniforms(self.fisher.seed, sample, first_index))
             for sample in range(self.fisher.mc_samples)
         ]
-        return torch.stack(drawn) / self.fisher.mc_samples**0.5, value
+        columns = drawn[0].unsqueeze(0)
+        if len(drawn) > 1:
+            columns = torch.stack(drawn) / len(drawn) ** 0.5
+        return columns, value
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
@@ -125,10 +125,8 @@ class Categorical(Likelihood):
             return
         # Without indexing by a mask, for which the host would wait for the device.
         labels = targets.long()
-        counted = labels != self.ignore_index
-        limits = torch.iinfo(torch.long)
-        low = labels.where(counted, limits.max).min()
-        high = labels.where(counted, limits.min).max()
+        # Any label in range stands in for those that are ignored.
+        low, high = labels.masked_fill(labels == self.ignore_index, 0).aminmax()
         require(
             (low >= 0) & (high < num_classes),
             lambda: ValueError(
@@ -259,14 +257,13 @@ class Categorical(Likelihood):
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
         """Draw class indices from the softmax, with one uniform number per example."""
-        cumulative = outputs.softmax(-1).cumsum(-1)
-        above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
-        return (cumulative[:, :-1] <= above).sum(-1)
+        return _drawn_labels(outputs.softmax(-1), uniforms)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
         """Compute p − e_y for labels y that are drawn from the softmax."""
-        # This likelihood ignores no target: `ignore_index` may be the index of a class.
-        return Categorical().gradient(outputs, self.sample(outputs, uniforms))
+        p = outputs.softmax(-1)
+        labels = _drawn_labels(p, uniforms)
+        return p.scatter(-1, labels.unsqueeze(-1), -1.0, reduce="add")
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Return the categorical distribution of the label, by the probit approximation."""
@@ -293,6 +290,15 @@ def _normalised_distribution(log_probs: Tensor) -> CategoricalDistribution:
     # Only the values that the distribution is evaluated at are left for torch to check.
     del distribution._validate_args
     return distribution
+
+
+def _drawn_labels(
+    probabilities: Float[Tensor, "batch classes"], uniforms: Float[Tensor, "batch classes"]
+) -> Int[Tensor, " batch"]:
+    """Draw class indices by inverting the cumulative distribution at the first uniform number."""
+    cumulative = probabilities.cumsum(-1)
+    above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
+    return (cumulative[:, :-1] <= above).sum(-1)
 
 
 def _are_soft(targets: Tensor) -> bool:
