@@ -75,7 +75,7 @@ def describe_predictive(
 
 
 def _predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor | None) -> Distribution:
-    """The distributions of single targets, where they have a closed form; else the predictive."""
+    """The distributions of single targets if they have a closed form; otherwise the predictive."""
     if not likelihood.has_marginals:
         return likelihood.predictive(mean, covariance)
     variances = torch.zeros_like(mean) if covariance is None else _variances(mean, covariance)

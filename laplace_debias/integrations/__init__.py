@@ -1,1 +1,1 @@
-"""Adapters to other libraries, each of which an extra of the package installs."""
+"""Adapters to other libraries; each library is installed by an extra of the package."""

@@ -119,7 +119,7 @@ def thin_posterior(
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
     largest_block = max(fitted.posterior.curvature.sizes)
     low = float(_gain(2 * bound.double())) / largest_block
-    # The square of a very small error is 0, which no bisection of a ratio gets away from.
+    # The square of a very small error underflows to 0. A bisection by ratios would never leave 0.
     low = max(low, torch.finfo(torch.float64).tiny)
     high = max(float(_gain(ratios).sum()) for ratios in _curvature_ratios(fitted).values())
     while high > _FACTOR * low:

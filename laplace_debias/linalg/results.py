@@ -315,8 +315,8 @@ class SpectralDensity(Result):
         width: Standard deviation of the smoothing Gaussian, in units of λ or in decades.
         null_fraction: On a logarithmic scale, the fraction of eigenvalues with |λ| ≤ `floor`, which
             the density leaves out; 0 on a linear scale.
-        negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
-            by their absolute values.
+        negative_fraction: Fraction of eigenvalues below −`floor`; on a logarithmic scale, these
+            are shown at their absolute values.
         floor: Largest modulus that counts as zero.
         num_matvecs: Number of products.
     """

@@ -25,7 +25,7 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
 
 
 def label_entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
-    """Entropy of each example's independent labels, in nats, summed over them."""
+    """Entropy of each example in nats, summed over its labels, which are independent."""
     return entropy(probs.flatten()).view(probs.shape).sum(1)
 
 
@@ -39,8 +39,8 @@ def auroc(
 
     Raises:
         TypeError: If an argument is not a tensor.
-        ValueError: If an argument is empty, not one-dimensional, or contains NaN; or torch's
-            default dtype has half precision.
+        ValueError: If an argument is empty, not one-dimensional, or contains NaN, or if
+            torch's default dtype has half precision.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples

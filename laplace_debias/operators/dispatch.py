@@ -1,7 +1,7 @@
 """Combinations of operators: functions that are chosen by the structure of their arguments.
 
-The class of operators calls them, and a structure's file registers its own rules. So this module
-is imported by both, and its operators are typed as `Any`. The functions at the end walk through the
+The class of operators calls them, and a structure's file registers its own rules. Both
+import this module, so its operators are typed as `Any`. The functions at the end walk through the
 fields of the operators' dataclasses.
 """
 

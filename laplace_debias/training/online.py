@@ -531,8 +531,8 @@ def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]
         return
     differing = sorted(set(saved) ^ set(names))
     raise ValueError(
-        f"{differing[:4]} are parameters of only one of the two, the state and this object. Use "
-        "the same model and the same `params=` as when the state was saved."
+        f"{differing[:4]} are parameters of either the state or this object, but not of both. "
+        "Use the same model and the same `params=` as when the state was saved."
     )
 
 

@@ -319,7 +319,7 @@ def test_a_state_of_another_model_or_run_is_refused():
             r"likelihood={'name': 'regression', 'sigma': 1.0}, but .* 'sigma': 0.1",
         ),
         ("classification", {}, {"class_dim": 1}, "class_dim=None, but this object has class_dim=1"),
-        ("classification", {"params": ["3.weight"]}, {}, r"\['0.bias', .* only one of the two"),
+        ("classification", {"params": ["3.weight"]}, {}, r"\['0.bias', .* but not of both"),
         ("classification", {}, {"params": ["3.weight"]}, "block '0.weight', but this model does"),
     ],
 )

@@ -371,7 +371,7 @@ class _Subspace:
 
     Attributes:
         dtype: The dtype that the factors were computed in.
-        num_remaining: The number of directions that the last magnitude is for.
+        num_remaining: The number of directions that share the last magnitude.
     """
 
     def __init__(

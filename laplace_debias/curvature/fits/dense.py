@@ -103,8 +103,8 @@ class RowAccumulator(Accumulator, Generic[Sums]):
 class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
     """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process.
 
-    On one process few rows are kept instead, because these are decomposed in less time than the
-    matrix.
+    On one process, few rows are kept as they are, because it takes less time to decompose them than
+    to decompose the matrix.
     """
 
     def __init__(self, context: FitContext) -> None:
@@ -120,7 +120,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
             self._multiply_out()
 
     def _multiply_out(self) -> Float[Tensor, "D D"]:
-        """Return the matrix, which replaces rows that are kept."""
+        """Return the matrix, and replace the rows by it if rows were kept."""
         if isinstance(self.sums, Tensor):
             return self.sums
         matrix = torch.zeros(

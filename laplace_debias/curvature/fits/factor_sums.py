@@ -227,7 +227,7 @@ class FactorAccumulator(SidedAccumulator[SideSums]):
         """Return G and A of the blocks that this process owns.
 
         Args:
-            weight: The sum of all examples' weights, once for each of which G is multiplied by 1.
+            weight: The sum of all examples' weights. It is A for blocks without an input factor.
         """
         factors: FactorSums = {}
         for block, G in self._factors_G.items():

@@ -20,7 +20,7 @@ _NUM_STRIPS = 4
 
 @dataclass(frozen=True)
 class GramFactor:
-    """A factor that is kept as rows, because these are fewer than its dimension.
+    """A factor that is kept as rows, because there are fewer rows than dimensions.
 
     The factor is `rowsᵀ rows`, plus an unknown remainder of known trace in other directions.
 

@@ -18,12 +18,12 @@ class DataTotals:
     Attributes:
         num_examples: Examples.
         nll: Their negative log-likelihood in nats, times their weights; a tensor on the model's
-            device while a pass goes on.
+            device during a pass.
         num_outputs: Numbers that the network returned, times the examples' weights.
         weight: Weights of the examples; each has the weight 1 if the data has no weights.
         absent: Weights of the examples that have no position in the layer of a block, by the
-            block's name, if there are any. They may be tensors while a pass goes on. Passes that
-            do not look for positions leave this empty.
+            block's name, if there are any. They may be tensors during a pass. Passes that do not
+            look for positions leave this empty.
     """
 
     num_examples: int = 0

@@ -271,7 +271,7 @@ def _split_groups(layer: Any, kernels: Tensor) -> Tensor:
 
 
 def _patch_size(block: Block) -> int:
-    """Count the entries of a patch, of all groups."""
+    """Count the entries of a patch, over all groups."""
     d_out, d_in = block.shape
     # The entries of an exact block are those of depthwise kernels.
     return block.num_groups * (d_out if block.is_vector else d_in)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _NUMBERS_AT_ONCE = 2**20
 # Numbers in the products of the rows, which one block may take.
 _MOST_PRODUCTS = 2**22
-# Seconds, in the unit of those in `patches.py`, with which they are compared.
+# Seconds, in the same unit as those in `patches.py`, because the two are compared.
 _SECONDS_PER_NUMBER = 3.2e-9
 _SECONDS_PER_MULTIPLICATION = 3.3e-11
 _SECONDS_PER_PRODUCT = 1.5e-8

@@ -182,7 +182,7 @@ class CallRecorder:
                 z = call.outputs[index]
                 call.outputs[index] = z.expand(forward_pass.batch, *z.shape[1:]).clone()
         call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
-        # The forward pass goes on with copies, which it may overwrite.
+        # The forward pass continues with copies, which it may overwrite.
         outputs = iter([z.clone() for z in call.outputs])
         handed_on = [
             next(outputs) if is_tensor else leaf

@@ -21,7 +21,7 @@ class ExampleDims:
         uncopied: Embeddings as in `common`, where the forward pass does not let examples have
             copies.
         shapes: The shapes of all inputs of the embeddings.
-        is_known: Whether some examples were run, once and twice each.
+        is_known: Whether the shapes of a batch and of the doubled batch were compared.
     """
 
     common: set[str] = field(default_factory=set)

@@ -110,7 +110,7 @@ def _activations_along(
 def _few_gradients(
     rows: Float[Tensor, "batch *groups columns d_out positions"], U_G: Tensor | None
 ) -> Float[Tensor, "batch *groups columns few positions"]:
-    """Rotate output gradients that are fewer, over columns and positions, than outputs."""
+    """Rotate output gradients whose columns times positions are fewer than the outputs."""
     by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
     few = _few_coordinates(by_example.flatten(1, 2), U_G)
     return few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))

@@ -222,6 +222,6 @@ class OperandRecorder(TorchFunctionMode):
             x = rows(without_subclass(factor.detach()).expand(output.shape))
             name = self._names[id(parameter)]
             self._layer_calls.append(LayerCall(name, x, layer_output, x._version))
-        # The forward pass goes on with a copy, which it may overwrite.
+        # The forward pass continues with a copy, which it may overwrite.
         back = sorted(range(output.ndim), key=order.__getitem__)
         return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)

@@ -150,7 +150,7 @@ def _wrong(
     references: Sequence[Reference],
     mixed: Inputs | None,
 ) -> dict[Block, Exception]:
-    """Blocks that are not what automatic differentiation says, and why; the right ones are not.
+    """Find the blocks that differ from automatic differentiation, and the error of each.
 
     The `mixed` examples are run for what cannot be measured in a batch of them.
     """

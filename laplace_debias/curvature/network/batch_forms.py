@@ -144,8 +144,9 @@ def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batc
         return Batch(inputs, targets)
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise TypeError(
-            "The third entry of a batch must be the weights of its examples, a tensor of "
-            f"floating-point numbers, got {getattr(weights, 'dtype', type(weights).__name__)}. "
+            "The third entry of a batch must be the weights of its examples, as a tensor of "
+            "floating-point numbers, but is of type "
+            f"{getattr(weights, 'dtype', type(weights).__name__)}. "
             f"Convert the weights. If the third entry is something else, {USE_A_HOOK}."
         )
     if weights.shape != (size,):

@@ -37,7 +37,7 @@ class FitData(Protocol):
     def first_index(self, batch: int, num_read: int) -> int:
         """Return the index of a batch's first example among those of all processes.
 
-        Batches are counted from 0; `num_read` is the number of examples in those before.
+        Batches are counted from 0; `num_read` is the number of examples in the earlier ones.
         """
 
     def batch_number(self, batch: int) -> int | None:

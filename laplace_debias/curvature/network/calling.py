@@ -69,7 +69,7 @@ def returned_outputs(
             outputs = functional_call(model, dict(parameters), arguments, named)
             return without_subclass(logits_of(outputs))
     except ValueError as error:
-        # Statistics over the batch, of a single example.
+        # The model computes statistics over the batch, which has a single example.
         if "more than 1 value per channel" in str(error):
             raise mixing_error() from error
         raise

@@ -67,7 +67,7 @@ class ModuleSnapshot:
         self._modules = list(model.modules())
         self._types = list(map(type, self._modules))
         self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are those of hooks that a module does not have.
+        # Most containers are empty: they are for hooks, and most modules have none.
         self._empty: list[Any] = []
         registries: list[dict[str, Any]] = []
         self._contents: list[tuple[Any, Hashable]] = []

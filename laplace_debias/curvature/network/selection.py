@@ -84,7 +84,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     with torch.enable_grad():
         outputs = call(network, take(inputs, slice(0, 1)))
         if len(dict(cuts)) < len(layers):
-            # Another example may take another way, as in a mixture of experts.
+            # Another example may take a different path, as in a mixture of experts.
             cuts.clear()
             outputs = call(network, take(inputs, slice(0, _NUM_EXAMPLES)))
     if not outputs.requires_grad:

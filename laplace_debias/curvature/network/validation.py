@@ -15,7 +15,7 @@ from laplace_debias.system.gathering import is_sharded, number_parameter
 
 
 def validate_model(model: nn.Module) -> nn.Module:
-    """Check that curvature is defined for a model, and return it without wrappers.
+    """Check that curvature is defined for a model, and return the model without wrappers.
 
     Its parameters hold numbers, and its outputs are neither random nor those of a whole batch. A
     buffer may hold Inf, as a mask of attention does: if it matters, the outputs are not finite.

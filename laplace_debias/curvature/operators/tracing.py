@@ -40,10 +40,10 @@ def trace(
     linear maps (tangents forward, cotangents back) share their residuals.
 
     Args:
-        function: From points and vectors to values and, for each vector, a sequence of tensors that
-            are linear in it.
-        points: Example arguments that the function need not be linear in.
-        vectors: Example arguments that it is linear in, a sequence of tensors for each.
+        function: Maps points and vectors to values and, for each vector, to a sequence of tensors
+            that are linear in this vector.
+        points: Example arguments in which the function need not be linear.
+        vectors: Example arguments in which it is linear, a sequence of tensors for each.
 
     Raises:
         UntraceableError: If the recorded operations depend on values, are random, write to their

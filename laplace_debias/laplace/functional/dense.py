@@ -181,7 +181,7 @@ class IndependentAccumulator(KernelAccumulator):
         """Add each output's variances under its own posterior, and 0 between outputs.
 
         Raises:
-            ValueError: If an output has no posterior, because the fit's inputs have fewer outputs.
+            ValueError: If an output has no posterior, because the fit's inputs had fewer outputs.
         """
         assert outputs is not None
         num_outputs = len(self.posterior.curvature.blocks)

@@ -131,7 +131,7 @@ class Scores:
         columns = [batch._columns() for batch in batches]
         concatenated = concatenate_batches([list(batch.values()) for batch in columns], "evaluate")
         own = (batches[0].kind, list(columns[0])) if batches else None
-        # A process without examples has predicted nothing that would show it.
+        # A process without examples has no scores to take the kind and the names from.
         kind, names = next(form for form in process_group().exchange(own) if form is not None)
         return cls(kind, **dict(zip(names, concatenated, strict=True)))
 

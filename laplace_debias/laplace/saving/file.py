@@ -371,7 +371,7 @@ def likelihood_from_json(
     if user_likelihood is not None:
         user_options = _json_options(user_likelihood)
         description = type(user_likelihood).__qualname__, user_options
-        # An earlier version's file has no options of a class that inherits them.
+        # Files of earlier versions lack options that the class inherits.
         saved_options = options["options"].items()
         has_same_options = all(user_options.get(key) == value for key, value in saved_options)
         if type(user_likelihood).__qualname__ == class_name and has_same_options:

@@ -20,7 +20,7 @@ PriorMean = float | Tensor
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """The prior N(μ, P₀⁻¹), with the precision diag(δ) or the information of earlier data and δ.
+    """The prior N(μ, P₀⁻¹), where P₀ is diag(δ) plus the information of any earlier data.
 
     Attributes:
         precision: δ, one number or one per block, in units of one over parameter squared; float64.

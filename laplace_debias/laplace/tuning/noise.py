@@ -119,7 +119,8 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
     by one factor.
 
     Raises:
-        ValueError: If they are not, or if the curvature does not go with the noise.
+        ValueError: If they change by different factors, or if the curvature is not proportional to
+            $\sigma^{-2}$.
     """
     assert isinstance(fitted.likelihood, Gaussian)
     assert isinstance(likelihood, Gaussian)

@@ -158,9 +158,13 @@ def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
 def _tridiagonal(
     products: Products, start: Tensor, num_steps: int, floor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lanczos from unit columns `[n, p]`: diagonals `[p, steps]`, off-diagonals, one fewer, basis.
+    """Run Lanczos from unit columns `[n, p]`.
 
     Once a Krylov space is exhausted, all further entries of its tridiagonal matrix are zero.
+
+    Returns:
+        The diagonals `[p, steps]`, the off-diagonals `[p, steps - 1]`, and the bases
+        `[p, steps, n]`.
     """
     current = start.T
     basis = start.new_zeros(len(current), num_steps, current.shape[1])

@@ -180,7 +180,8 @@ def debiased_cg(
         direction = next(directions)
         if not single.step(direction):
             continue
-        # Only along directions that the first quadratic has accepted, at one product each.
+        # The second system moves only along directions that the first has accepted, at the cost of
+        # one product each.
         debiased.step(torch.where(single.moved, direction, 0), always=True)
         if callback is not None:
             callback(single.iterate(), debiased.iterate())

@@ -101,7 +101,7 @@ class LineSearches:
         self._codes = torch.where(self.running & is_ended, _STATUSES.index(status), self._codes)
 
     def step(self, direction: Tensor, always: bool = False) -> bool:
-        """Move every running right-hand side to its minimum along its direction.
+        """Move the iterate of every running right-hand side to the minimum along its direction.
 
         Returns whether a step was recorded.
         """

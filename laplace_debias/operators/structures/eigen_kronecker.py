@@ -101,7 +101,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def distinct_eigenvalues(self) -> Float[Tensor, "*groups rows columns"]:
-        """The magnitudes; the eigenvectors that a thin side does not have share one."""
+        """The magnitudes; all eigenvectors outside the span of a thin side share one."""
         return self.magnitudes
 
     @property
