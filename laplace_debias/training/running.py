@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.degenerate import average_degenerate
-from laplace_debias.curvature.fits.directions import Eigenbasis, num_remaining, outer
+from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.magnitudes import SquaredGradients, directional_curvature
@@ -146,19 +146,21 @@ class FactorMagnitudes(RunningMagnitudes):
         """Project a batch's factors."""
         measured = {}
         for block, (G, A) in factors.items():
-            U_G, U_A = bases[block].directions(_dtype(G))
-            measured[block] = [directional_curvature(G, U_G), directional_curvature(A, U_A)]
+            basis = bases[block].to(_dtype(G))
+            along_G = directional_curvature(G, basis.output_directions)
+            along_A = directional_curvature(A, basis.input_directions)
+            measured[block] = [along_G, along_A]
         return measured
 
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
         """Project the curvature of G and of A, each onto its new directions."""
         along = self.sums.parts[block]
         overlaps = overlaps_of_bases(new, old)
-        for side, (overlap, (eigenvalues, U)) in enumerate(zip(overlaps, old.sides, strict=True)):
+        multiplicities = old.output_directions.multiplicity, old.input_directions.multiplicity
+        for side, (overlap, (eigenvalues, _)) in enumerate(zip(overlaps, old.sides, strict=True)):
             if overlap is None:
                 continue
-            assert U is not None
-            curvature = average_degenerate(along[side], eigenvalues, dtype, num_remaining(U))
+            curvature = average_degenerate(along[side], eigenvalues, dtype, multiplicities[side])
             curvature = curvature.to(overlap.dtype).unsqueeze(-1)
             along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
 
@@ -250,15 +252,12 @@ class SquaredSums(SquaredGradients):
         if block.is_vector or block.is_one_hot or record.num_positions == 1:
             # These gradients have few entries, or are outer products that are rotated in parts.
             return super().measure(record)
-        U_G, U_A = self._rotations[block]
+        basis = self._bases[block]
         total: Tensor | None = None
         for start in range(0, record.num_examples, _EXAMPLES_PER_SUM):
             examples = slice(start, start + _EXAMPLES_PER_SUM)
             J = _summed_gradients(record, examples)
-            if U_A is not None:
-                J = J @ U_A
-            if U_G is not None:
-                J = U_G.mT @ J
+            J = basis.output_directions.rotate(basis.input_directions.rotate(J, -1), -2)
             squares = J.square().sum(0)
             total = squares if total is None else total.add_(squares)
         assert total is not None

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.gram_factor import GramFactor
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import Basis, ThinBasis, is_thin
 
 MODES = ["full", "mini", "debiased", "crossfit"]
 
@@ -187,11 +187,11 @@ def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, 
     record = BlockRecord(block, model[0], [x], [g])
     ranks = 3, 5
     U_G, U_A = (torch.linalg.qr(torch.randn(*block.groups, d, d).double())[0] for d in block.shape)
-    expected = magnitudes.ekfac_magnitudes(record, U_G, U_A)
+    expected = magnitudes.ekfac_magnitudes(record, Basis(U_G), Basis(U_A))
     for dim, rank in zip((-2, -1), ranks, strict=True):
         kept, rest = expected.tensor_split([rank], dim)
         expected = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
-    thin = (U[..., :rank] for U, rank in zip((U_G, U_A), ranks, strict=True))
+    thin = (ThinBasis(U[..., :rank]) for U, rank in zip((U_G, U_A), ranks, strict=True))
     actual = magnitudes.ekfac_magnitudes(record, *thin)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -212,7 +212,7 @@ def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, toler
     U_G, U_A = (torch.linalg.qr(torch.randn(d, 4).double())[0].to(dtype) for d in block.shape)
     products = []
     for apart in (True, False):
-        parts = rotated_jacobians(record, U_G, U_A, apart=apart)
+        parts = rotated_jacobians(record, ThinBasis(U_G), ThinBasis(U_A), apart=apart)
         J = torch.cat([part.J for part in parts]).double()
         rows = [part.flatten(2) for part in (J[..., :4, 4:], J[..., 4:, :4], J[..., 4:, 4:])]
         products.append(torch.stack([each @ each.mT for each in rows]))

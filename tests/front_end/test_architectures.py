@@ -9,7 +9,6 @@ from torch import nn
 
 from examples.paper.networks import all_cnn_c, conv_net, resnet50, vit_little, wide_resnet
 from laplace_debias import Laplace
-from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 
 BATCH = 6
 
@@ -148,8 +147,9 @@ def test_a_thousand_classes_take_no_jacobian(monkeypatch):
     assert mean.shape == variances.shape == (3, 1100)
     weight, bias = la.posterior.curvature.blocks.values()
     phi = torch.tanh(model[0](x[:1]))[0].detach()
-    along = coordinates(phi, weight.U_A).square() / (3 * weight.in_frame + 1)
-    expected = frame(weight.U_G).square() @ along.sum(1) + frame(bias.U_G).square() @ (
+    along = weight.input_directions.coordinates(phi).square() / (3 * weight.in_frame + 1)
+    frames = weight.output_directions.frame(), bias.output_directions.frame()
+    expected = frames[0].square() @ along.sum(1) + frames[1].square() @ (
         1 / (3 * bias.in_frame[:, 0] + 1)
     )
     torch.testing.assert_close(variances[0], expected, rtol=1e-4, atol=1e-5)

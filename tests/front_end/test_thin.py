@@ -18,7 +18,7 @@ from laplace_debias.laplace import thinning
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.operators.exact import exact_trace
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import is_thin
 
 DELTA, NUM_DATA = 0.7, 30
 close = partial(oracle.close, tolerance=1e-10)

@@ -29,9 +29,7 @@ from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
     eigh,
-    num_remaining,
     outer,
-    trace_along,
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
@@ -44,7 +42,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import FitData, Fold
 from laplace_debias.curvature.network.shards import first_indices_of_batches
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 from laplace_debias.system.ranks import Ranks
 
 
@@ -143,7 +141,7 @@ def crossfit_factors(
         along_G = crossfit_magnitudes(factors_G, sizes_G, pair_G, context.dtype)
         along_A = crossfit_magnitudes(factors_A, sizes_A, pair_A, context.dtype)
         magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
-        trace_A = trace_along(along_A, basis.U_A)
+        trace_A = basis.input_directions.trace(along_A)
         operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes, trace_A=trace_A)]
     (curvature,) = _share_curvatures(context, operators, 1, total_of(totals_by_fold))
     return curvature
@@ -179,7 +177,7 @@ def crossfit_with_replicates(
         plain = outer(basis.eigenvalues_G, basis.eigenvalues_A)
         operators[block] = [
             EigenKronecker(
-                basis.U_G, basis.U_A, crossfitted, trace_A=trace_along(along_A, basis.U_A)
+                basis.U_G, basis.U_A, crossfitted, trace_A=basis.input_directions.trace(along_A)
             ),
             EigenKronecker(basis.U_G, basis.U_A, plain),
         ]
@@ -348,9 +346,9 @@ def _estimate_fold(
 ) -> FoldEstimate:
     """Measure a fold's curvature along the directions of the other folds."""
     eigenvalues, directions = subspace.eigenpairs(_other_folds(factors, sizes, fold))
-    curvature = directional_curvature(subspace.project(factors[fold]), directions)
+    curvature = directional_curvature(subspace.project(factors[fold]), Basis(directions))
     magnitudes = subspace.with_remainder(curvature, factors[fold])
-    averaged = average_degenerate(magnitudes, eigenvalues, subspace.dtype, subspace.num_remaining)
+    averaged = average_degenerate(magnitudes, eigenvalues, subspace.dtype, subspace.multiplicity)
     return FoldEstimate(eigenvalues, directions, averaged)
 
 
@@ -371,7 +369,7 @@ class _Subspace:
 
     Attributes:
         dtype: The dtype that the factors were computed in.
-        num_remaining: The number of directions that share the last magnitude.
+        multiplicity: The number of directions that share the last magnitude.
     """
 
     def __init__(
@@ -381,11 +379,12 @@ class _Subspace:
         dtype: torch.dtype,
     ) -> None:
         self.dtype = dtype
-        self.num_remaining = num_remaining(U)
+        directions = Directions.from_columns(U, U.shape[-1])
+        self.multiplicity = directions.multiplicity
         self._num_magnitudes = eigenvalues.shape[-1]
         self._basis: Tensor | None = None
         self._null_basis: Tensor | None = None
-        if is_thin(U):
+        if isinstance(directions, ThinBasis):
             self._basis = U
         elif U.ndim == 2:
             rank = max(1, numerical_rank(eigenvalues, dtype))
@@ -412,9 +411,9 @@ class _Subspace:
     ) -> Float[Tensor, "*groups d"]:
         """Compute a factor's curvature along a basis of the subspace, and outside of it."""
         remainder = 0.0
-        if isinstance(factor, GramFactor) and self.num_remaining > 1:
+        if isinstance(factor, GramFactor) and self.multiplicity > 1:
             trace = factor.rows.square().sum() + factor.residual_trace
-            remainder = float((trace - curvature.sum()).clamp_min(0)) / self.num_remaining
+            remainder = float((trace - curvature.sum()).clamp_min(0)) / self.multiplicity
         return F.pad(curvature, (0, self._num_magnitudes - curvature.shape[-1]), value=remainder)
 
     def lift(self, directions: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:

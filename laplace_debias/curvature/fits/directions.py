@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_debias.curvature.fits.degenerate import average_degenerate, numerical_rank
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.operators import eigh as decomposition
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import Directions
 
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 # Eigenvalues and eigenvectors; None for the coordinate axes.
@@ -32,15 +32,20 @@ class Eigenbasis(NamedTuple):
     eigenvalues_G: Float[Tensor, "*groups rows"]
     eigenvalues_A: Float[Tensor, "*groups columns"]
 
-    def directions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return U_G and U_A in another dtype."""
-        U_G = None if self.U_G is None else self.U_G.to(dtype)
-        U_A = None if self.U_A is None else self.U_A.to(dtype)
-        return U_G, U_A
+    @property
+    def output_directions(self) -> Directions:
+        """The directions of G."""
+        return Directions.from_columns(self.U_G, self.eigenvalues_G.shape[-1])
+
+    @property
+    def input_directions(self) -> Directions:
+        """The directions of A."""
+        return Directions.from_columns(self.U_A, self.eigenvalues_A.shape[-1])
 
     def to(self, dtype: torch.dtype) -> "Eigenbasis":
         """Convert the directions and the eigenvalues to another dtype."""
-        U_G, U_A = self.directions(dtype)
+        U_G = None if self.U_G is None else self.U_G.to(dtype)
+        U_A = None if self.U_A is None else self.U_A.to(dtype)
         return Eigenbasis(U_G, U_A, self.eigenvalues_G.to(dtype), self.eigenvalues_A.to(dtype))
 
     @property
@@ -65,29 +70,15 @@ class Eigenbasis(NamedTuple):
         largest_A = self.eigenvalues_A.amax(-1, keepdim=True)
         if self.U_G is not None:
             eigenvalues = self.eigenvalues_G * largest_A
-            remaining = num_remaining(self.U_G)
-            measured = average_degenerate(measured, eigenvalues, dtype, remaining)
+            multiplicity = self.output_directions.multiplicity
+            measured = average_degenerate(measured, eigenvalues, dtype, multiplicity)
         if self.U_A is not None:
             eigenvalues = self.eigenvalues_A * largest_G
-            remaining = num_remaining(self.U_A)
-            measured = average_degenerate(measured.mT, eigenvalues, dtype, remaining).mT
+            multiplicity = self.input_directions.multiplicity
+            measured = average_degenerate(measured.mT, eigenvalues, dtype, multiplicity).mT
         # A file stores them contiguously. Products add in the order of memory, so that a posterior
         # and its file give the same bits.
         return measured.contiguous()
-
-
-def num_remaining(U: Tensor) -> int:
-    """Count the directions that share the last magnitude: d − r if `U` is thin, else 1."""
-    return U.shape[-2] - U.shape[-1] if is_thin(U) else 1
-
-
-def trace_along(
-    curvature: Float[Tensor, "*n values"], U: Float[Tensor, "*groups d r"] | None
-) -> Float[Tensor, "*n"]:
-    """Compute traces from the curvature along all directions of a factor."""
-    if not is_thin(U):
-        return curvature.sum(-1)
-    return curvature[..., :-1].sum(-1) + num_remaining(U) * curvature[..., -1]
 
 
 def outer(

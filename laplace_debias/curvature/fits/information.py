@@ -11,7 +11,7 @@ from laplace_debias.curvature.fits.factor_sums import FactorSums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import is_thin
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.block_tensors import (
 )
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
-from laplace_debias.curvature.fits.directions import Eigenbasis, num_remaining, outer, trace_along
+from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factor_keys import Side
 from laplace_debias.curvature.fits.factor_sums import SidedAccumulator, SideSums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
@@ -27,7 +27,7 @@ from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
+from laplace_debias.operators.structures.directions import Axes, Basis, Directions, ThinBasis
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def curvature_along(
         if block in along_A:
             A = along_A[block] / totals.input_divisor(block)
         values[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
-        traces_A[block] = trace_along(A, bases[block].U_A)
+        traces_A[block] = bases[block].input_directions.trace(A)
     return ProductMagnitudes(values, traces_A, totals)
 
 
@@ -75,7 +75,7 @@ class ProjectedSums(SideSums):
     """
 
     def __init__(
-        self, context: FitContext, side: Side, directions: Mapping[Block, Tensor | None]
+        self, context: FitContext, side: Side, directions: Mapping[Block, Directions]
     ) -> None:
         super().__init__(context, side)
         self._directions = directions
@@ -88,7 +88,8 @@ class ProjectedSums(SideSums):
 
     def keeps_rows(self, block: Block) -> bool:
         """Whether the factor of a block is measured as rows, which are projected at once."""
-        return is_thin(self._directions[block]) or super().keeps_rows(block)
+        is_thin = isinstance(self._directions[block], ThinBasis)
+        return is_thin or super().keeps_rows(block)
 
     def add(self, block: Block, factor: Factor) -> None:
         """Project rows, or add a factor to the sum of factors."""
@@ -98,8 +99,8 @@ class ProjectedSums(SideSums):
             super().add(block, factor)
 
     def _project(self, block: Block, factor: Factor) -> None:
-        U = self._directions[block]
-        curvature = directional_curvature(factor.to(self._context.factor_dtype), U)
+        directions = self._directions[block]
+        curvature = directional_curvature(factor.to(self._context.factor_dtype), directions)
         add_to(self.projected, block, curvature)
 
     def reduce(self) -> None:
@@ -118,10 +119,10 @@ class DirectionalCurvature(SidedAccumulator[ProjectedSums]):
     """An accumulator of the factors' curvature along directions from other data."""
 
     def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
-        directions_G = {block: basis.U_G for block, basis in bases.items()}
-        directions_A = {block: basis.U_A for block, basis in bases.items()}
-        G = ProjectedSums(context, Side.G, directions_G)
-        A = ProjectedSums(context, Side.A, directions_A)
+        output_directions = {block: basis.output_directions for block, basis in bases.items()}
+        input_directions = {block: basis.input_directions for block, basis in bases.items()}
+        G = ProjectedSums(context, Side.G, output_directions)
+        A = ProjectedSums(context, Side.A, input_directions)
         super().__init__(context, G, A)
 
     def reduce(self) -> None:
@@ -131,33 +132,22 @@ class DirectionalCurvature(SidedAccumulator[ProjectedSums]):
 
 
 def directional_curvature(
-    factor: Factor, U: Float[Tensor, "*groups d r"] | None
-) -> Float[Tensor, "*groups values"]:
-    r"""Compute a factor's curvature along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
+    factor: Factor, directions: Directions
+) -> Float[Tensor, "*groups magnitudes"]:
+    r"""Compute a factor's curvature along directions, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
-    If U is thin, its mean along all other directions follows.
+    Along thin directions the factor must be a `GramFactor`.
     """
     if isinstance(factor, GramFactor):
-        return with_mean_remainder(coordinates(factor.rows, U).square().sum(0), U)
-    if factor.ndim == 1:
-        return factor if U is None else U.square().T @ factor
-    if U is None:
-        return factor.diagonal(dim1=-2, dim2=-1)
+        return directions.pool(directions.coordinates(factor.rows).square().sum(0))
+    is_diagonal = factor.ndim == 1
+    if isinstance(directions, Axes):
+        return factor if is_diagonal else factor.diagonal(dim1=-2, dim2=-1)
+    assert isinstance(directions, Basis)
+    U = directions.U
+    if is_diagonal:
+        return U.square().T @ factor
     return ((factor @ U) * U).sum(-2).clamp_min(0)
-
-
-def with_mean_remainder(
-    squares: Float[Tensor, "*n columns"], U: Tensor | None
-) -> Float[Tensor, "*n values"]:
-    """Replace the squares in the directions that thin ones do not span by their mean.
-
-    Squares are those of coordinates in the frame of thin directions, `[..., r + d]`; they are
-    returned unchanged if U is not thin.
-    """
-    if not is_thin(U):
-        return squares
-    spanned, remainder = squares.split([U.shape[-1], U.shape[-2]], -1)
-    return torch.cat([spanned, remainder.sum(-1, keepdim=True) / num_remaining(U)], -1)
 
 
 def ekfac_sums(
@@ -180,7 +170,7 @@ class SquaredGradients(Accumulator):
     def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
         super().__init__(context)
         # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
-        self._rotations = {block: basis.directions(context.dtype) for block, basis in bases.items()}
+        self._bases = {block: basis.to(context.dtype) for block, basis in bases.items()}
         self.squares: BlockTensors = {}
 
     @property
@@ -190,8 +180,8 @@ class SquaredGradients(Accumulator):
 
     def measure(self, record: BlockRecord) -> Tensor:
         """Compute the squares for a chunk of examples."""
-        U_G, U_A = self._rotations[record.block]
-        return ekfac_magnitudes(record, U_G, U_A)
+        basis = self._bases[record.block]
+        return ekfac_magnitudes(record, basis.output_directions, basis.input_directions)
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""
@@ -203,11 +193,8 @@ class SquaredGradients(Accumulator):
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
         """Begin the sum of a block if there is none."""
         if block not in self.squares:
-            # The last magnitude of thin directions is that of all remaining ones.
-            shape = [
-                U.shape[-1] + 1 if is_thin(U) else d
-                for d, U in zip(block.shape, self._rotations[block], strict=True)
-            ]
+            basis = self._bases[block]
+            shape = basis.output_directions.num_magnitudes, basis.input_directions.num_magnitudes
             zeros = torch.zeros(*block.groups, *shape, device=self.context.device)
             self.add(block, zeros)
 
@@ -218,8 +205,8 @@ class SquaredGradients(Accumulator):
 
 
 def ekfac_magnitudes(
-    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
-) -> Float[Tensor, "*groups d_out d_in"]:
+    record: BlockRecord, output_directions: Directions, input_directions: Directions
+) -> Float[Tensor, "*groups rows columns"]:
     r"""Compute the exact curvature along a block's directions, summed over examples.
 
     $\Lambda_{ij} = \sum_n\sum_k \big((U_G^\top (\sum_t g_{kt} a_t^\top) U_A)_{ij}\big)^2$
@@ -233,28 +220,24 @@ def ekfac_magnitudes(
     if is_linear and len(record.inputs) == 1 and record.inputs[0].ndim == 2:
         # One position: the square of the outer product is the outer product of the squares.
         activations = block.rule.activations(record.layer, block, record.inputs[0])
-        a = coordinates(activations[:, 0], U_A)
-        rows = coordinates(record.columns()[0][..., 0], U_G)
+        a = input_directions.coordinates(activations[:, 0])
+        rows = output_directions.coordinates(record.columns()[0][..., 0])
         total = rows.square().sum(0).T @ a.square()
     else:
-        # A frame has one more coordinate for each thin direction.
-        frame = [
-            d + U.shape[-1] if is_thin(U) else d
-            for d, U in zip(block.shape, (U_G, U_A), strict=True)
-        ]
-        for _, J, columns in rotated_jacobians(record, U_G, U_A):
+        shape = output_directions.num_coordinates, input_directions.num_coordinates
+        for _, J, columns in rotated_jacobians(record, output_directions, input_directions):
             squares = J.square().sum((0, 1))
-            if total is None and columns is None and list(squares.shape[-2:]) == frame:
+            if total is None and columns is None and squares.shape[-2:] == shape:
                 total = squares
                 continue
             if total is None:
-                total = squares.new_zeros(*squares.shape[:-2], *frame)
+                total = squares.new_zeros(*squares.shape[:-2], *shape)
             if columns is None:
                 total[..., : squares.shape[-2], : squares.shape[-1]] += squares
             else:
                 total.index_add_(1, columns, squares)
     assert total is not None
-    return with_mean_remainder(with_mean_remainder(total, U_A).mT, U_G).mT
+    return output_directions.pool(input_directions.pool(total).mT).mT
 
 
 class _DroppedSquares(SquaredGradients):
@@ -266,13 +249,14 @@ class _DroppedSquares(SquaredGradients):
 
 def drop_squares(context: FitContext, data: FitData) -> None:
     """Measure the squares along the coordinate axes without keeping them, for a plan."""
-    axes = {block: coordinate_axes() for block in context.blocks}
+    axes = {block: coordinate_axes(block) for block in context.blocks}
     accumulate(_DroppedSquares(context, axes), data)
 
 
-def coordinate_axes() -> Eigenbasis:
-    """Return the coordinate axes as directions, with no curvature of factors along them."""
-    return Eigenbasis(None, None, torch.ones(0), torch.ones(0))
+def coordinate_axes(block: Block) -> Eigenbasis:
+    """Return the coordinate axes of a block as directions, with eigenvalues of one."""
+    d_out, d_in = block.shape
+    return Eigenbasis(None, None, torch.ones(d_out), torch.ones(d_in))
 
 
 def assemble(
@@ -326,7 +310,7 @@ def assemble_eigenvalues(
             basis,
             outer(basis.eigenvalues_G, basis.eigenvalues_A),
             context.dtype,
-            trace_A=trace_along(basis.eigenvalues_A, basis.U_A),
+            trace_A=basis.input_directions.trace(basis.eigenvalues_A),
             share_A=totals.input_share(block),
         )
     return BlockDiagonal(blocks)
@@ -340,10 +324,10 @@ def _kronecker(
     share_A: float = 1.0,
 ) -> EigenKronecker:
     """Build the curvature of a block, in the dtype of the posterior."""
-    U_G, U_A = basis.directions(dtype)
+    converted_basis = basis.to(dtype)
     return EigenKronecker(
-        U_G,
-        U_A,
+        converted_basis.U_G,
+        converted_basis.U_A,
         magnitudes.to(dtype),
         trace_A=None if trace_A is None else trace_A.to(dtype),
         share_A=share_A,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from laplace_debias.operators.structures.eigen_kronecker import coordinates
+from laplace_debias.operators.structures.directions import Directions
 from laplace_debias.system.memory import ROOM
 
 # The exact block of a parameter without a layer's rule is dense up to so many entries, and diagonal
@@ -382,10 +382,10 @@ class LayerRule:
         return total
 
     def activations_along(
-        self, layer: nn.Module, block: Block, x: Tensor, U: Tensor | None
-    ) -> Float[Tensor, "batch positions *groups rank"]:
+        self, layer: nn.Module, block: Block, x: Tensor, directions: Directions
+    ) -> Float[Tensor, "batch positions *groups coordinates"]:
         """Compute the coordinates of activations along directions."""
-        return coordinates(self.activations(layer, block, x), U)
+        return directions.coordinates(self.activations(layer, block, x))
 
     def second_moments(
         self, layer: nn.Module, block: Block, inputs: Sequence[Tensor]

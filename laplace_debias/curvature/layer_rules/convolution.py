@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
 from laplace_debias.curvature.layer_rules.patches import fastest_moments
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import Basis, Directions
 
 # Multiplications below which the kernel gradient of an example costs less than calling for it, and
 # the number of input channels that separates the two limits; measured on one thread of a processor
@@ -146,11 +146,12 @@ class ConvolutionRule(LayerRule):
         return rows.unflatten(0, (len(g), -1))
 
     def activations_along(
-        self, layer: Any, block: Block, x: Tensor, U: Tensor | None
-    ) -> Float[Tensor, "batch positions *groups rank"]:
+        self, layer: Any, block: Block, x: Tensor, directions: Directions
+    ) -> Float[Tensor, "batch positions *groups coordinates"]:
         """Compute coordinates of patches: directions are filters of the image."""
-        if U is None or is_thin(U) or not _convolves_faster(layer, block):
-            return super().activations_along(layer, block, x, U)
+        if not isinstance(directions, Basis) or not _convolves_faster(layer, block):
+            return super().activations_along(layer, block, x, directions)
+        U = directions.U
         bias = U[-1] if block.is_joint else None
         filters = U[:-1] if block.is_joint else U
         filters = filters.T.unflatten(1, layer.weight.shape[1:])

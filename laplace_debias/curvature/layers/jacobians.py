@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.operators.structures.eigen_kronecker import coordinates, in_parts, is_thin
+from laplace_debias.operators.structures.directions import Axes, Directions, ThinBasis
 
 # Numbers that a slice of an embedding's Jacobian holds.
 _SLICE = 2**22
@@ -31,12 +31,16 @@ class Rotated(NamedTuple):
     columns: Int[Tensor, " some_d_in"] | None = None
 
 
-Jacobians = Callable[[BlockRecord, Tensor | None, Tensor | None], Iterator[Rotated]]
+Jacobians = Callable[[BlockRecord, Directions, Directions], Iterator[Rotated]]
 """A function that takes a block's record and directions, and yields rotated Jacobians."""
 
 
 def rotated_jacobians(
-    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None, *, apart: bool = True
+    record: BlockRecord,
+    output_directions: Directions,
+    input_directions: Directions,
+    *,
+    apart: bool = True,
 ) -> Iterator[Rotated]:
     r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
 
@@ -47,19 +51,26 @@ def rotated_jacobians(
     block = record.block
     if block.is_vector:
         for examples, rows in record.jacobian_rows():
-            yield Rotated(examples, coordinates(rows, U_G).movedim(0, 1).unsqueeze(-1))
+            coordinates = output_directions.coordinates(rows)
+            yield Rotated(examples, coordinates.movedim(0, 1).unsqueeze(-1))
         return
     if block.is_one_hot:
-        yield from _looked_up(record, U_G, U_A)
+        yield from _looked_up(record, output_directions, input_directions)
         return
     jacobian_size = record.num_columns * block.size
     for examples in block.rule.slices(record.layer, block, record.inputs[0], extra=jacobian_size):
         # No variable has it, so that one slice's is released before the next is made.
-        yield Rotated(examples, _rotated_slice(record, examples, U_G, U_A, apart))
+        yield Rotated(
+            examples, _rotated_slice(record, examples, output_directions, input_directions, apart)
+        )
 
 
 def _rotated_slice(
-    record: BlockRecord, examples: slice, U_G: Tensor | None, U_A: Tensor | None, apart: bool
+    record: BlockRecord,
+    examples: slice,
+    output_directions: Directions,
+    input_directions: Directions,
+    apart: bool,
 ) -> Float[Tensor, "part columns *groups rows some_d_in"]:
     """The Jacobian of some examples, in the eigenbasis."""
     block = record.block
@@ -69,8 +80,11 @@ def _rotated_slice(
     num_positions = record.num_positions
     # For many positions their sum is rotated, for few each. Nothing is rotated without directions.
     is_apart = apart and len(record.inputs) == 1
-    has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * num_positions < block.shape[0]
-    is_rotated = U_G is not None or U_A is not None
+    num_rows = num_columns * num_positions
+    has_few_rows = (
+        is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < block.shape[0]
+    )
+    is_rotated = not (isinstance(output_directions, Axes) and isinstance(input_directions, Axes))
     is_summed_first = not has_few_rows and (num_positions > block.shape[1] or not is_rotated)
     total: Tensor | None = None
     for all_inputs, all_gradients in record.calls():
@@ -78,46 +92,50 @@ def _rotated_slice(
         g = all_gradients[:, examples]
         summed = rule.summed_products(layer, block, x, g) if is_summed_first else None
         if summed is not None:
-            product = coordinates(summed, U_A)
+            product = input_directions.coordinates(summed)
         else:
-            a = _activations_along(record, x, U_A, is_apart)
+            a = _activations_along(record, x, input_directions, is_apart)
             rows = rule.output_gradients(layer, block, x, g).movedim(0, -3)
             if has_few_rows:
-                rows = _few_gradients(rows, U_G)
+                assert isinstance(output_directions, ThinBasis)
+                rows = _few_gradients(rows, output_directions)
             elif not is_summed_first:
-                rows = _along(U_G, rows)
+                rows = _coordinates_of_columns(rows, output_directions)
             # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
             # column.
             product = rows.flatten(-3, -2) @ a.movedim(1, -2)
         total = product if total is None else total.add_(product)
     assert total is not None
     J = total.unflatten(-2, (num_columns, -1))
-    return (_along(U_G, J) if is_summed_first else J).movedim(-3, 1)
+    if is_summed_first:
+        J = _coordinates_of_columns(J, output_directions)
+    return J.movedim(-3, 1)
 
 
 def _activations_along(
-    record: BlockRecord, x: Tensor, U_A: Tensor | None, is_apart: bool
+    record: BlockRecord, x: Tensor, directions: Directions, is_apart: bool
 ) -> Float[Tensor, "batch positions *groups some_d_in"]:
     """Rotate the activations of a layer, for some examples."""
     block = record.block
-    if not (is_apart and is_thin(U_A)):
-        return block.rule.activations_along(record.layer, block, x, U_A)
+    if not (is_apart and isinstance(directions, ThinBasis)):
+        return block.rule.activations_along(record.layer, block, x, directions)
     a = block.rule.activations(record.layer, block, x)
-    is_few = a.shape[1] < block.shape[1]
-    return _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
+    if a.shape[1] < block.shape[1]:
+        return _few_coordinates(a, directions)
+    return directions.coordinates(a)
 
 
 def _few_gradients(
-    rows: Float[Tensor, "batch *groups columns d_out positions"], U_G: Tensor | None
+    rows: Float[Tensor, "batch *groups columns d_out positions"], directions: ThinBasis
 ) -> Float[Tensor, "batch *groups columns few positions"]:
     """Rotate output gradients whose columns times positions are fewer than the outputs."""
     by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
-    few = _few_coordinates(by_example.flatten(1, 2), U_G)
+    few = _few_coordinates(by_example.flatten(1, 2), directions)
     return few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))
 
 
 def single_products(
-    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
+    record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
     r"""Compute the factors of a Jacobian that is one outer product per output of an example.
 
@@ -135,23 +153,25 @@ def single_products(
     ((x, g),) = record.calls()
     activations = block.rule.activations(record.layer, block, x)
     gradients = block.rule.output_gradients(record.layer, block, x, g).squeeze(-1).movedim(0, 1)
-    a = _few_coordinates(activations, U_A) if is_thin(U_A) else coordinates(activations, U_A)
-    if is_thin(U_G) and 2 * record.num_columns < block.shape[0]:
-        rows = _few_coordinates(gradients, U_G)
+    if isinstance(input_directions, ThinBasis):
+        a = _few_coordinates(activations, input_directions)
     else:
-        rows = coordinates(gradients, U_G)
+        a = input_directions.coordinates(activations)
+    if isinstance(output_directions, ThinBasis) and 2 * record.num_columns < block.shape[0]:
+        rows = _few_coordinates(gradients, output_directions)
+    else:
+        rows = output_directions.coordinates(gradients)
     return rows, a.squeeze(1)
 
 
 def _few_coordinates(
-    rows: Float[Tensor, "batch n *groups d"], U: Float[Tensor, "*groups d rank"] | None
+    rows: Float[Tensor, "batch n *groups d"], directions: ThinBasis
 ) -> Float[Tensor, "batch n *groups few"]:
     """An example's n < d rows along thin directions, with n coordinates for what these leave.
 
     All directions there have one magnitude, so any orthonormal basis of the rows will do.
     """
-    assert U is not None
-    along, remainder = in_parts(rows, U)
+    along, remainder = directions.split(rows)
     return torch.cat([along, _triangular(remainder.movedim(1, -2)).movedim(-2, 1)], -1)
 
 
@@ -186,18 +206,18 @@ def dense_jacobians(
         record: The record of the block.
         jacobians: A function that computes Jacobians.
     """
-    d_in = record.block.shape[1]
-    for examples, J, columns in jacobians(record, None, None):
+    d_out, d_in = record.block.shape
+    for examples, J, columns in jacobians(record, Axes(d_out), Axes(d_in)):
         if columns is not None:
             J = J.new_zeros(*J.shape[:3], d_in).index_add_(3, columns, J)
         yield examples, J.flatten(2)
 
 
 def joint_jacobians(
-    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
+    record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
     """A block's Jacobian in its eigenbasis, with all examples as one, `[1, b·K, d_out, d_in]`."""
-    slices = list(rotated_jacobians(record, U_G, U_A, apart=False))
+    slices = list(rotated_jacobians(record, output_directions, input_directions, apart=False))
     looked_up = [rotated.columns for rotated in slices if rotated.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:
@@ -211,9 +231,11 @@ def joint_jacobians(
     yield Rotated(slice(0, 1), J.flatten(0, 1).unsqueeze(0), columns)
 
 
-def _looked_up(record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None) -> Iterator[Rotated]:
+def _looked_up(
+    record: BlockRecord, output_directions: Directions, input_directions: Directions
+) -> Iterator[Rotated]:
     """The Jacobian for one-hot activations: gradients added up index by index, zero for others."""
-    assert U_A is None, "The directions of one-hot inputs are the coordinate axes."
+    assert isinstance(input_directions, Axes), "One-hot inputs have the coordinate axes."
     block = record.block
     rule = block.rule
     indices = [rule.activation_indices(record.layer, x) for x in record.inputs]
@@ -224,7 +246,7 @@ def _looked_up(record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None) -> I
     for start in range(0, record.num_examples, step):
         examples = slice(start, min(start + step, record.num_examples))
         ids = torch.cat([by_call[examples] for by_call in indices], dim=1)
-        g = _along(U_G, torch.cat(record.columns(examples), dim=3))
+        g = _coordinates_of_columns(torch.cat(record.columns(examples), dim=3), output_directions)
         columns, places = _distinct(ids, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))
         J.scatter_add_(3, places[None, :, None, :].expand_as(g), g)
@@ -249,15 +271,12 @@ def _distinct(
     return columns.scatter_(0, among, ordered), places
 
 
-def _along(
-    U: Float[Tensor, "*groups d r"] | None, columns: Float[Tensor, "batch *groups n d k"]
+def _coordinates_of_columns(
+    columns: Float[Tensor, "batch *groups n d k"], directions: Directions
 ) -> Float[Tensor, "batch *groups n rows k"]:
-    """Do the same as `coordinates`, of columns `[b, *groups, n, d, k]`."""
-    if U is None:
-        return columns
-    if U.ndim == 2 and columns.shape[-1] < _FEW_POSITIONS:
+    """Compute the coordinates of columns, `[b, *groups, n, d, k]`."""
+    has_groups = columns.ndim > 4
+    if not has_groups and columns.shape[-1] < _FEW_POSITIONS:
         # One product of all columns is many times faster than one for each.
-        return coordinates(columns.mT, U).mT
-    U = U.unsqueeze(-3)
-    along = U.mT @ columns
-    return torch.cat([along, (U @ along).neg_().add_(columns)], -2) if is_thin(U) else along
+        return directions.coordinates(columns.mT).mT
+    return directions.coordinates_of_columns(columns)

@@ -39,6 +39,7 @@ from laplace_debias.curvature.network.outputs import (
 )
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
+from laplace_debias.operators.structures.directions import Axes
 from laplace_debias.system.memory import is_out_of_memory
 
 
@@ -241,7 +242,8 @@ def _deviation(
     difference = expected.clone()
     block = record.block
     matrices = difference.view(len(difference), *block.groups, *block.shape)
-    for examples, J, columns in rotated_jacobians(record, None, None):
+    axes = [Axes(size) for size in block.shape]
+    for examples, J, columns in rotated_jacobians(record, *axes):
         if columns is None:
             matrices[examples] -= J[:, -1]
         else:

@@ -39,7 +39,7 @@ class DiagonalCurvature(CurvatureStructure):
         self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
     ) -> CurvatureFit:
         """Measure the diagonal; a debiased fit reads only the data of the magnitudes."""
-        bases = {block: coordinate_axes() for block in context.blocks}
+        bases = {block: coordinate_axes(block) for block in context.blocks}
         data = directions if magnitudes is None else magnitudes
         table, totals = ekfac_sums(context, bases, data, 0)
         for squares in table.values():

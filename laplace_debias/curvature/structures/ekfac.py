@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.crossfit import (
     total_factors,
     total_of,
 )
-from laplace_debias.curvature.fits.directions import Eigenbasis, trace_along
+from laplace_debias.curvature.fits.directions import Eigenbasis
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
@@ -124,8 +124,8 @@ def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
     curvature itself.
     """
     magnitudes = curvature.magnitudes.to(dtype)
-    traces_G = trace_along(magnitudes, curvature.U_A)
-    traces_A = trace_along(magnitudes.mT, curvature.U_G)
+    traces_G = curvature.input_directions.trace(magnitudes)
+    traces_A = curvature.output_directions.trace(magnitudes.mT)
     # Products of the two sides' eigenvalues then have the unit of the curvature.
-    trace = trace_along(traces_G, curvature.U_G).unsqueeze(-1)
+    trace = curvature.output_directions.trace(traces_G).unsqueeze(-1)
     return Eigenbasis(curvature.U_G, curvature.U_A, traces_G, (traces_A / trace).nan_to_num(0.0))

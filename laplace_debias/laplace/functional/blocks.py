@@ -102,7 +102,8 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             if products is not None:
                 add_single_products(into, *products, curvature, deltas, self._diagonal)
                 continue
-            for examples, J, columns in self._jacobians(record, operator.U_G, operator.U_A):
+            directions = operator.output_directions, operator.input_directions
+            for examples, J, columns in self._jacobians(record, *directions):
                 column_curvature = curvature if columns is None else curvature[..., columns]
                 column_curvature = column_curvature[..., : J.shape[-2], : J.shape[-1]].flatten()
                 rows = J.flatten(2)
@@ -129,7 +130,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         """Compute `single_products`; None also for Jacobians that are not those of the layers."""
         if self._jacobians is not rotated_jacobians:
             return None
-        return single_products(record, operator.U_G, operator.U_A)
+        return single_products(record, operator.output_directions, operator.input_directions)
 
     def _add_weighted(
         self, into: Float[Tensor, "batch columns *again"], records: Iterable[BlockRecord]
@@ -150,7 +151,8 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 along = activations.square() @ weights.mT
                 add_outer_products(into, gradients, along, self._diagonal)
                 continue
-            for examples, J, columns in self._jacobians(record, operator.U_G, operator.U_A):
+            directions = operator.output_directions, operator.input_directions
+            for examples, J, columns in self._jacobians(record, *directions):
                 weights = block_weights if columns is None else block_weights[..., columns]
                 weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()
                 add_weighted_products(into[examples], J.flatten(2), weights, self._diagonal)

@@ -15,7 +15,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.laplace.links import SecondMoments
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
+from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 
 # Entries of a weight's rows that are used together.
 _SLICE = 2**22
@@ -142,7 +142,10 @@ class LinearHead:
         """Take a block's curvature and directions from a posterior."""
         operator = posterior.curvature.blocks[block.name]
         assert isinstance(operator, EigenKronecker)
-        U_G = None if operator.U_G is None else frame(operator.U_G)
+        U_G = None
+        output_directions = operator.output_directions
+        if isinstance(output_directions, Basis | ThinBasis):
+            U_G = output_directions.frame()
         return cls(block, operator.in_frame, posterior.curvature_weight, U_G, operator.U_A)
 
     def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:
@@ -151,7 +154,8 @@ class LinearHead:
             phi = phi.new_ones(*phi.shape[:-1], 1)
         if self.block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-        return coordinates(phi, self.U_A)
+        input_directions = Directions.from_columns(self.U_A, phi.shape[-1])
+        return input_directions.coordinates(phi)
 
     def variances(
         self, prior_precisions: Float[Tensor, "*grid"], rows: Int[Tensor, " k"] | None = None

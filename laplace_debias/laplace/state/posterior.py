@@ -20,7 +20,7 @@ from laplace_debias.operators import (
     Permuted,
     Spectrum,
 )
-from laplace_debias.operators.structures.eigen_kronecker import is_thin
+from laplace_debias.operators.structures.directions import is_thin
 from laplace_debias.system.checks import check_generator, whole
 
 

@@ -17,7 +17,8 @@ from laplace_debias.operators.exact.spectrum import (
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal, Identity
-from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, frame
+from laplace_debias.operators.structures.directions import Basis, ThinBasis
+from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted
@@ -71,10 +72,12 @@ def _diagonal(operator: LinearOperator) -> Tensor:
             return operator.matrix.diagonal().clone()
         case EigenKronecker():
             entries = operator.in_frame
-            if operator.U_G is not None:
-                entries = frame(operator.U_G).square() @ entries
-            if operator.U_A is not None:
-                entries = entries @ frame(operator.U_A).square().mT
+            output_directions = operator.output_directions
+            input_directions = operator.input_directions
+            if isinstance(output_directions, Basis | ThinBasis):
+                entries = output_directions.frame().square() @ entries
+            if isinstance(input_directions, Basis | ThinBasis):
+                entries = entries @ input_directions.frame().square().mT
             return entries.flatten().clone()
         case Kronecker():
             return reduce(torch.kron, map(_diagonal, all_square(operator.factors)))

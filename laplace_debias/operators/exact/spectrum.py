@@ -19,12 +19,8 @@ from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal, Identity
-from laplace_debias.operators.structures.eigen_kronecker import (
-    EigenKronecker,
-    Spectrum,
-    completed,
-    is_thin,
-)
+from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
+from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, Spectrum
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assume
@@ -169,18 +165,21 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
 
 def _vectors(operator: EigenKronecker) -> LinearOperator:
     """Assemble the eigenvectors of all groups; thin directions are completed to a basis."""
-    *groups, d_out, d_in = operator.sizes
-    bases: list[Tensor | None] = []
-    for U in (operator.U_G, operator.U_A):
-        bases.append(completed(U) if is_thin(U) else U)
+    groups = operator.sizes[:-2]
+    sides: list[Directions] = []
+    for directions in (operator.output_directions, operator.input_directions):
+        if isinstance(directions, ThinBasis):
+            sides.append(Basis(directions.completed()))
+        else:
+            sides.append(directions)
 
     def group_vectors(*group: int) -> LinearOperator:
         factors: list[LinearOperator] = []
-        for U, size in zip(bases, (d_out, d_in), strict=True):
-            if U is None:
-                factors.append(Identity(size, operator.dtype, operator.device))
+        for directions in sides:
+            if isinstance(directions, Basis):
+                factors.append(Dense(directions.U[group]))
             else:
-                factors.append(Dense(U[group]))
+                factors.append(Identity(directions.size, operator.dtype, operator.device))
         return Kronecker(*factors)
 
     if not groups:

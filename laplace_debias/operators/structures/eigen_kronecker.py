@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeGuard
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator, Symmetric
 from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift
+from laplace_debias.operators.structures.directions import Directions, is_thin
 
 Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry, such as `torch.rsqrt`."""
@@ -87,11 +87,23 @@ class EigenKronecker(Symmetric):
                 )
 
     @property
+    def output_directions(self) -> Directions:
+        """The directions of the output side."""
+        return Directions.from_columns(self.U_G, self.magnitudes.shape[-2])
+
+    @property
+    def input_directions(self) -> Directions:
+        """The directions of the input side."""
+        return Directions.from_columns(self.U_A, self.magnitudes.shape[-1])
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The shape `[*groups, d_out, d_in]` of the matrices that the operator multiplies."""
-        *groups, rows, columns = self.magnitudes.shape
-        rows = rows if self.U_G is None else self.U_G.shape[-2]
-        return (*groups, rows, columns if self.U_A is None else self.U_A.shape[-2])
+        return (
+            *self.magnitudes.shape[:-2],
+            self.output_directions.size,
+            self.input_directions.size,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,18 +119,10 @@ class EigenKronecker(Symmetric):
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
         """The number of eigenvectors that share each of the `distinct_eigenvalues`."""
-        return torch.outer(*self._side_multiplicities)
-
-    @property
-    def _side_multiplicities(self) -> tuple[Float[Tensor, " rows"], Float[Tensor, " columns"]]:
-        """Number of directions of each side that share a row, and a column, of magnitudes."""
-        counts = []
-        for U, size in zip((self.U_G, self.U_A), self.magnitudes.shape[-2:], strict=True):
-            side_counts = torch.ones(size, dtype=self.dtype, device=self.device)
-            if is_thin(U):
-                side_counts[-1] = U.shape[-2] - U.shape[-1]
-            counts.append(side_counts)
-        return counts[0], counts[1]
+        return torch.outer(
+            self.output_directions.multiplicities(self.magnitudes),
+            self.input_directions.multiplicities(self.magnitudes),
+        )
 
     @property
     def factor_eigenvalues(
@@ -134,7 +138,8 @@ class EigenKronecker(Symmetric):
                 "The scales of the operator's factors are unknown. Construct the "
                 "operator with `trace_A=`."
             )
-        counts_G, counts_A = self._side_multiplicities
+        counts_G = self.output_directions.multiplicities(self.magnitudes)
+        counts_A = self.input_directions.multiplicities(self.magnitudes)
         rows = self.magnitudes @ counts_A
         columns = self.magnitudes.mT @ counts_G
         trace_A = self.trace_A.unsqueeze(-1)
@@ -144,12 +149,8 @@ class EigenKronecker(Symmetric):
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
         """The eigenvalues, in the same shape as the result of `to_eigenbasis`."""
-        values = self.magnitudes
-        for dim, U in ((-2, self.U_G), (-1, self.U_A)):
-            if is_thin(U):
-                last = values.narrow(dim, -1, 1).repeat_interleave(U.shape[-2], dim)
-                values = torch.cat([values.narrow(dim, 0, U.shape[-1]), last], dim)
-        return values
+        rows = self.output_directions.repeat_last(self.magnitudes, -2)
+        return self.input_directions.repeat_last(rows, -1)
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
@@ -174,29 +175,15 @@ class EigenKronecker(Symmetric):
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
         """
-        for side, U in ((-2, self.U_G), (-1, self.U_A)):
-            if U is not None:
-                along = _along(matrices, U, side)
-                if is_thin(U):
-                    along = torch.cat([along, matrices - _along(along, U.mT, side)], side)
-                matrices = along
-        return matrices
+        columns = self.output_directions.rotate(matrices, -2)
+        return self.input_directions.rotate(columns, -1)
 
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""Map coordinates back from the eigenbasis: compute $U_G C U_A^\top$."""
-        for side, U in ((-2, self.U_G), (-1, self.U_A)):
-            if U is None:
-                continue
-            along, orthogonal = coordinates.tensor_split([U.shape[-1]], side)
-            if is_thin(U):
-                # F C = U (C₁ - Uᵀ C₂) + C₂, with C₁ along the directions, C₂ orthogonal to them.
-                along = along - _along(orthogonal, U, side)
-                coordinates = _along(along, U.mT, side) + orthogonal
-            else:
-                coordinates = _along(along, U.mT, side)
-        return coordinates
+        columns = self.output_directions.rotate_back(coordinates, -2)
+        return self.input_directions.rotate_back(columns, -1)
 
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
@@ -249,57 +236,6 @@ class EigenKronecker(Symmetric):
     def apply(self, function: Spectrum) -> "EigenKronecker":
         """Apply a function to the eigenvalues, and keep the eigenvectors."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
-
-
-def is_thin(U: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether U has fewer columns (directions) than rows."""
-    return U is not None and U.shape[-1] < U.shape[-2]
-
-
-def coordinates(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n columns"]:
-    r"""Compute the coordinates of rows along the columns of U; None returns the rows.
-
-    A thin U gives the `r + d` coordinates in its frame: those along U, and then $x - U U^\top x$.
-    Squares of the latter are accurate, while a difference of squares would cancel.
-    """
-    if not is_thin(U):
-        return rows if U is None else _rotated(rows, U)
-    return torch.cat(in_parts(rows, U), -1)
-
-
-def in_parts(
-    rows: Float[Tensor, "*n d"], U: Float[Tensor, "*groups d r"]
-) -> tuple[Float[Tensor, "*n r"], Float[Tensor, "*n d"]]:
-    """Compute coordinates along thin directions, Uᵀx, and the orthogonal remainder, x − U Uᵀx."""
-    along = _rotated(rows, U)
-    return along, _rotated(along, U.mT).neg_().add_(rows)
-
-
-def frame(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d columns"]:
-    """Return the frame of thin directions, `[*groups, d, r + d]`; a full basis stays."""
-    if not is_thin(U):
-        return U
-    return torch.cat([U, torch.eye(U.shape[-2]).to(U) - U @ U.mT], -1)
-
-
-def completed(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d d"]:
-    """Complete orthonormal directions to an orthonormal basis."""
-    return torch.cat([U, torch.linalg.qr(U, mode="complete").Q[..., U.shape[-1] :]], -1)
-
-
-def _rotated(rows: Tensor, U: Tensor) -> Tensor:
-    """Multiply rows, `[*n, d]` or `[*n, groups, d]`, by U from the right."""
-    return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)
-
-
-def _along(matrices: Tensor, U: Tensor, side: int) -> Tensor:
-    """Multiply matrices by U from the right (side -1), or by Uᵀ from the left (side -2)."""
-    if U.ndim == 2:
-        return matrices @ U if side == -1 else U.mT @ matrices
-    # With several groups `@` would copy U for every matrix.
-    if side == -1:
-        return torch.einsum("...gij,gjk->...gik", matrices, U)
-    return torch.einsum("gij,...gjk->...gik", U.mT, matrices)
 
 
 def _combined(
