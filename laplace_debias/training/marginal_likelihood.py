@@ -53,6 +53,7 @@ class MarginalLikelihoodRun:
     history: list[Row]
 
 
+@torch.enable_grad()
 def marginal_likelihood_training(
     model: nn.Module,
     train_loader: Batches,
@@ -89,7 +90,9 @@ def marginal_likelihood_training(
 
     Args:
         model: The network, which is trained in place and ends in eval mode.
-        train_loader: Batches `(x, y)`, read once per epoch and once per fit.
+        train_loader: Batches `(x, y)`, or `(x, y, weights)` with a weight for each example, read
+            once per epoch and once per fit. With weights, the mean loss of a batch is the weighted
+            mean.
         likelihood: The likelihood; see `Laplace`.
         optimizer: An optimizer of the model's parameters, whose `step()` needs no closure. Its
             weight decay must be 0, since the prior takes its place.
@@ -367,15 +370,20 @@ def _train_epoch(
     plain = unwrapped(model)
     loss = NegativeLogLikelihood(fits.likelihood)
     total = 0.0
-    num_examples = 0
+    total_weight = 0.0
     device = next(model.parameters()).device
-    for batch in fits.spec.stream(loader, device, fits.generator):
+    stream = fits.spec.stream(loader, device, fits.generator, takes_weights=True)
+    for batch in stream:
         targets = batch.targets
         optimizer.zero_grad()
         outputs = call(model, batch.inputs)
         loss.check(outputs, targets)
-        nll = loss.value(outputs, loss.labels(targets, outputs.ndim))
-        mean_nll = nll / (fits.temperature * batch.num_examples)
+        labels = loss.labels(targets, outputs.ndim)
+        if batch.weights is None:
+            nll = loss.value(outputs, labels)
+        else:
+            nll = loss.values(outputs, labels) @ batch.weights.to(outputs.device, torch.float64)
+        mean_nll = nll / (fits.temperature * batch.total_weight)
         objective = mean_nll + penalty(plain) / penalty.num_data
         if not objective.isfinite():
             raise FloatingPointError(
@@ -385,14 +393,14 @@ def _train_epoch(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        total += objective.item() * batch.num_examples
-        num_examples += batch.num_examples
-    if not num_examples:
+        total += objective.item() * batch.total_weight
+        total_weight += batch.total_weight
+    if not total_weight:
         raise ValueError(
             "The loader has no batches in an epoch. An iterator can be read only once: pass a "
             "DataLoader or a list of batches."
         )
-    return total / num_examples
+    return total / total_weight
 
 
 @dataclass(eq=False)

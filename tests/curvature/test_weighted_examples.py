@@ -137,6 +137,19 @@ def test_operators_are_the_weighted_sum_over_examples(kind, name):
     close(A @ v, expected @ v)
 
 
+@pytest.mark.parametrize("kind", [GGN, EmpiricalFisher, KFAC, EKFAC])
+def test_weights_in_single_precision_cost_a_network_in_double_precision_no_digit(kind):
+    """A weight in single precision has an exact value, but its square root has not."""
+    x, y = data("cross_entropy")
+    weights = WEIGHTS.float()
+    fisher = {"fisher": "empirical"} if kind in (KFAC, EKFAC) else {}
+    matrices = [
+        kind(network(), nn.CrossEntropyLoss(), batches(x, y, w), **fisher).to_dense()
+        for w in (weights, weights.double())
+    ]
+    torch.testing.assert_close(*matrices, rtol=1e-12, atol=1e-14)
+
+
 def test_trace_and_diagonal_are_those_of_the_weighted_sum():
     x, y = data("squares")
     A = GGN(network(), LOSSES["squares"], batches(x, y, WEIGHTS))

@@ -353,3 +353,27 @@ def test_data_that_can_be_read_once_is_refused_with_the_remedy():
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match="no batches in an epoch"):
         marginal_likelihood_training(model, data, "regression", optimizer=optimizer, epochs=3)
+
+
+def test_examples_with_weights_train_as_repeated_ones_do():
+    x, y = sine(8)
+    weights = torch.tensor([1.0, 2, 1, 3, 1, 1, 2, 1])
+    repeated = [(x.repeat_interleave(weights.long(), 0), y.repeat_interleave(weights.long(), 0))]
+    model, expected_model = network(), network()
+    expected = run(expected_model, repeated, epochs=6, every=2)
+    result = run(model, [(x, y, weights)], epochs=6, every=2, num_data=int(weights.sum()))
+    for parameter, other in zip(model.parameters(), expected_model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
+    deltas, expected_deltas = result.laplace.prior_precision, expected.laplace.prior_precision
+    torch.testing.assert_close(deltas, expected_deltas, rtol=1e-9, atol=0)
+    for row, expected_row in zip(result.history, expected.history, strict=True):
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-10)
+
+
+def test_training_records_gradients_where_a_caller_has_turned_them_off():
+    x, y = sine()
+    model, expected_model = network(), network()
+    expected = run(expected_model, batches(x, y), epochs=2)
+    with torch.no_grad():
+        result = run(model, batches(x, y), epochs=2)
+    assert result.history == expected.history

@@ -225,7 +225,8 @@ class ChunkRunner:
         )
         root_weights = None
         if weights is not None:
-            root_weights = weights.sqrt()
+            # Rounded to the precision of the gradients, not to that of the weights.
+            root_weights = weights.to(columns.dtype).sqrt()
             columns = scale_examples(columns, root_weights, 1)
         weight = chunk_batch.total_weight
         column_groups = columns.split(num_columns)

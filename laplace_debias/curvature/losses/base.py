@@ -315,7 +315,7 @@ def _weighted(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
     """Place columns whose outer products are Hessians, and multiply them by √ω."""
     columns = _placed(columns, outputs, labels)
     weights = labels.curvature_weights
-    return columns if weights is None else columns * weights.sqrt().to(columns.dtype)
+    return columns if weights is None else columns * weights.to(columns.dtype).sqrt()
 
 
 def flat_terms(

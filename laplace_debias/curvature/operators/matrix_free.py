@@ -367,7 +367,7 @@ def _outer_products(
 ) -> OutputMap:
     """Return the map of v to w Σ_s g_s (g_sᵀ v), example by example."""
     if weights is not None:
-        gradients = scale_examples(gradients, weights.sqrt(), 1)
+        gradients = scale_examples(gradients, weights.to(gradients.dtype).sqrt(), 1)
     rows = gradients.flatten(2) if gradients.ndim > 2 else gradients.unsqueeze(2)
 
     def product(v: Tensor) -> Tensor:
