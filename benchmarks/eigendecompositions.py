@@ -12,7 +12,6 @@ from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold
 
 TITLE = "Eigendecompositions of all factors"
 UNIT = "s"
@@ -33,7 +32,7 @@ def compare(settings: Settings) -> list[Row]:
 def _ours(settings: Settings, dtype: torch.dtype) -> Callable[[], Run]:
     def build() -> Run:
         problem = problem_of(settings.model(), "mc", dtype=dtype)
-        sums, seen = factor_sums(problem, Fold.consecutive([Batch(*settings.data(settings.batch))]))
+        sums, seen = factor_sums(problem, [Batch(*settings.data(settings.batch))])
         return lambda _: eigenbases(problem, dict(sums), seen)
 
     return build

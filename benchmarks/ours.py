@@ -20,7 +20,6 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
@@ -53,7 +52,7 @@ def factors(
         problem = problem_of(settings.model(), fisher, backend, dtype)
 
         def run(size: int) -> object:
-            return factor_sums(problem, Fold.consecutive([Batch(*settings.data(size))]))
+            return factor_sums(problem, [Batch(*settings.data(size))])
 
         return run
 

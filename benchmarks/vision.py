@@ -23,7 +23,6 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 UNIT = "s"
@@ -117,9 +116,7 @@ def _factors(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
         # A fit looks at its model before the first batch alone.
-        return lambda size: factor_sums(
-            problem, Fold.consecutive([Batch(*settings.data(size))]), first_index=1
-        )
+        return lambda size: factor_sums(problem, [Batch(*settings.data(size))], first_index=1)
 
     return build
 
@@ -127,9 +124,7 @@ def _factors(settings: VisionSettings) -> Callable[[], Run]:
 def _eigenbases(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
-        sums, seen = factor_sums(
-            problem, Fold.consecutive([Batch(*settings.data(_size(settings)))])
-        )
+        sums, seen = factor_sums(problem, [Batch(*settings.data(_size(settings)))])
         return lambda _: eigenbases(problem, dict(sums), seen)
 
     return build

@@ -71,7 +71,7 @@ def objective(
     )
     ranks = process_group()
     batches = Data(network.stream(data), network.device, num_data, ranks)
-    output = output_loss(loss, reduction, network.returns_vector(batches.batch(0).inputs))
+    output = output_loss(loss, reduction, network.returns_vector(batches.first().inputs))
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)
     gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)

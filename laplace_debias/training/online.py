@@ -460,7 +460,8 @@ class OnlineCurvature:
 
     def _add(self, batch: Batch, measurements: "_Measurements") -> None:
         """Measure a batch, and add it to the running means once all of it is known to be finite."""
-        totals = measurements.measure(batch, self._factors.totals.num_examples)
+        batch = replace(batch, first_index=self._factors.totals.num_examples)
+        totals = measurements.measure(batch)
         sums = measurements.sums
         factors = sums.factors.factors(totals.weight)
         if self._bases:
@@ -494,20 +495,15 @@ class _Measurements:
         """Measure the curvature of the next batches along these directions."""
         self.sums.squares = magnitudes.accumulator(self.sums.context, bases)
 
-    def measure(self, batch: Batch, first_index: int) -> DataTotals:
-        """Measure a batch, whose sums must be finite.
-
-        Args:
-            batch: The batch.
-            first_index: The number of examples before it.
-        """
+    def measure(self, batch: Batch) -> DataTotals:
+        """Measure a batch, whose sums must be finite."""
         self.sums.begin()
         if self._runner is None:
             self._runner = ChunkRunner(self.sums, batch.inputs)
         totals = DataTotals()
         faults = Faults()
         with faults.during_batch(None):
-            self._runner.run(batch, first_index, totals)
+            self._runner.run(batch, totals)
         faults.read()
         self.sums.reduce()
         return totals

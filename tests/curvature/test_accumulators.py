@@ -1,6 +1,5 @@
 """Sums of a pass can be saved between batches and put back, to the same bits."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 SIZES = (3, 5, 2)
@@ -44,7 +43,7 @@ def batches():
 
 
 def bases(context):
-    sums, totals = factor_sums(context, Fold.consecutive(batches()))
+    sums, totals = factor_sums(context, consecutive(batches()))
     return eigenbases(context, sums, totals)
 
 
@@ -76,13 +75,13 @@ def accumulate_unreduced(accumulator, data):
 def test_sums_that_are_put_back_go_on_to_the_same_bits(context, name):
     uninterrupted, before, after = (ACCUMULATORS[name](context) for _ in range(3))
     first, *others = batches()
-    accumulate_unreduced(uninterrupted, Fold.consecutive([first, *others]))
+    accumulate_unreduced(uninterrupted, consecutive([first, *others]))
     expected = uninterrupted.state_dict()
-    accumulate_unreduced(before, Fold.consecutive([first]))
+    accumulate_unreduced(before, consecutive([first]))
     saved = {key: value.clone() for key, value in before.state_dict().items()}
     assert any(not torch.equal(saved[key], value) for key, value in expected.items())
     after.load_state_dict(saved)
-    accumulate_unreduced(after, Fold.consecutive(others))
+    accumulate_unreduced(after, consecutive(others))
     found = after.state_dict()
     assert expected.keys() == found.keys()
     for key, value in expected.items():
@@ -96,7 +95,7 @@ def test_a_checkpoint_keeps_its_names(context):
     for name, make in ACCUMULATORS.items():
         accumulator = make(context)
         repetitions = 30 if name == "moments of rows" else 1
-        accumulate_unreduced(accumulator, Fold.consecutive(repetitions * batches()))
+        accumulate_unreduced(accumulator, consecutive(repetitions * batches()))
         names[name] = set(accumulator.state_dict())
     # Bias blocks have no A: it is the number of examples.
     sums_of_G = {f"sums of G/{block}" for block in blocks}
@@ -110,9 +109,4 @@ def test_a_checkpoint_keeps_its_names(context):
 
 
 def test_examples_of_consecutive_pairs_are_counted_one_after_the_other():
-    data = Fold.consecutive(batches())
-    assert [data.first_index(batch, 0) for batch in range(3)] == [0, 3, 8]
-    assert data.size == sum(SIZES)
-    halves = [replace(batch, weights=torch.full((len(batch.targets),), 0.5)) for batch in batches()]
-    weighted = Fold.consecutive(halves)
-    assert weighted.size == sum(SIZES) / 2
+    assert [batch.first_index for batch in consecutive(batches())] == [0, 3, 8]

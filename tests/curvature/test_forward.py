@@ -17,7 +17,6 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 PAD = 0
@@ -97,7 +96,7 @@ def test_input_factors_of_both_passes_agree(name: str):
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
     problem = FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
-    factors, expected_totals = factor_sums(problem, Fold.consecutive([Batch(x, y)]))
+    factors, expected_totals = factor_sums(problem, [Batch(x, y)])
     inputs, forward = SideSums(problem, Side.A), ForwardPasses(problem)
     totals = DataTotals()
     parts = [Batch(x[:2], y[:2]), Batch(x[2:], y[2:])]

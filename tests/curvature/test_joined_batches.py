@@ -154,9 +154,9 @@ def test_a_fit_of_joined_batches_may_be_interrupted_before_any_batch(
     run_together = []
     original = chunks.ChunkRunner.run
 
-    def run(self, batch, first_index, totals):
-        run_together.append((first_index, batch.num_examples))
-        original(self, batch, first_index, totals)
+    def run(self, batch, totals):
+        run_together.append((batch.first_index, batch.num_examples))
+        original(self, batch, totals)
 
     monkeypatch.setattr(chunks.ChunkRunner, "run", run)
     data = batches([4, 4, 3, 6, 9, 1, 2, 2])

@@ -9,7 +9,7 @@ from laplace_debias.curvature.fits import block_tensors, factor_sums
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.state.fitted import FitSetup
 
@@ -111,7 +111,7 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
     _, problem = examine(state, [stream], False, state.config.fisher)
     fits_up_to(monkeypatch, 0, MESSAGES[0])
     with pytest.raises(RuntimeError, match=r'1 example.*memory_bound=.*fisher="signs"'):
-        factor_sums.factor_sums(problem, Fold.consecutive([Batch(*pair) for pair in batches]))
+        factor_sums.factor_sums(problem, consecutive([Batch(*pair) for pair in batches]))
 
 
 def fails_at_block(monkeypatch, number):

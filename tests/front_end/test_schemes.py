@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace_debias import CrossFit, Full, Laplace, Split
-from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.schemes import Scheme
 
 
@@ -121,7 +121,7 @@ class EveryOther(Scheme):
     def fit(self, prepared):
         (stream,) = prepared.streams
         batches = list(stream)
-        even, odd = Fold.consecutive(batches[::2]), Fold.consecutive(batches[1::2])
+        even, odd = consecutive(batches[::2]), consecutive(batches[1::2])
         return prepared.config.structure.fit(prepared.context, even, odd)
 
 

@@ -21,7 +21,7 @@ from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
-from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.modes import MODES, Mode
 from laplace_debias.laplace.fitting.schemes import Scheme, Split
 from laplace_debias.metrics import METRICS, Metric, evaluation
@@ -93,7 +93,7 @@ class FirstFour(Scheme):
     def fit(self, prepared):
         (stream,) = prepared.streams
         batches = list(stream)
-        even, odd = Fold.consecutive(batches[::2]), Fold.consecutive(batches[1::2])
+        even, odd = consecutive(batches[::2]), consecutive(batches[1::2])
         return prepared.config.structure.fit(prepared.context, even, odd)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batch import AnyBatch
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,
@@ -106,7 +106,7 @@ class UnsavedPass:
     def __init__(self) -> None:
         self.totals = DataTotals()
 
-    def remaining(self, batches: Iterable[AnyBatch]) -> Iterator[AnyBatch]:
+    def remaining(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield all batches."""
         yield from batches
 
@@ -144,7 +144,7 @@ class SavedPass:
         self._saved_digest = state.digest
         self.totals = state.totals
 
-    def remaining(self, batches: Iterable[AnyBatch]) -> Iterator[AnyBatch]:
+    def remaining(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Read the next batches, and yield those that are not in the sums yet.
 
         Raises:

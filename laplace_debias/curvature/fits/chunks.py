@@ -144,7 +144,7 @@ class ChunkRunner:
         num_joined_examples = min(num_joined_examples, num_examples)
         return _ExampleSize(num_columns, num_bytes, num_examples, num_joined_examples)
 
-    def run(self, batch: Batch, first_index: int, totals: DataTotals) -> None:
+    def run(self, batch: Batch, totals: DataTotals) -> None:
         """Run a batch and add it to the totals.
 
         A chunk that fails in the layout `channels_last`, as a `view` does, is run again without
@@ -163,9 +163,7 @@ class ChunkRunner:
                 pending.append(remaining)
             added = set(chunk.added)
             try:
-                self._run_chunk(
-                    batch, first_index, chunk, size.num_columns, added=added, totals=totals
-                )
+                self._run_chunk(batch, chunk, size.num_columns, added=added, totals=totals)
                 continue
             except UnfinishedSumError as error:
                 if not is_out_of_memory(error.cause):
@@ -192,7 +190,6 @@ class ChunkRunner:
     def _run_chunk(
         self,
         batch: Batch,
-        first_index: int,
         chunk: Chunk,
         num_columns: int,
         added: set[RecordKey],
@@ -220,7 +217,7 @@ class ChunkRunner:
         columns, nll = context.cotangents(
             outputs.detach(),
             chunk_batch.targets,
-            first_index + chunk.examples.start,
+            batch.first_index + chunk.examples.start,
             weights,
         )
         root_weights = None

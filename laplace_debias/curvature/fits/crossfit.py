@@ -13,8 +13,8 @@ covariance matrix estimator").
 """
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -39,15 +39,16 @@ from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfa
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import FitData, Fold
 from laplace_debias.curvature.network.shards import first_indices_of_batches
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 from laplace_debias.system.ranks import Ranks
 
 
-def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
+def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[list[Batch]]:
     """Split the examples of all processes into K folds: example i belongs to fold i mod K.
+
+    The examples have the indices that they would have if the folds were read one after the other.
 
     Raises:
         ValueError: If there is no example, K is not between 2 and their number, or all examples of
@@ -69,20 +70,17 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     num_before = 0
     folds = []
     for fold_index in range(num_folds):
-        fold_batches: list[Batch] = []
-        fold_first_indices: list[int] = []
+        fold: list[Batch] = []
         for batch, first_index in zip(batches, first_indices, strict=False):
             examples = slice((fold_index - first_index) % num_folds, None, num_folds)
             examples_of_fold = batch.take(examples)
             if examples_of_fold.num_examples:
-                fold_batches.append(examples_of_fold)
                 index_in_data = first_index + examples.start
                 index_in_fold = (index_in_data - fold_index + num_folds - 1) // num_folds
-                fold_first_indices.append(num_before + index_in_fold)
-        size = sum(ranks.exchange(sum(batch.total_weight for batch in fold_batches)))
-        if not size:
+                fold.append(replace(examples_of_fold, first_index=num_before + index_in_fold))
+        if not sum(ranks.exchange(sum(batch.total_weight for batch in fold))):
             raise ValueError("All examples of one fold have the weight zero. Use fewer folds.")
-        folds.append(Fold(fold_batches, fold_first_indices, size))
+        folds.append(fold)
         num_before += (num_examples - fold_index + num_folds - 1) // num_folds
     return folds
 
@@ -92,7 +90,7 @@ _MUCH_SMALLER = 0.7
 
 
 def fold_factor_sums(
-    context: FitContext, folds: Sequence[Fold]
+    context: FitContext, folds: Sequence[Iterable[Batch]]
 ) -> tuple[list[FactorSums], list[DataTotals]]:
     """Sum the Kronecker factors of each fold, for the blocks that this process owns.
 
@@ -426,7 +424,8 @@ class _Subspace:
 
 def crossfit_ekfac(
     context: FitContext,
-    folds: Sequence[Fold],
+    folds: Sequence[Iterable[Batch]],
+    totals_by_fold: Sequence[DataTotals],
     sums_by_fold: list[FactorSums],
     mean_bases: Mapping[Block, Eigenbasis],
 ) -> BlockTensors:
@@ -435,26 +434,27 @@ def crossfit_ekfac(
     Each fold is measured along the eigenbases of the other folds; `mean_bases` are those of all
     folds together.
     """
-    num_examples = sum(fold.size for fold in folds)
+    weights = [totals.weight for totals in totals_by_fold]
+    total_weight = sum(weights)
     table: BlockTensors = {}
     for index, fold in enumerate(folds):
         bases = {}
         other_sums = sums_by_fold[:index] + sums_by_fold[index + 1 :]
-        num_others = num_examples - fold.size
+        weight_of_others = total_weight - weights[index]
         for block in sums_by_fold[0]:
             pair_G, pair_A = mean_bases[block].sides
             eigenvalues_G, U_G = _eigenpairs_within(
-                _total(other_sums, block, Side.G) / num_others, pair_G, context.dtype
+                _total(other_sums, block, Side.G) / weight_of_others, pair_G, context.dtype
             )
             eigenvalues_A, U_A = _eigenpairs_within(
-                _total(other_sums, block, Side.A) / num_others, pair_A, context.dtype
+                _total(other_sums, block, Side.A) / weight_of_others, pair_A, context.dtype
             )
             bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
         bases = share_bases(context, bases)
         squares, _ = ekfac_sums(context, bases, fold, 0)
         for block in list(squares):
             averaged = bases.pop(block).pooled(squares.pop(block), context.dtype)
-            add_to(table, block, averaged / num_examples)
+            add_to(table, block, averaged / total_weight)
     return table
 
 

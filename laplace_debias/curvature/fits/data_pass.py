@@ -1,7 +1,7 @@
 """One pass over data: batches become records of the blocks, and an accumulator sums them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,35 +11,22 @@ from laplace_debias.curvature.fits.checkpoint import SavedPass, UnsavedPass
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.outputs import Faults
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _NumberedBatch(Batch):
-    """A batch of a pass.
+def _can_be_joined(batch: Batch, following: Batch) -> bool:
+    """Whether a batch and the following one can be concatenated.
 
-    Attributes:
-        number: The number of the batch in the user's data, from 1; None if it has none.
-        first_index: The index of the first example among all examples of the fit.
+    They are plain tensors without weights, and their examples have one shape and consecutive
+    indices.
     """
-
-    number: int | None
-    first_index: int
-
-    def precedes(self, batch: "_NumberedBatch") -> bool:
-        """Whether the two batches can be concatenated.
-
-        They are plain tensors without weights, and their examples have one shape and consecutive
-        indices.
-        """
-        return (
-            self.first_index + self.num_examples == batch.first_index
-            and self.weights is None
-            and batch.weights is None
-            and _have_one_form(self.inputs, batch.inputs)
-            and _have_one_form(self.targets, batch.targets)
-        )
+    return (
+        batch.first_index + batch.num_examples == following.first_index
+        and batch.weights is None
+        and following.weights is None
+        and _have_one_form(batch.inputs, following.inputs)
+        and _have_one_form(batch.targets, following.targets)
+    )
 
 
 def _have_one_form(first: Any, second: Any) -> bool:
@@ -49,7 +36,7 @@ def _have_one_form(first: Any, second: Any) -> bool:
     return first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
 
 
-def accumulate(accumulator: Accumulator, data: FitData, first_index: int = 0) -> DataTotals:
+def accumulate(accumulator: Accumulator, data: Iterable[Batch], first_index: int = 0) -> DataTotals:
     """Read data to its end, and sum the records of its batches.
 
     Small batches of small networks are run together, since a batch takes longer to prepare than to
@@ -58,8 +45,8 @@ def accumulate(accumulator: Accumulator, data: FitData, first_index: int = 0) ->
     Args:
         accumulator: It has the sums of all processes when the pass has ended.
         data: The batches of this process.
-        first_index: The index of the data's first example among all examples of the fit.
-            Monte-Carlo labels depend on it, so that different data get different labels.
+        first_index: The number of examples that the fit has read from other data, which is added
+            to the indices. So different data get different Monte-Carlo labels.
 
     Returns:
         The totals over all processes.
@@ -79,9 +66,10 @@ class _DataPass:
         if checkpoint is not None:
             self._saved = checkpoint.begin(accumulator)
 
-    def run(self, data: FitData, first_index: int) -> DataTotals:
+    def run(self, data: Iterable[Batch], first_index: int) -> DataTotals:
         """Read the data to its end, and return the totals over all processes."""
-        for group in self._groups(_numbered(data, first_index)):
+        batches = (replace(batch, first_index=first_index + batch.first_index) for batch in data)
+        for group in self._groups(batches):
             # A batch that `remaining` has read counts as summed. So a group is read as a whole, and
             # saved before the next one is read.
             remaining = list(self._saved.remaining(group))
@@ -94,17 +82,17 @@ class _DataPass:
         self._accumulator.reduce()
         return totals
 
-    def _groups(self, batches: Iterable[_NumberedBatch]) -> Iterator[list[_NumberedBatch]]:
+    def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Group consecutive batches that are run together: small ones that can be concatenated.
 
         A group that no batch may join is yielded before the next batch is read. Batches that wait
         for others are copied.
         """
-        group: list[_NumberedBatch] = []
+        group: list[Batch] = []
         for batch in batches:
             max_examples = self._num_joined_examples(batch)
             num_examples = batch.num_examples + sum(waiting.num_examples for waiting in group)
-            if group and not (num_examples <= max_examples and group[-1].precedes(batch)):
+            if group and not (num_examples <= max_examples and _can_be_joined(group[-1], batch)):
                 yield group
                 group = []
                 num_examples = batch.num_examples
@@ -116,55 +104,33 @@ class _DataPass:
         if group:
             yield group
 
-    def _num_joined_examples(self, batch: _NumberedBatch) -> int:
+    def _num_joined_examples(self, batch: Batch) -> int:
         """Return the number of examples up to which a batch is run together with others."""
         if self._runner is None:
             self._runner = ChunkRunner(self._accumulator, batch.inputs)
         with self._faults.during_batch(batch.number):
             return self._runner.num_joined_examples(batch.inputs)
 
-    def _run_batches(self, batches: list[_NumberedBatch]) -> None:
+    def _run_batches(self, batches: list[Batch]) -> None:
         """Run batches that can be concatenated."""
         if len(batches) == 1:
             self._run_batch(batches[0])
         else:
             self._run_joined(batches)
 
-    def _run_joined(self, batches: list[_NumberedBatch]) -> None:
+    def _run_joined(self, batches: list[Batch]) -> None:
         """Concatenate batches and run them.
 
         After an error they are run one after the other: its message has the number of the batch.
         """
-        examples = Batch.joined(batches)
-        joined = _NumberedBatch(
-            inputs=examples.inputs,
-            targets=examples.targets,
-            number=None,
-            first_index=batches[0].first_index,
-        )
         try:
-            self._run_batch(joined)
+            self._run_batch(Batch.joined(batches))
         except Exception:
             for batch in batches:
                 self._run_batch(batch)
             raise
 
-    def _run_batch(self, batch: _NumberedBatch) -> None:
+    def _run_batch(self, batch: Batch) -> None:
         assert self._runner is not None
         with self._faults.during_batch(batch.number):
-            self._runner.run(batch, batch.first_index, self._saved.totals)
-
-
-def _numbered(data: FitData, first_index: int) -> Iterator[_NumberedBatch]:
-    """Number the batches of some data, whose first example has the index `first_index`."""
-    num_read = 0
-    for index, batch in enumerate(data):
-        index_in_fit = first_index + data.first_index(index, num_read)
-        num_read += batch.num_examples
-        yield _NumberedBatch(
-            inputs=batch.inputs,
-            targets=batch.targets,
-            weights=batch.weights,
-            number=data.batch_number(index),
-            first_index=index_in_fit,
-        )
+            self._runner.run(batch, self._saved.totals)

@@ -1,7 +1,7 @@
 """Jacobian rows of all parameters together, and the eigenpairs of their products."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.linalg.eigen.eigsh import lanczos_eigenpairs
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Status
@@ -232,7 +232,9 @@ class CountedRows(RowAccumulator[list[Tensor]]):
         self.num_bytes += rows.nbytes
 
 
-def read_rows_of_folds(context: FitContext, folds: Sequence[Fold]) -> tuple[list[Rows], DataTotals]:
+def read_rows_of_folds(
+    context: FitContext, folds: Sequence[Iterable[Batch]]
+) -> tuple[list[Rows], DataTotals]:
     """Return the Jacobian rows of each fold on this process, and the totals of all folds."""
     rows_by_fold: list[Rows] = []
     totals = DataTotals()

@@ -25,7 +25,7 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moment
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 
 # G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
@@ -245,7 +245,7 @@ class FactorAccumulator(SidedAccumulator[SideSums]):
 
 
 def factor_sums(
-    context: FitContext, data: FitData, first_index: int = 0
+    context: FitContext, data: Iterable[Batch], first_index: int = 0
 ) -> tuple[FactorSums, DataTotals]:
     """Sum the factors of every block over all examples.
 

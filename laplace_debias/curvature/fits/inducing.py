@@ -1,6 +1,6 @@
 """Inducing inputs: kernels between their Jacobian rows, and directions that these span."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,6 @@ from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import Uniforms
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, granted
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -390,7 +389,7 @@ def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
     return (Q * values.clamp_min(0).sqrt()).T
 
 
-def all_inputs(context: FitContext, data: FitData) -> Inputs:
+def all_inputs(context: FitContext, data: Iterable[Batch]) -> Inputs:
     """Join the inputs of all examples of all processes, without those of weight zero."""
     batches = []
     for batch in data:
@@ -408,7 +407,7 @@ def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
     return batch.weights > 0
 
 
-def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> Inputs:
+def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: int) -> Inputs:
     """Draw inputs of the data without replacement, all with the same probability.
 
     The draw depends only on the places of the examples in the data.
@@ -424,11 +423,9 @@ def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> I
     """
     keys = torch.zeros(0, dtype=torch.float64)
     drawn: list[Inputs] = []
-    num_read = 0
-    for number, batch in enumerate(data):
+    for batch in data:
         length = batch.num_examples
-        uniforms = Uniforms(seed=0, sample=0, first_index=data.first_index(number, num_read))
-        num_read += length
+        uniforms = Uniforms(seed=0, sample=0, first_index=batch.first_index)
         is_weighted = _is_weighted(batch)
         if not is_weighted.any():
             continue

@@ -1,6 +1,6 @@
 """Magnitudes: the curvature along given directions, measured on data."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.directions import Axes, Basis, Directions, ThinBasis
 
@@ -46,7 +46,7 @@ class ProductMagnitudes:
 
 
 def curvature_along(
-    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
+    context: FitContext, bases: dict[Block, Eigenbasis], data: Iterable[Batch], first_index: int
 ) -> ProductMagnitudes:
     """Measure the factors' own curvature along every direction on other data (Eq. 9)."""
     accumulator = DirectionalCurvature(context, bases)
@@ -151,7 +151,7 @@ def directional_curvature(
 
 
 def ekfac_sums(
-    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first_index: int
+    context: FitContext, bases: dict[Block, Eigenbasis], data: Iterable[Batch], first_index: int
 ) -> tuple[BlockTensors, DataTotals]:
     """Compute the exact curvature along every direction, summed over examples."""
     accumulator = SquaredGradients(context, bases)
@@ -247,7 +247,7 @@ class _DroppedSquares(SquaredGradients):
         """Drop the squares."""
 
 
-def drop_squares(context: FitContext, data: FitData) -> None:
+def drop_squares(context: FitContext, data: Iterable[Batch]) -> None:
     """Measure the squares along the coordinate axes without keeping them, for a plan."""
     axes = {block: coordinate_axes(block) for block in context.blocks}
     accumulate(_DroppedSquares(context, axes), data)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,8 +16,6 @@ from laplace_debias.curvature.network.inputs import (
     with_tensors,
 )
 
-AnyBatch = TypeVar("AnyBatch", bound="Batch")
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -29,15 +26,25 @@ class Batch:
         targets: The targets, `[B, ...]`.
         weights: The weights of the examples, which are finite and at least 0. None if each example
             counts once.
+        number: The number of the batch in the user's data, from 1, which errors state; None if it
+            was made from the user's batches.
+        first_index: The index of the first example in the data of all processes; the others follow
+            it. Random numbers that are drawn for an example, as for its Monte-Carlo label, depend
+            on its index.
     """
 
     inputs: Inputs
     targets: Tensor
     weights: Float[Tensor, " batch"] | None = None
+    number: int | None = None
+    first_index: int = 0
 
     @staticmethod
     def joined(batches: "Sequence[Batch]") -> "Batch":
-        """Concatenate several batches. Examples without weights count once."""
+        """Concatenate several batches, whose examples get consecutive indices.
+
+        Examples without weights count once.
+        """
         weights = None
         weighted = [batch.weights for batch in batches if batch.weights is not None]
         if weighted:
@@ -46,6 +53,7 @@ class Batch:
             join([batch.inputs for batch in batches]),
             torch.cat([batch.targets for batch in batches]),
             weights,
+            first_index=batches[0].first_index,
         )
 
     @property
@@ -73,7 +81,10 @@ class Batch:
         return mark_of(self.inputs, self.targets, self.weights)
 
     def take(self, examples: slice | Tensor) -> "Batch":
-        """Select examples by a slice, by their indices, or by a mask."""
+        """Select examples by a slice, by their positions in the batch, or by a mask.
+
+        They make a batch without a number, whose indices begin at 0.
+        """
         weights = self.weights
         if weights is not None:
             # The weights may be on the CPU while the inputs and targets are on a device.
@@ -81,7 +92,7 @@ class Batch:
             weights = weights[on_device]
         return Batch(take(self.inputs, examples), self.targets[examples], weights)
 
-    def copied(self: AnyBatch) -> AnyBatch:
+    def copied(self) -> "Batch":
         """Copy the tensors, since a loader may write the next batch into the same memory."""
         return replace(
             self,

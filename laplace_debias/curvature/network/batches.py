@@ -1,10 +1,10 @@
 """Data as batches of inputs and targets, from anything that can be iterated over."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import accumulate, count
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,68 +20,18 @@ from laplace_debias.system.threads import Randomness
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]
-# From a batch's number in this process, and how many examples the process has read before, to the
-# index of the batch's first example among those of all processes.
-FirstIndex = Callable[[int, int], int]
-
 
 _END = object()
 
 
-@runtime_checkable
-class FitData(Protocol):
-    """The batches that a fit reads, with the indices of their examples."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def first_index(self, batch: int, num_read: int) -> int:
-        """Return the index of a batch's first example among those of all processes.
-
-        Batches are counted from 0; `num_read` is the number of examples in the earlier ones.
-        """
-
-    def batch_number(self, batch: int) -> int | None:
-        """Return the number of a batch in the user's data, from 1, or None."""
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Batches that were made from those of the user.
-
-    Attributes:
-        batches: The batches of this process.
-        first_indices: For each batch the index of its first example in all data of the fit, fold
-            after fold.
-        size: The number of examples of all processes, or the sum of their weights.
-    """
-
-    batches: list[Batch]
-    first_indices: list[int]
-    size: float
-
-    @classmethod
-    def consecutive(cls, batches: Sequence[Batch]) -> "Fold":
-        """Make a fold of all examples of this process."""
-        sizes = [batch.num_examples for batch in batches]
-        first_indices = list(accumulate(sizes[:-1], initial=0)) if sizes else []
-        return cls(list(batches), first_indices, sum(batch.total_weight for batch in batches))
-
-    @classmethod
-    def joined(cls, folds: "Sequence[Fold]") -> "Fold":
-        """Join folds to one, with their batches fold after fold."""
-        batches = [batch for fold in folds for batch in fold.batches]
-        first_indices = [index for fold in folds for index in fold.first_indices]
-        return cls(batches, first_indices, sum(fold.size for fold in folds))
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
-
-    def first_index(self, batch: int, _: int) -> int:
-        """Return the index of a batch's first example."""
-        return self.first_indices[batch]
-
-    def batch_number(self, _: int) -> None:
-        """Return None: these are not the batches of the user's data."""
+def consecutive(batches: Iterable[Batch]) -> list[Batch]:
+    """Give the examples of batches consecutive indices, from 0."""
+    indexed = []
+    num_before = 0
+    for batch in batches:
+        indexed.append(replace(batch, first_index=num_before))
+        num_before += batch.num_examples
+    return indexed
 
 
 def check_batches(source: Any) -> None:
@@ -133,7 +83,9 @@ def randomness(
 
 
 class Stream:
-    """The user's batches, read and checked.
+    """The user's batches, read, checked and numbered.
+
+    The indices of the examples are those among the examples of this process.
 
     The first batch can be looked at without being lost: the next pass goes on with the iterator
     that gave it, so that a loader which shuffles is not begun twice.
@@ -213,12 +165,14 @@ class Stream:
         loader = self.source
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
             batches = _of_different_workers(batches, loader.num_workers)
+        num_read = 0
         for batch in batches:
             targets = batch.targets
             if self._target_device is not None:
                 targets = targets.to(self._target_device, non_blocking=True)
             inputs = move(batch.inputs, self._device, self._dtypes)
-            yield replace(batch, inputs=inputs, targets=targets)
+            yield replace(batch, inputs=inputs, targets=targets, first_index=num_read)
+            num_read += batch.num_examples
 
     def _read_batches(self, source: Batches) -> Iterator[Batch]:
         with self._randomness:
@@ -228,7 +182,7 @@ class Stream:
                 users_batch = next(steps, _END)
             if users_batch is _END:
                 return
-            yield self.read(users_batch, f"Batch {number}")
+            yield replace(self.read(users_batch, f"Batch {number}"), number=number)
 
 
 def _of_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterator[Batch]:

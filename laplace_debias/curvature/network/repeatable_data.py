@@ -1,7 +1,7 @@
 """Data that can be read repeatedly, with an error if its batches change."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,20 +21,6 @@ _NO_PART = (
     "This process has no examples of the data. Curvature operators need at least one example per "
     "process in each batch. Use larger batches or fewer processes."
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class IndexedBatch(Batch):
-    """A batch of repeatable data, on the model's device.
-
-    Attributes:
-        index: The number of the batch, from 0.
-        first_index: The index of the first example among those of all processes that share the
-            data.
-    """
-
-    index: int
-    first_index: int
 
 
 class Data:
@@ -65,9 +51,9 @@ class Data:
         self._marks: list[str] = []
         self.sizes: list[int] = []
         weight = 0.0
-        for number, batch in enumerate(stream, start=1):
+        for batch in stream:
             if any(x.isnan().any() for x in (*tensors_of(batch.inputs), batch.targets)):
-                raise ValueError(f"Batch {number} contains NaN. Remove these examples.")
+                raise ValueError(f"Batch {batch.number} contains NaN. Remove these examples.")
             self.sizes.append(batch.num_examples)
             self._marks.append(batch.mark)
             weight += batch.total_weight
@@ -88,9 +74,13 @@ class Data:
                 f"`num_data={num_data}`, but the data has {self.num_examples} examples. Remove "
                 "`num_data=`, or check drop_last and the sampler."
             )
-        self.batch(0)
+        self.first()
 
-    def __iter__(self) -> Iterator[IndexedBatch]:
+    def __iter__(self) -> Iterator[Batch]:
+        """Read the data once, on the model's device.
+
+        The indices of the examples are those among the examples of all processes.
+        """
         index = -1
         for index, batch in enumerate(self._stream):
             if index >= len(self.sizes) or batch.mark != self._marks[index]:
@@ -98,11 +88,11 @@ class Data:
             weights = batch.weights
             if weights is not None:
                 weights = weights.to(self._device, non_blocking=True)
-            yield IndexedBatch(
+            yield replace(
+                batch,
                 inputs=move(batch.inputs, self._device, None),
                 targets=batch.targets.to(self._device, non_blocking=True),
                 weights=weights,
-                index=index,
                 first_index=self.firsts[index],
             )
         if index == -1:
@@ -114,9 +104,9 @@ class Data:
         if index + 1 != len(self.sizes):
             self._refuse(index + 1)
 
-    def batch(self, index: int) -> IndexedBatch:
-        """Read one batch."""
-        return next(batch for batch in self if batch.index == index)
+    def first(self) -> Batch:
+        """Read the first batch."""
+        return next(iter(self))
 
     def _refuse(self, index: int) -> None:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import RandomSampler
 
-from laplace_debias.curvature.network.batches import FirstIndex, Stream
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness
@@ -139,27 +139,24 @@ def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[An
     )
 
 
-def first_index_of_batch(ranks: Ranks, stream: Stream) -> FirstIndex:
-    """Return the index of this process's first example in a batch of shared data.
+def first_indices_of_stream(ranks: Ranks, stream: Stream) -> list[int] | None:
+    """Return the index of this process's first example in each batch of shared data.
 
     Examples are in the order of the batches, and within the union of the processes' k-th batches in
-    the order of the ranks. If the sizes of batches are not known beforehand, all examples of a rank
-    come before those of the next one.
+    the order of the ranks. None if the sizes of batches are not known before the data is read.
     """
     data = stream.source
     sampler = getattr(data, "batch_sampler", None)
     if isinstance(sampler, ShardedBatches):
-        shares = sampler.shares
-        return lambda batch, _: shares[batch].start
+        return [share.start for share in sampler.shares]
     if isinstance(data, (list, tuple)):
         sizes = [stream.read(batch).num_examples for batch in data]
-        first_indices = first_indices_of_batches(ranks, sizes)
-        return lambda batch, _: first_indices[batch]
-    return lambda _, num_read: FAR * ranks.rank + num_read
+        return first_indices_of_batches(ranks, sizes)
+    return None
 
 
 def first_indices_of_batches(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
-    """Number the first example of each batch of this process; see `first_index_of_batch`."""
+    """Number the first example of each batch of this process; see `first_indices_of_stream`."""
     sizes_by_rank = ranks.exchange(list(sizes))
     sizes_by_batch = list(itertools.zip_longest(*sizes_by_rank, fillvalue=0))
     starts = itertools.accumulate((sum(sizes) for sizes in sizes_by_batch), initial=0)

@@ -1,6 +1,6 @@
 """K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -175,7 +176,12 @@ class KFAC(Permuted):
         with torch.inference_mode(False):
             with refuse_calls(unwrapped(model), network.names, tap.network):
                 blocks = _resolved_blocks(
-                    tap, network.names, [factor_data, magnitude_data], joint=joint, sharing=sharing
+                    tap,
+                    network.names,
+                    chain(factor_data.data, magnitude_data.data),
+                    example_inputs=factor_data.first.inputs,
+                    joint=joint,
+                    sharing=sharing,
                 )
             context = FitContext(
                 Cotangents(factor_data.loss, fisher_type),
@@ -186,7 +192,7 @@ class KFAC(Permuted):
                 ranks=process_group(),
             )
             fitted = self._structure.fit(
-                context, factor_data, None if magnitudes is None else magnitude_data
+                context, factor_data.data, None if magnitudes is None else magnitude_data.data
             )
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
@@ -232,16 +238,22 @@ def _check_fisher(fisher: str, loss: OutputLoss) -> None:
 
 
 def _resolved_blocks(
-    tap: Tap, names: Sequence[str], data: Sequence["LossData"], *, joint: bool, sharing: Sharing
+    tap: Tap,
+    names: Sequence[str],
+    data: Iterable[Batch],
+    *,
+    example_inputs: Inputs,
+    joint: bool,
+    sharing: Sharing,
 ) -> Sequence[Block]:
     """Find the blocks of parameters, which the outputs for some of the data must depend on."""
     resolved = resolve(
         tap,
         names,
-        data[0].first.inputs,
+        example_inputs,
         joint=joint,
         sharing=sharing,
-        more_batches=(batch.inputs for batch in chain.from_iterable(data)),
+        more_batches=(batch.inputs for batch in data),
     )
     if resolved.unused:
         raise ValueError(
@@ -269,18 +281,7 @@ class LossData:
         ranks.require_same(model=lambda: checksum(network.working_copy()))
         stream = network.stream(batches, generator, takes_weights=True)
         self.data = Data(stream, network.device, num_data, ranks)
-        self.first = self.data.batch(0)
+        self.first = self.data.first()
         self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))
         outputs = network.first_outputs(self.first.inputs, self.first.num_examples)
         self.scale = loss_scale(self.loss, self.data, outputs)
-
-    def first_index(self, batch: int, _: int) -> int:
-        """Return the index of a batch's first example among those of all processes."""
-        return self.data.firsts[batch]
-
-    def batch_number(self, batch: int) -> int:
-        """Return the number of a batch, from 1."""
-        return batch + 1
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.data)

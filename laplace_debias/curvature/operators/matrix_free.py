@@ -11,9 +11,9 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers.records import scale_examples
 from laplace_debias.curvature.losses import Labels, Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.repeatable_data import IndexedBatch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (
@@ -100,11 +100,11 @@ class CurvatureOperator(NetworkOperator):
             chunk_size=chunk_size,
             batch=batch,
         )
-        takes_vectors = self._network.returns_vector(self._data.batch(0).inputs)
+        takes_vectors = self._network.returns_vector(self._data.first().inputs)
         self._loss = output_loss(loss, reduction, takes_vectors)
         self._scale = loss_scale(self._loss, self._data, self._first_outputs)
         with torch.no_grad():
-            labels = self._loss.labels(self._data.batch(0).targets, self._first_outputs.ndim)
+            labels = self._loss.labels(self._data.first().targets, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
@@ -127,7 +127,7 @@ class CurvatureOperator(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         self._loss.check(outputs, targets)
 
-    def _weighted_labels(self, batch: IndexedBatch) -> Labels:
+    def _weighted_labels(self, batch: Batch) -> Labels:
         """Return the labels of a batch, with the weights of the examples."""
         labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
         return replace(labels, example_weights=batch.weights)
@@ -179,9 +179,9 @@ class Hessian(CurvatureOperator):
 
     _may_have_norms = True
 
-    def _linearise(self, batch: IndexedBatch) -> Linearisation:
+    def _linearise(self, batch: Batch) -> Linearisation:
         labels = self._weighted_labels(batch)
-        if self._may_have_norms and batch.index not in self._checked:
+        if self._may_have_norms and batch.number not in self._checked:
             self._may_have_norms = has_norms(self._network, self._loss, batch.inputs, labels)
         return self._lineariser.second_order(self._loss, batch.inputs, labels)
 
@@ -208,7 +208,7 @@ class GGN(CurvatureOperator):
         """True if the loss is known to be convex in the outputs."""
         return self._loss.is_convex
 
-    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
 
 
@@ -304,7 +304,7 @@ class Fisher(CurvatureOperator):
             seed = self._ranks.exchange(columns.seed)[0]
         self._cotangents = Cotangents(self._loss, replace(columns, seed=seed))
 
-    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         fisher = self._cotangents.fisher
         if fisher.kind == "exact":
             return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
@@ -332,7 +332,7 @@ class EmpiricalFisher(CurvatureOperator):
 
     is_positive_semidefinite = True
 
-    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)
         return _outer_products(self._loss.gradient(outputs, labels)[None], batch.weights), 1
 

@@ -11,12 +11,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputLoss, OutputMap
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.repeatable_data import Data, IndexedBatch
+from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
@@ -132,8 +133,8 @@ class NetworkOperator(LinearOperator):
         self._lock = Lock()
         self._items: list[Item] = []
         self._is_full = False
-        self._checked: set[int] = set()
-        first = self._data.batch(0)
+        self._checked: set[int | None] = set()  # The numbers of batches.
+        first = self._data.first()
         self._first_outputs = self._network.first_outputs(first.inputs, first.num_examples)
         self._output_shape = self._first_outputs.shape[1:]  # For one example of the first batch.
         self._lineariser = Lineariser(self._network)
@@ -163,27 +164,27 @@ class NetworkOperator(LinearOperator):
         """The bytes of the linearised batches that are kept between products."""
         return sum(item.num_bytes for item in self._items)
 
-    def _make(self, batch: IndexedBatch) -> Item:
+    def _make(self, batch: Batch) -> Item:
         """Linearise a batch; checks its outputs the first time."""
         linearisation = self._linearise(batch)
         outputs = linearisation.outputs
-        if batch.index not in self._checked:
+        if batch.number not in self._checked:
             check_outputs(outputs, least=0)
             self._check_batch(outputs, batch.targets)
-            self._checked.add(batch.index)
+            self._checked.add(batch.number)
         at_outputs, num_tensors = self._at_outputs(outputs, batch)
         num_bytes = linearisation.num_bytes + num_tensors * outputs.nbytes
         first = batch.first_index * self._output_shape.numel()
         return Item(slice(first, first + outputs.numel()), linearisation, at_outputs, num_bytes)
 
-    def _linearise(self, batch: IndexedBatch) -> Linearisation:
+    def _linearise(self, batch: Batch) -> Linearisation:
         return self._lineariser.first_order(batch.inputs)
 
     @abstractmethod
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise an error for targets that do not fit outputs of this shape."""
 
-    def _at_outputs(self, outputs: Tensor, batch: IndexedBatch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         """Return the linear map at the outputs, and how many tensors of their size it keeps."""
         return None, 0
 
@@ -206,15 +207,15 @@ class NetworkOperator(LinearOperator):
         items = self._items
         if len(items) == len(self._data.sizes):
             return map(function, items)
-        return (function(self._item(batch)) for batch in self._data)
+        return (function(self._item(index, batch)) for index, batch in enumerate(self._data))
 
-    def _item(self, batch: IndexedBatch) -> Item:
+    def _item(self, index: int, batch: Batch) -> Item:
         with self._lock:
-            if batch.index < len(self._items):
-                return self._items[batch.index]
+            if index < len(self._items):
+                return self._items[index]
             item = self._make(batch)
             # The list starts with the first batch, also if another thread has just emptied it.
-            if not self._is_full and batch.index == len(self._items):
+            if not self._is_full and index == len(self._items):
                 self._is_full = self.num_bytes_kept + item.num_bytes > self._memory_bound
                 if not self._is_full:
                     self._items.append(item)

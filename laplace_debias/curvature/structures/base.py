@@ -1,7 +1,7 @@
 """The interface of a curvature structure: its fits, its memory, its tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.fits.magnitudes import drop_squares
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # A block of all parameters is low-rank, or has the eigenvectors of the whole matrix.
@@ -56,7 +56,7 @@ class TrialPass:
     num_rows: NumRows = field(default_factory=dict)
 
 
-def squares_trial(context: FitContext, data: FitData) -> TrialPass:
+def squares_trial(context: FitContext, data: Iterable[Batch]) -> TrialPass:
     """Measure exact curvature along directions on the data of a trial."""
     drop_squares(context, data)
     return TrialPass()
@@ -154,19 +154,22 @@ class CurvatureStructure(ABC):
 
     @abstractmethod
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data (Eq. 9) or the same."""
 
     @abstractmethod
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds."""
 
     def update(
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         """Add the information of new data to that of earlier data.
@@ -186,7 +189,9 @@ class CurvatureStructure(ABC):
         )
 
     @abstractmethod
-    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+    def trial_passes(
+        self, context: FitContext, data: Iterable[Batch]
+    ) -> Sequence[Callable[[], TrialPass]]:
         """Return the passes of a fit, each to be run over one batch to measure its costs."""
 
     def num_trials(self, is_debiased: bool) -> int:

@@ -1,6 +1,6 @@
 """Parts that `full` and `lowrank` share: one block of all parameters, and its Jacobian rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.degenerate import average_degenerate
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, CountedRows, SquaresAlong
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import (
     NO_ROWS,
     BlockBytes,
@@ -35,7 +35,9 @@ class DenseCurvature(CurvatureStructure):
         """Return the name of the only block."""
         return [DENSE_BLOCK]
 
-    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+    def trial_passes(
+        self, context: FitContext, data: Iterable[Batch]
+    ) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that computes the Jacobian rows."""
         return [partial(_rows_trial, context, data)]
 
@@ -48,7 +50,7 @@ def measure_along(
     context: FitContext,
     U: Float[Tensor, "parameters k"],
     eigenvalues: Float[Tensor, " k"],
-    data: FitData | None,
+    data: Iterable[Batch] | None,
     totals: DataTotals,
 ) -> tuple[Float[Tensor, " k"], DataTotals]:
     """Measure the curvature along directions, on other data if there are any.
@@ -75,7 +77,7 @@ def num_parameters(context: FitContext) -> int:
     return sum(block.size for block in context.blocks)
 
 
-def _rows_trial(context: FitContext, data: FitData) -> TrialPass:
+def _rows_trial(context: FitContext, data: Iterable[Batch]) -> TrialPass:
     accumulator = CountedRows(context)
     accumulate(accumulator, data)
     return TrialPass(row_bytes=accumulator.num_bytes)

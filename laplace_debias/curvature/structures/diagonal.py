@@ -1,8 +1,9 @@
 """The diagonal of the curvature: exact curvature along the coordinate axes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
@@ -12,7 +13,7 @@ from laplace_debias.curvature.fits.magnitudes import (
     coordinate_axes,
     ekfac_sums,
 )
-from laplace_debias.curvature.network.batches import FitData, Fold
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import (
     NO_ROWS,
     BlockBytes,
@@ -36,7 +37,10 @@ class DiagonalCurvature(CurvatureStructure):
     reads_folds_together = True
 
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Measure the diagonal; a debiased fit reads only the data of the magnitudes."""
         bases = {block: coordinate_axes(block) for block in context.blocks}
@@ -46,16 +50,16 @@ class DiagonalCurvature(CurvatureStructure):
             squares.div_(totals.weight)
         return CurvatureFit(assemble(context, bases, table), totals)
 
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Measure the diagonal on all folds, which is its value on held-out folds."""
         folds = split_folds(context.ranks, data, num_folds)
-        return self.fit(context, Fold.joined(folds))
+        return self.fit(context, chain.from_iterable(folds))
 
     def update(
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         """Add the diagonal of new data to that of earlier data; exact."""
@@ -69,7 +73,9 @@ class DiagonalCurvature(CurvatureStructure):
             blocks[name] = EigenKronecker(None, None, magnitudes)
         return replace(new, curvature=BlockDiagonal(blocks))
 
-    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+    def trial_passes(
+        self, context: FitContext, data: Iterable[Batch]
+    ) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that measures the squares of the gradients."""
         return [partial(squares_trial, context, data)]
 

@@ -1,6 +1,6 @@
 """EKFAC: K-FAC's directions, and the exact curvature along every one of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.magnitudes import assemble, ekfac_sums
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import TrialPass, Workload, squares_trial
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
 from laplace_debias.operators import EigenKronecker
@@ -33,7 +33,10 @@ class EkfacCurvature(FactoredCurvature):
     reads_data_twice = True
 
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same."""
         factors, totals = factor_sums(context, directions)
@@ -48,7 +51,7 @@ class EkfacCurvature(FactoredCurvature):
             table[block] = bases[block].pooled(mean, context.dtype)
         return self.leading(CurvatureFit(assemble(context, bases, table), totals))
 
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
         This takes two passes over the data, and holds the factors of all folds.
@@ -57,7 +60,7 @@ class EkfacCurvature(FactoredCurvature):
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
         totals = total_of(totals_by_fold)
         bases = eigenbases(context, total_factors(sums_by_fold), totals)
-        table = crossfit_ekfac(context, folds, sums_by_fold, bases)
+        table = crossfit_ekfac(context, folds, totals_by_fold, sums_by_fold, bases)
         sums_by_fold.clear()
         for block, measured in table.items():
             table[block] = bases[block].pooled(measured, context.dtype)
@@ -67,7 +70,7 @@ class EkfacCurvature(FactoredCurvature):
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         """Add the exact curvature of new data along the earlier directions, which stay.
@@ -89,7 +92,9 @@ class EkfacCurvature(FactoredCurvature):
             table[block] = counts.mean(earlier[block.name].magnitudes, totals.weight * mean)
         return CurvatureFit(assemble(context, bases, table), totals)
 
-    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+    def trial_passes(
+        self, context: FitContext, data: Iterable[Batch]
+    ) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that sums the factors, and the one that measures the magnitudes."""
         return [partial(factor_trial, context, data), partial(squares_trial, context, data)]
 

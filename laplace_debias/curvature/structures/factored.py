@@ -1,5 +1,6 @@
 """Parts that K-FAC and EKFAC share: Kronecker factors, their rank and their memory."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -10,7 +11,7 @@ from laplace_debias.curvature.fits.factor_keys import FactorKey, factor_keys
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import (
     EIGH_MATRICES,
     NO_ROWS,
@@ -77,7 +78,7 @@ class FactoredCurvature(CurvatureStructure):
         }
 
 
-def factor_trial(context: FitContext, data: FitData) -> TrialPass:
+def factor_trial(context: FitContext, data: Iterable[Batch]) -> TrialPass:
     """Sum the factors over the data of a trial."""
     sums, _ = factor_sums(context, data)
     sum_bytes = 0

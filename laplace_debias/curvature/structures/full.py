@@ -1,5 +1,6 @@
 """The curvature of all parameters together, as a matrix `[D, D]`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -18,7 +19,7 @@ from laplace_debias.curvature.fits.dense import (
 )
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import EIGH_MATRICES, NO_ROWS, NumRows, Workload
 from laplace_debias.curvature.structures.dense import (
     DenseCurvature,
@@ -44,7 +45,10 @@ class FullCurvature(DenseCurvature):
     name = "full"
 
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same."""
         accumulator = MomentMatrix(context)
@@ -53,7 +57,7 @@ class FullCurvature(DenseCurvature):
         values, totals = measure_along(context, U, eigenvalues, data=magnitudes, totals=totals)
         return _assemble(context, values, U, totals)
 
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
         Jacobian rows are kept.
@@ -71,7 +75,7 @@ class FullCurvature(DenseCurvature):
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         """Add the matrix of new data to that of earlier data, and decompose the sum; exact."""

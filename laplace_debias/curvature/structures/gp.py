@@ -1,7 +1,8 @@
 """The posterior in function space: the curvature on the span of the Jacobian at inducing inputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from laplace_debias.curvature.fits.inducing import (
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batches import FitData, Fold
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, num_examples, take
 from laplace_debias.curvature.network.outputs import MEMORY_BOUND
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -107,7 +108,10 @@ class GpCurvature(DenseCurvature):
         return self.independent_outputs
 
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same."""
         inducing = self._inducing_inputs(context, self._inputs(context, directions))
@@ -131,13 +135,14 @@ class GpCurvature(DenseCurvature):
 
         return self._fit_all(context, inducing, fit_output)
 
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
         The inducing inputs are those of all folds.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        inducing = self._inducing_inputs(context, self._inputs(context, Fold.joined(folds)))
+        inputs = self._inputs(context, chain.from_iterable(folds))
+        inducing = self._inducing_inputs(context, inputs)
 
         def fit_output(
             context: FitContext, output: int | None
@@ -162,7 +167,7 @@ class GpCurvature(DenseCurvature):
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         """Add the curvature of new data along the directions, whose inducing inputs stay.
@@ -215,7 +220,7 @@ class GpCurvature(DenseCurvature):
         network = shared_copy(context.network)
         return InducingInputs(network, context.blocks, inputs, context.memory_bound)
 
-    def _inputs(self, context: FitContext, data: FitData) -> Inputs:
+    def _inputs(self, context: FitContext, data: Iterable[Batch]) -> Inputs:
         if self.inducing is None:
             return all_inputs(context, data)
         if isinstance(self.inducing, Tensor):

@@ -1,6 +1,6 @@
 """K-FAC: directions and magnitudes from Kronecker factors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,7 @@ from laplace_debias.curvature.fits.magnitudes import (
     assemble_products,
     curvature_along,
 )
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import TrialPass, Workload
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
 
@@ -35,7 +35,10 @@ class KfacCurvature(FactoredCurvature):
     name = "kfac"
 
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data (Eq. 9) or the same.
 
@@ -50,7 +53,7 @@ class KfacCurvature(FactoredCurvature):
         curvature = assemble_products(context, bases, products)
         return self.leading(CurvatureFit(curvature, totals + products.totals))
 
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
         This takes one pass over the data, and holds the factors of all folds. A factor of full rank
@@ -66,7 +69,7 @@ class KfacCurvature(FactoredCurvature):
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         r"""Add the factors of new data to those of earlier data, which are recovered.
@@ -83,7 +86,9 @@ class KfacCurvature(FactoredCurvature):
         curvature = assemble_eigenvalues(context, bases, all_totals)
         return self.leading(CurvatureFit(curvature, totals))
 
-    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+    def trial_passes(
+        self, context: FitContext, data: Iterable[Batch]
+    ) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that sums the factors."""
         return [partial(factor_trial, context, data)]
 

@@ -1,6 +1,6 @@
 """The leading eigenvectors of the curvature of all parameters together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from laplace_debias.curvature.fits.dense import (
 )
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import NO_ROWS, CurvatureBlock, NumRows, Workload
 from laplace_debias.curvature.structures.dense import (
     DenseCurvature,
@@ -55,7 +55,10 @@ class LowRankCurvature(DenseCurvature):
         return _DEFAULT_RANK if self.rank is None else int(self.rank)
 
     def fit(
-        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+        self,
+        context: FitContext,
+        directions: Iterable[Batch],
+        magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same.
 
@@ -74,7 +77,7 @@ class LowRankCurvature(DenseCurvature):
         values, totals = measure_along(context, U, eigenvalues, data=magnitudes, totals=totals)
         return _assemble(context, values, U, totals)
 
-    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+    def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
         Jacobian rows are kept.
@@ -92,7 +95,7 @@ class LowRankCurvature(DenseCurvature):
         self,
         context: FitContext,
         information: Information,
-        data: FitData,
+        data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
         """Add the rows of new data to the earlier directions, and keep the leading ones of both.

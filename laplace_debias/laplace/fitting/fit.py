@@ -11,14 +11,14 @@ from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.adapters import adapter_states
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import FirstIndex, Stream
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
-from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
+from laplace_debias.curvature.network.shards import check_all_different, first_indices_of_stream
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.laplace.fitting.fit_stream import FitStream, first_index_in_process
+from laplace_debias.laplace.fitting.fit_stream import FitStream
 from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
@@ -169,12 +169,12 @@ def prepare_fit(
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     size = _size_with_weights(size, scheme.label, streams[0], ranks)
-    first_indices: list[FirstIndex] = [first_index_in_process for _ in streams]
+    first_indices: list[list[int] | None] = [None for _ in streams]
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.is_random or config.structure.draws_examples:
             # Draws are keyed by an example's index among those of all processes.
-            first_indices = [first_index_of_batch(ranks, stream) for stream in streams]
+            first_indices = [first_indices_of_stream(ranks, stream) for stream in streams]
         model_checksum = checksum(setup.spec.plain_model)
         ranks.require_same(model=model_checksum, blocks=parameters.block_names)
         if not size.is_shared:
@@ -184,8 +184,8 @@ def prepare_fit(
     config.structure.check(context)
     _require_memory(context, config.structure)
     fit_streams = [
-        FitStream(stream, setup.spec.likelihood, name, first_index)
-        for name, stream, first_index in zip(scheme.sources, streams, first_indices, strict=True)
+        FitStream(stream, setup.spec.likelihood, name, indices)
+        for name, stream, indices in zip(scheme.sources, streams, first_indices, strict=True)
     ]
     return PreparedFit(
         setup, parameters, context, size=size, mode=scheme.label, streams=fit_streams

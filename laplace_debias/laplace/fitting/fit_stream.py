@@ -1,17 +1,13 @@
 """A stream as a fit reads it: its examples have indices, and some of its targets count."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import FirstIndex, Stream
+from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.shards import FAR
 from laplace_debias.system.ranks import process_group
-
-
-def first_index_in_process(_: int, num_read: int) -> int:
-    """Return the index of a batch's first example among those of this process."""
-    return num_read
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,15 +18,14 @@ class FitStream:
         stream: The batches.
         likelihood: Decides which targets contribute to the loss.
         description: The data's name in errors.
-        first_index_among_all: Returns the index of a batch's first example among those of all
-            processes. The default is for a fit that does not need to know which example is which
-            in the data of other processes.
+        first_indices: The index of each batch's first example among those of all processes. None
+            if it is not known: then all examples of a process come before those of the next one.
     """
 
     stream: Stream
     likelihood: Likelihood
     description: str = "data"
-    first_index_among_all: FirstIndex = first_index_in_process
+    first_indices: Sequence[int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """Read the data once.
@@ -38,13 +33,17 @@ class FitStream:
         Raises:
             ValueError: At the end, if no target of any process contributes to the loss.
         """
+        ranks = process_group()
         num_batches = 0
         any_counts = False
         for batch in self.stream:
+            first_index = FAR * ranks.rank + batch.first_index
+            if self.first_indices is not None:
+                first_index = self.first_indices[num_batches]
             num_batches += 1
             any_counts = any_counts or self.likelihood.counts_any(batch.targets)
-            yield batch
-        by_rank = process_group().exchange((num_batches, any_counts))
+            yield replace(batch, first_index=first_index)
+        by_rank = ranks.exchange((num_batches, any_counts))
         if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
             description = self.description
             ignored = getattr(self.likelihood, "ignore_index", None)
@@ -55,11 +54,3 @@ class FitStream:
                 "curvature to compute. Pass batches in which at least one target "
                 "contributes to the loss."
             )
-
-    def first_index(self, batch: int, num_read: int) -> int:
-        """Return the index of a batch's first example among those of all processes."""
-        return self.first_index_among_all(batch, num_read)
-
-    def batch_number(self, batch: int) -> int:
-        """Return the number of a batch, from 1."""
-        return batch + 1

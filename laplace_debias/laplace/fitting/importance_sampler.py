@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +24,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Fold, Stream
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.system.ranks import Ranks
@@ -147,19 +147,17 @@ class _NewExamples:
     Attributes:
         inputs: The sums of A over this process's examples.
         totals: The totals of this process's examples.
-        drawn: This process's examples that were drawn, with weights.
-        first_indices: For each batch of `drawn`, the index of its first example among those of all
-            processes, in the order in which they are read.
+        drawn: This process's examples that were drawn, with weights. Their indices are among the
+            drawn examples of all processes, in the order in which they are read.
         num_drawn: The number of examples of all processes that were drawn.
     """
 
     inputs: SideSums
     totals: DataTotals = field(default_factory=DataTotals)
     drawn: list[Batch] = field(default_factory=list)
-    first_indices: list[int] = field(default_factory=list)
     num_drawn: int = 0
 
-    def drawn_fold(self, needs_indices: bool) -> Fold:
+    def joined_if_possible(self, needs_indices: bool) -> list[Batch]:
         """Return this process's examples that were drawn, in one batch if possible.
 
         Examples of different shapes are not joined. If `needs_indices`, neither are those that
@@ -169,16 +167,13 @@ class _NewExamples:
             tuple(tensor.shape[1:] for tensor in (*tensors_of(batch.inputs), batch.targets))
             for batch in self.drawn
         }
-        weight = sum(batch.total_weight for batch in self.drawn)
         are_consecutive = all(
-            first + batch.num_examples == following
-            for first, batch, following in zip(
-                self.first_indices, self.drawn, self.first_indices[1:], strict=False
-            )
+            batch.first_index + batch.num_examples == following.first_index
+            for batch, following in pairwise(self.drawn)
         )
         if len(shapes) != 1 or (needs_indices and not are_consecutive):
-            return Fold(list(self.drawn), self.first_indices, weight)
-        return Fold([Batch.joined(self.drawn)], self.first_indices[:1], weight)
+            return self.drawn
+        return [Batch.joined(self.drawn)]
 
 
 class ImportanceSampler:
@@ -189,18 +184,18 @@ class ImportanceSampler:
 
     Args:
         context: The network, its loss and its blocks.
-        numbered_batches: The data that is not read yet, with the number of each batch.
+        batches: The data that is not read yet.
         forward_ratio: Examples passed forward per example passed backward.
     """
 
     def __init__(
         self,
         context: FitContext,
-        numbered_batches: Iterator[tuple[int, Batch]],
+        batches: Iterator[Batch],
         forward_ratio: int,
     ) -> None:
         self._context = context
-        self._numbered_batches = numbered_batches
+        self._batches = batches
         self._forward_ratio = forward_ratio
         self._forward = ForwardPasses(context)
 
@@ -222,11 +217,10 @@ class ImportanceSampler:
             if num_own:
                 own_probes.append(take(batch.inputs, slice(0, num_own)))
             # The probes may be all of this process's batch, which the others still read.
-            remainders.append(batch.take(slice(num_own, None)))
+            remainders.append(replace(batch.take(slice(num_own, None)), number=batch.number))
         probes_by_rank = context.ranks.exchange(own_probes)
         probes = join(list(chain.from_iterable(probes_by_rank)))
-        numbered_batches = enumerate(chain(remainders, batches), start=1)
-        sampler = cls(context, numbered_batches, forward_ratio)
+        sampler = cls(context, chain(remainders, batches), forward_ratio)
         return sampler, SampledSums.before_reading(probes)
 
     @classmethod
@@ -235,8 +229,7 @@ class ImportanceSampler:
     ) -> "ImportanceSampler":
         """Return a reader of the data after the examples of an earlier fit's sums."""
         num_skipped = 0 if isinstance(data.source, Iterator) else sums.num_batches
-        batches = islice(data, num_skipped, None)
-        return cls(context, enumerate(batches, start=num_skipped + 1), forward_ratio)
+        return cls(context, islice(data, num_skipped, None), forward_ratio)
 
     def read(self, sums: SampledSums, target: int) -> SampledSums:
         """Add the next examples to sums, until the number of those drawn reaches a target.
@@ -249,11 +242,14 @@ class ImportanceSampler:
         faults = Faults()
         new_by_fold = [_NewExamples(SideSums(self._context, Side.A)) for _ in sums.folds]
         while sums.num_drawn + sum(new.num_drawn for new in new_by_fold) < target:
-            number, batch = next(self._numbered_batches, (0, None))
+            batch = next(self._batches, None)
             sizes = ranks.exchange(None if batch is None else batch.num_examples)
             if sizes.count(None) == len(sizes):
                 break
-            sums = replace(sums, num_batches=number or sums.num_batches)
+            number = None
+            if batch is not None:
+                number = batch.number
+                sums = replace(sums, num_batches=sums.num_batches + 1)
             with faults.during_batch(number):
                 sums = self._draw(
                     sums, batch, [size or 0 for size in sizes], new_by_fold, generator
@@ -317,8 +313,9 @@ class ImportanceSampler:
             own_indices = is_chosen[own_part].nonzero()[:, 0]
             if batch is not None and len(own_indices):
                 weights = probabilities[start + own_indices].reciprocal()
-                new.drawn.append(replace(batch.take(own_indices), weights=weights))
-                new.first_indices.append(new.num_drawn + int(is_chosen[:start].sum()))
+                first_index = new.num_drawn + int(is_chosen[:start].sum())
+                drawn = replace(batch.take(own_indices), weights=weights, first_index=first_index)
+                new.drawn.append(drawn)
             new.num_drawn += int(is_chosen.sum())
         return replace(
             sums,
@@ -376,7 +373,7 @@ class ImportanceSampler:
             inputs = _sum_of_both(inputs, sum_at_owners(context, new.inputs))
         if new.num_drawn:
             # Random labels depend on the index among the examples that were drawn.
-            drawn = new.drawn_fold(context.cotangents.fisher.is_random)
+            drawn = new.joined_if_possible(context.cotangents.fisher.is_random)
             factors, _ = factor_sums(context, drawn, num_drawn)
             gradients = _sum_of_both(gradients, {block: G for block, (G, _) in factors.items()})
         return replace(fold, gradients=gradients, inputs=inputs, totals=totals)

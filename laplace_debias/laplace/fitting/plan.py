@@ -1,7 +1,7 @@
 """Plans, which estimate the memory and time of a fit from one batch."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, astuple, dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.chunks import run_example
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches, Fold
+from laplace_debias.curvature.network.batches import Batches, consecutive
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
@@ -156,7 +156,7 @@ def plan_fit(
         x = move(fold.inputs, context.device, None)
         num_joined = _num_joined_batches(context, x, num_parts)
         targets = fold.targets.to(context.device)
-        data = Fold.consecutive([Batch(x, targets)] * num_joined)
+        data = consecutive([Batch(x, targets)] * num_joined)
         num_passes = None
         if num_parts is not None:
             num_passes = num_reads * math.ceil(num_parts / num_joined)
@@ -218,7 +218,7 @@ def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None)
     return num_joined if num_batches is None else min(num_batches, num_joined)
 
 
-def _run_trial(structure: CurvatureStructure, context: FitContext, data: Fold) -> _Trial:
+def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequence[Batch]) -> _Trial:
     """Run the passes of a fit over one batch, and drop their results."""
     trial = _Trial(seconds=0.0)
     for run in structure.trial_passes(context, data):
