@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.assessment.predicting import SelectedBatches
+from laplace_debias.assessment.predicting import selected_batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.metrics.definitions import per_example
@@ -27,8 +27,8 @@ def write_examples(
     records = [*groups.most_uncertain, *groups.most_confidently_wrong]
     indices = sorted({record.index for record in records})
     positions = torch.tensor(indices, dtype=torch.long)
-    batches = SelectedBatches(loaded.model, loaded.test, positions)
-    rows = [row for x, _ in batches for row in tensors_of(x)[0].cpu()]
+    batches = selected_batches(loaded.model, loaded.test, positions)
+    rows = [row for batch in batches for row in tensors_of(batch.inputs)[0].cpu()]
     inputs = dict(zip(indices, rows, strict=True))
     for record in records:
         x = inputs[record.index]

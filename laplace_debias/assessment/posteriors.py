@@ -9,9 +9,9 @@ from laplace_debias.assessment.labelled import labelled_report
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.assessment.numbers import number_predictions
 from laplace_debias.assessment.predicting import (
-    SelectedBatches,
     network_classes,
     network_outputs,
+    selected_batches,
 )
 from laplace_debias.assessment.predictions import labels_like, probabilities
 from laplace_debias.curvature.network.batch import Batch
@@ -137,8 +137,8 @@ def thin_posterior(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) 
         return ()
     with alone():
         positions = torch.arange(_THINNING_EXAMPLES)
-        batches = SelectedBatches(loaded.model, loaded.validation, positions)
-        inputs = [x for x, _ in batches]
+        batches = selected_batches(loaded.model, loaded.validation, positions)
+        inputs = [batch.inputs for batch in batches]
     return (la.thin(join(inputs), _THINNING_ERROR).message,)
 
 
@@ -148,9 +148,9 @@ def training_record(loaded: Loaded) -> TrainingRecord:
     all_targets = []
     with alone():
         positions = torch.arange(TRAINING_EXAMPLES)
-        for x, y in SelectedBatches(loaded.model, loaded.train, positions):
-            all_outputs.append(network_outputs(loaded.model, x))
-            all_targets.append(y.cpu())
+        for batch in selected_batches(loaded.model, loaded.train, positions):
+            all_outputs.append(network_outputs(loaded.model, batch.inputs))
+            all_targets.append(batch.targets.cpu())
     outputs = torch.cat(all_outputs)
     targets = torch.cat(all_targets)
     likelihood = loaded.likelihood

@@ -4,6 +4,7 @@ import itertools
 import operator
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from laplace_debias.assessment.predictions import (
     Predictions,
 )
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.calling import call
-from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace import Laplace, links
 from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.prediction.decomposition import scores_of_logits, uncertainty_of_draws
@@ -47,45 +49,33 @@ def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | 
     return torch.randperm(num_examples, generator=generator)[:limit].sort().values
 
 
-class SelectedBatches:
-    """Batches of all or selected examples, on the model's device.
+def selected_batches(
+    model: nn.Module,
+    batches: Batches,
+    positions: Tensor | None = None,
+    *,
+    has_labels: bool = True,
+) -> Iterator[Batch]:
+    """Read all or selected examples, with the inputs on the model's device.
 
-    With several processes each has every n-th batch. Targets that a set without labels lacks are
-    zeros.
+    With several processes each reads every n-th batch. Indices are among the selected examples of
+    all processes. Targets that a set without labels lacks are zeros.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        positions: Tensor | None = None,
-        *,
-        has_labels: bool = True,
-    ) -> None:
-        self._model = model
-        self._batches = batches
-        self._positions = positions
-        self._read = BatchReader(model, needs_targets=has_labels)
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        for _, x, y in self.with_positions():
-            yield x, y
-
-    def with_positions(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        """Yield the batches, each with the index of its first selected example."""
-        device = next(self._model.parameters()).device
-        for _, first, x, y in dealt(self._batches, self._read):
-            if self._positions is None:
-                yield first, move(x, device, None), y
-                continue
-            start, end = torch.searchsorted(
-                self._positions, torch.tensor([first, first + num_examples(x)])
-            ).tolist()
-            if start < end:
-                in_batch = self._positions[start:end] - first
-                yield start, move(take(x, in_batch), device, None), y[in_batch]
-            if end == len(self._positions):
-                return
+    device = next(model.parameters()).device
+    for batch in dealt(batches, BatchReader(model, needs_targets=has_labels)):
+        if positions is None:
+            yield replace(batch, inputs=move(batch.inputs, device, None))
+            continue
+        first = batch.first_index
+        start, end = torch.searchsorted(
+            positions, torch.tensor([first, first + batch.num_examples])
+        ).tolist()
+        if start < end:
+            selected = batch.take(positions[start:end] - first)
+            inputs = move(selected.inputs, device, None)
+            yield replace(selected, inputs=inputs, first_index=start)
+        if end == len(positions):
+            return
 
 
 @torch.no_grad()
@@ -190,13 +180,12 @@ def predict_set(
     """
     own_batches: list[tuple[int, Predictions, Tensor]] = []
     seconds = 0.0
-    selected = SelectedBatches(loaded.model, batches, positions, has_labels=has_labels)
-    for first, x, y in selected.with_positions():
+    for batch in selected_batches(loaded.model, batches, positions, has_labels=has_labels):
         start = time.perf_counter()
-        targets = y.detach().cpu()
-        predictions = _batch_predictions(loaded, x, la, targets if has_labels else None)
+        targets = batch.targets.detach().cpu()
+        predictions = _batch_predictions(loaded, batch.inputs, la, targets if has_labels else None)
         seconds += time.perf_counter() - start
-        own_batches.append((first, predictions, targets))
+        own_batches.append((batch.first_index, predictions, targets))
     exchanged = itertools.chain.from_iterable(process_group().exchange(own_batches))
     # In the order of the batches, which were dealt to the processes.
     in_order = sorted(exchanged, key=operator.itemgetter(0))

@@ -63,9 +63,10 @@ def prediction_columns(
     with alone() if has_draws else contextlib.nullcontext():
         own_batches = dealt(batches, read) if takes_part else ()
         bar = tqdm(own_batches, "predicting", unit="batch", leave=False, disable=not progress)
-        for number, _, x, y in bar:
-            columns = _batch_columns(la, loaded, x, method, samples, generator)
-            own_tables.append((number, {name: v.detach().cpu() for name, v in columns.items()}, y))
+        for batch in bar:
+            columns = _batch_columns(la, loaded, batch.inputs, method, samples, generator)
+            columns = {name: column.detach().cpu() for name, column in columns.items()}
+            own_tables.append((batch.first_index, columns, batch.targets))
     # In the order of the batches, which were dealt to the processes.
     exchanged = itertools.chain.from_iterable(process_group().exchange(own_tables))
     tables = sorted(exchanged, key=operator.itemgetter(0))

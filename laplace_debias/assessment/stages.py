@@ -23,9 +23,9 @@ from laplace_debias.assessment.posteriors import (
     tune_posterior,
 )
 from laplace_debias.assessment.predicting import (
-    SelectedBatches,
     posterior_predictions,
     predict_set,
+    selected_batches,
     subset_indices,
 )
 from laplace_debias.assessment.predictions import (
@@ -175,9 +175,11 @@ def _validation_batches(run: RunWriter, method: Method, loaded: Loaded) -> Batch
     positions = None
     limit = run.method_record(method).examples
     if limit is not None:
-        own_size = sum(len(y) for _, y in SelectedBatches(loaded.model, loaded.validation))
+        own_batches = selected_batches(loaded.model, loaded.validation)
+        own_size = sum(batch.num_examples for batch in own_batches)
         positions = subset_indices(sum(process_group().exchange(own_size)), limit, run.seed)
-    return SelectedBatches(loaded.model, loaded.validation, positions)
+    selected = selected_batches(loaded.model, loaded.validation, positions)
+    return ((batch.inputs, batch.targets) for batch in selected)
 
 
 def _choose_examples(run: RunWriter, la: Laplace, method: Method) -> None:
@@ -272,7 +274,7 @@ def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
     If the batch takes long, only its first examples are measured.
     """
     with alone():
-        x, _ = next(iter(SelectedBatches(loaded.model, loaded.test)))
+        x = next(selected_batches(loaded.model, loaded.test)).inputs
     # Once before: first calls also choose algorithms and allocate.
     posterior_predictions(la, take(x, slice(1)))
     size = 1

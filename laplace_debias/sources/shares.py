@@ -1,11 +1,13 @@
 """Batches that several processes share, by parts of batches or by whole batches."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
@@ -34,31 +36,26 @@ def share(batches: Batches, model: nn.Module) -> Batches:
     return list(mine) if isinstance(batches, list | tuple) else mine
 
 
-def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Inputs, Tensor]]:
-    """Return every n-th batch for this process.
-
-    Yields the number of the batch among all, that of its first example, inputs and targets.
-    """
+def dealt(batches: Batches, read: BatchReader) -> Iterator[Batch]:
+    """Read every n-th batch for this process; indices are among the examples of all batches."""
     ranks = process_group()
     source = cast(Any, batches)
     if isinstance(batches, Changed):
-        for number, first, x, y in dealt(batches.source, read):
-            yield number, first, *batches.changed((x, y), first)
+        for batch in dealt(batches.source, read):
+            inputs, targets = batches.changed((batch.inputs, batch.targets), batch.first_index)
+            yield replace(batch, inputs=inputs, targets=targets)
     elif ranks.size > 1 and _is_plain(batches):
         indices = list(source.batch_sampler)
         mine = range(ranks.rank, len(indices), ranks.size)
         loader = with_batches(source, source.dataset, [indices[number] for number in mine])
         for number, batch in zip(mine, loader, strict=True):
-            own_batch = read(batch)
-            first = number * source.batch_size
-            yield number, first, own_batch.inputs, own_batch.targets
+            yield replace(read(batch), first_index=number * source.batch_size)
     else:
-        first = 0
-        for number, batch in enumerate(batches):
-            read_batch = read(batch)
+        num_before = 0
+        for number, batch in enumerate(map(read, batches)):
             if number % ranks.size == ranks.rank:
-                yield number, first, read_batch.inputs, read_batch.targets
-            first += read_batch.num_examples
+                yield replace(batch, first_index=num_before)
+            num_before += batch.num_examples
 
 
 def _is_plain(batches: Any) -> bool:

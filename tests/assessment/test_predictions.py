@@ -9,9 +9,9 @@ from torch import nn
 
 from laplace_debias import Laplace, Link
 from laplace_debias.assessment.predicting import (
-    SelectedBatches,
     posterior_classes,
     predict_set,
+    selected_batches,
 )
 from laplace_debias.assessment.predictions import probabilities
 
@@ -125,11 +125,12 @@ def test_some_examples_are_chosen_across_batches(fitted):
     loaded, _ = fitted
     positions = torch.tensor([0, 3, 12, 13, 39])
     batches = a_run.batches_of(*(torch.cat(part) for part in zip(*loaded.test, strict=True)), 10)
-    found = list(SelectedBatches(loaded.model, batches, positions))
+    selected = list(selected_batches(loaded.model, batches, positions))
     x, y = loaded.test[0]
-    torch.testing.assert_close(torch.cat([part for part, _ in found]), x[positions])
-    assert torch.equal(torch.cat([part for _, part in found]), y[positions])
-    assert [len(part) for _, part in found] == [2, 2, 1]
+    torch.testing.assert_close(torch.cat([batch.inputs for batch in selected]), x[positions])
+    assert torch.equal(torch.cat([batch.targets for batch in selected]), y[positions])
+    assert [batch.num_examples for batch in selected] == [2, 2, 1]
+    assert [batch.first_index for batch in selected] == [0, 2, 4]
 
 
 def test_outputs_for_positions_are_refused():

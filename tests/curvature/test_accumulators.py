@@ -1,6 +1,5 @@
 """Sums of a pass can be saved between batches and put back, to the same bits."""
 
-
 import pytest
 import torch
 from torch import nn

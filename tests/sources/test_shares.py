@@ -65,9 +65,9 @@ def test_whole_batches_are_dealt_out_with_their_places(name, num_ranks, monkeypa
     dealt = of_ranks(monkeypatch, num_ranks, lambda: shares.dealt(source, read))
     first = 0
     for number, (x, y) in enumerate(source):
-        (own,) = [batch for batch in dealt[number % num_ranks] if batch[0] == number]
-        assert own[1] == first
-        assert own[2].equal(x)
-        assert own[3].equal(y)
+        own = dealt[number % num_ranks][number // num_ranks]
+        assert own.first_index == first
+        assert own.inputs.equal(x)
+        assert own.targets.equal(y)
         first += len(y)
     assert sum(map(len, dealt)) == number + 1

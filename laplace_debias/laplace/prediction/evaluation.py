@@ -1,8 +1,8 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,7 +13,8 @@ from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Nor
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.dataset_size import check_sampler
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
@@ -35,31 +36,22 @@ def check_held_out(*data: Batches) -> None:
             check_sampler(loader)
 
 
-class RepeatedExamples:
-    """Batches in which an example of weight w occurs w times.
-
-    Args:
-        stream: The batches, which may have weights.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        for batch in self._stream:
-            weights = batch.weights
-            if weights is None:
-                yield batch.inputs, batch.targets
-                continue
-            if (weights != weights.floor()).any():
-                raise ValueError(
-                    "The weights of examples have fractions, but `evaluate` counts an example of "
-                    "weight w as w examples. Pass whole numbers."
-                )
-            indices = torch.arange(batch.num_examples).repeat_interleave(weights.long().cpu())
-            if len(indices):
-                repeated = batch.take(indices.to(batch.targets.device))
-                yield repeated.inputs, repeated.targets
+def repeated_examples(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches in which an example of weight w occurs w times."""
+    for batch in batches:
+        weights = batch.weights
+        if weights is None:
+            yield batch
+            continue
+        if (weights != weights.floor()).any():
+            raise ValueError(
+                "The weights of examples have fractions, but `evaluate` counts an example of "
+                "weight w as w examples. Pass whole numbers."
+            )
+        positions = torch.arange(batch.num_examples).repeat_interleave(weights.long().cpu())
+        if len(positions):
+            repeated = batch.take(positions.to(batch.targets.device))
+            yield replace(repeated, weights=None)
 
 
 def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[Tensor]:
@@ -143,8 +135,8 @@ class Scores:
 def evaluate_predictions(
     predict: Callable[[Inputs], Distribution],
     likelihood: Likelihood,
-    batches: Batches,
-    ood: Mapping[str, Batches],
+    batches: Iterable[Batch],
+    ood: Mapping[str, Iterable[Batch]],
     class_dim: int | None = None,
     *,
     intervals: bool = True,
@@ -156,7 +148,8 @@ def evaluate_predictions(
     Args:
         predict: From inputs to a predictive.
         likelihood: The likelihood, which checks targets.
-        batches: Labelled batches.
+        batches: Labelled batches, whose examples count as often as their weights say. They may be
+            read twice.
         ood: Out-of-distribution batches by name.
         class_dim: The dimension of the outputs that has the classes.
         intervals: Whether to compute confidence intervals.
@@ -168,12 +161,12 @@ def evaluate_predictions(
     check_level(level)
     batches_of_scores = []
     batches_of_uncertainties = []
-    for x, y in batches:
-        predictive = predict(x)
-        checked = check_targets(likelihood, predictive, y, class_dim)
+    for batch in repeated_examples(batches):
+        predictive = predict(batch.inputs)
+        checked = check_targets(likelihood, predictive, batch.targets, class_dim)
         batches_of_scores.append(score(predictive, checked))
         if score_inputs is not None:
-            uncertainties = score_inputs(x).flatten()
+            uncertainties = score_inputs(batch.inputs).flatten()
             if len(uncertainties) == len(checked.counted):
                 uncertainties = uncertainties[checked.counted.to(uncertainties.device)]
             batches_of_uncertainties.append([uncertainties])
@@ -192,8 +185,8 @@ def evaluate_predictions(
 def _report(
     scores: Scores,
     predict: Callable[[Inputs], Distribution],
-    batches: Batches,
-    ood: Mapping[str, Batches],
+    batches: Iterable[Batch],
+    ood: Mapping[str, Iterable[Batch]],
     *,
     intervals: bool,
     level: float,
@@ -259,9 +252,9 @@ def _report(
     )
 
 
-def _for_all(data: Batches, name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
+def _for_all(data: Iterable[Batch], name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
     """Predict a set of batches, over all processes that share it."""
-    predictions = [predict(x) for x, _ in data]
+    predictions = [predict(batch.inputs) for batch in repeated_examples(data)]
     columns = process_group().on_all([torch.cat(predictions)] if predictions else None)
     if columns is None:
         raise ValueError(

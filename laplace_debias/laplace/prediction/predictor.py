@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.links import Link, link_from, predictive
 from laplace_debias.laplace.prediction.decomposition import uncertainty
 from laplace_debias.laplace.prediction.evaluation import (
-    RepeatedExamples,
     check_held_out,
     evaluate_predictions,
 )
@@ -320,11 +319,10 @@ class Predictor(ABC):
         state = self._states[0]
         bar = "evaluate" if progress else None
 
-        def read(data: Batches, *, needs_targets: bool) -> RepeatedExamples:
-            stream = state.spec.stream(
+        def read(data: Batches, *, needs_targets: bool) -> Stream:
+            return state.spec.stream(
                 data, state.device, generator, bar, takes_weights=True, needs_targets=needs_targets
             )
-            return RepeatedExamples(stream)
 
         return evaluate_predictions(
             predict,
