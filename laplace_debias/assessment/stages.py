@@ -169,7 +169,10 @@ def _make_posterior(
 
 
 def _validation_batches(run: RunWriter, method: Method, loaded: Loaded) -> Batches | None:
-    """The validation examples that a posterior is tuned on, at most as many as it predicts."""
+    """The validation examples that a posterior is tuned on, at most as many as it predicts.
+
+    They can be read once.
+    """
     if loaded.validation is None:
         return None
     positions = None

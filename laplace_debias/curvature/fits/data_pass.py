@@ -45,8 +45,9 @@ def accumulate(accumulator: Accumulator, data: Iterable[Batch], first_index: int
     Args:
         accumulator: It has the sums of all processes when the pass has ended.
         data: The batches of this process.
-        first_index: The number of examples that the fit has read from other data, which is added
-            to the indices. So different data get different Monte-Carlo labels.
+        first_index: The index of the data's first example among all examples of the fit. It is
+            added to the indices of the batches, so that different data of a fit get different
+            Monte-Carlo labels.
 
     Returns:
         The totals over all processes.

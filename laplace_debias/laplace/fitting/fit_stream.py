@@ -37,8 +37,9 @@ class FitStream:
         num_batches = 0
         any_counts = False
         for batch in self.stream:
-            first_index = FAR * ranks.rank + batch.first_index
-            if self.first_indices is not None:
+            if self.first_indices is None:
+                first_index = FAR * ranks.rank + batch.first_index
+            else:
                 first_index = self.first_indices[num_batches]
             num_batches += 1
             any_counts = any_counts or self.likelihood.counts_any(batch.targets)
