@@ -88,6 +88,40 @@ def test_several_inputs_are_fitted_as_one(form):
     assert alone.fit_report.ended_by == "tolerance"
 
 
+class TwoConvolutions(nn.Module):
+    """A convolution with two groups as two convolutions, each of half of the channels."""
+
+    def __init__(self, grouped: nn.Conv2d):
+        super().__init__()
+        parts = [nn.Conv2d(2, 32, 3), nn.Conv2d(2, 32, 3)]
+        for part, weight, bias in zip(
+            parts, grouped.weight.chunk(2), grouped.bias.chunk(2), strict=True
+        ):
+            part.load_state_dict({"weight": weight, "bias": bias})
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = x.chunk(2, dim=1)
+        outputs = [part(half) for part, half in zip(self.parts, halves, strict=True)]
+        return torch.cat(outputs, dim=1)
+
+
+def test_groups_of_a_convolution_are_fitted_in_rounds_as_convolutions_of_their_own():
+    torch.manual_seed(0)
+    grouped = nn.Conv2d(4, 64, 3, groups=2)
+    head = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(256, 3))
+    x, y = torch.randn(4000, 4, 4, 4).double(), torch.randint(3, (4000,))
+    batches = list(zip(x.split(100), y.split(100), strict=True))
+    variances = []
+    for first_layer in (grouped, TwoConvolutions(grouped)):
+        model = nn.Sequential(first_layer, head).double().eval()
+        la = Laplace(model, params="weights", fisher="empirical", sharing="reduce")
+        la.fit(Auto(batches, tolerance=1e-9, examples=256), num_data=4000)
+        assert len(la.fit_report.rounds) > 1
+        variances.append(la.functional(x[:5], diagonal=True)[1])
+    torch.testing.assert_close(*variances, rtol=1e-9, atol=0)
+
+
 def test_inverse_probabilities_are_unbiased_and_bounded():
     curvatures = torch.rand(500, generator=torch.Generator().manual_seed(0)).double() ** 6
     chances = inclusion_probabilities(curvatures, float(curvatures.mean()), FORWARD_RATIO)

@@ -407,15 +407,5 @@ def _sum_of_both(first: Factors, second: Mapping[Block, Factor]) -> Factors:
     """Add up factors, for the blocks of the second."""
     sums: Factors = {}
     for block, factor in second.items():
-        sums[block] = _sum_factors(first[block], factor) if block in first else factor
+        sums[block] = first[block] + factor if block in first else factor
     return sums
-
-
-def _sum_factors(first: Factor, second: Factor) -> Factor:
-    if isinstance(first, GramFactor) and isinstance(second, GramFactor):
-        return first + second
-    return _matrix(first) + _matrix(second)
-
-
-def _matrix(factor: Factor) -> Tensor:
-    return factor.rows.mT @ factor.rows if isinstance(factor, GramFactor) else factor
