@@ -173,6 +173,13 @@ def test_what_does_not_fit_is_refused_with_what_does(case):
         small.check()
 
 
+def test_a_plan_advises_what_takes_less_memory_with_its_curvature(case):
+    model, data = case
+    plan = Laplace(model, curvature="gp").plan(data)
+    with pytest.raises(ValueError, match=r"use fewer inducing inputs \(inducing=\)\."):
+        replace(plan, available=plan.peak - 1).check()
+
+
 def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeypatch):
     model, data = case
     la = Laplace(model, curvature="full")

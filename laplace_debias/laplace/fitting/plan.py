@@ -15,7 +15,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Batches, consecutive
 from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures import STRUCTURES, CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
 from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.laplace.fitting.prepared import examine
@@ -72,7 +72,8 @@ class Plan:
             ValueError: If more bytes are needed than are available.
         """
         subject = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-        check_memory(self.peak, self.available, subject, CurvatureStructure.less_memory)
+        less_memory = STRUCTURES[self.curvature].less_memory
+        check_memory(self.peak, self.available, subject, less_memory)
 
     def summary(self) -> dict[str, Any]:
         """Return the plan as a dictionary for JSON; blocks are counted, not listed."""
