@@ -1,7 +1,8 @@
 """Totals of a pass over data: how many examples it read, and their loss."""
 
-from collections.abc import Iterable, Mapping
+import operator
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from laplace_debias.curvature.layer_rules import Block
@@ -60,12 +61,15 @@ class DataTotals:
 
     def __add__(self, other: "DataTotals") -> "DataTotals":
         """The totals of two passes over different data."""
+        absent = dict(self.absent)
+        for name, weight in other.absent.items():
+            absent[name] = absent[name] + weight if name in absent else weight
         return DataTotals(
             self.num_examples + other.num_examples,
             self.nll + other.nll,
             self.num_outputs + other.num_outputs,
             self.weight + other.weight,
-            _sums_by_name([self.absent, other.absent]),
+            absent,
         )
 
     def discounted(self, decay: float) -> "DataTotals":
@@ -89,14 +93,7 @@ class DataTotals:
         Raises:
             ValueError: If there is no example, or none with a weight above zero.
         """
-        by_rank = ranks.exchange(self.as_numbers())
-        totals = DataTotals(
-            sum(totals.num_examples for totals in by_rank),
-            sum(totals.nll for totals in by_rank),
-            sum(totals.num_outputs for totals in by_rank),
-            sum(totals.weight for totals in by_rank),
-            _sums_by_name([totals.absent for totals in by_rank]),
-        )
+        totals = reduce(operator.add, ranks.exchange(self.as_numbers()))
         if totals.num_examples == 0:
             raise ValueError(
                 "The data contains no examples. Pass a loader with at least one batch."
@@ -107,11 +104,3 @@ class DataTotals:
                 "example."
             )
         return totals
-
-
-def _sums_by_name(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    sums: dict[str, Any] = {}
-    for mapping in mappings:
-        for name, value in mapping.items():
-            sums[name] = sums[name] + value if name in sums else value
-    return sums
