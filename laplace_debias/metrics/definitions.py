@@ -394,25 +394,19 @@ def _scaled_error_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: fl
     return Mean(squares.mean().sqrt().item(), squares, squared=True, ideal=1)
 
 
-def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
-    """The width of each target's central interval."""
-    low, high = gaussian_interval(mean, sd, level)
-    return interval_width(low, high, reduction="none")
-
-
 def width_statistic(values: Float[Tensor, "n *outputs"]) -> Statistic:
     """The mean width of intervals."""
     return _mean(values, lowest=0)
 
 
-def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
-    """1 where a target is in its central interval, otherwise 0."""
+def _width_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     low, high = gaussian_interval(mean, sd, level)
-    return interval_coverage(low, high, targets, reduction="none")
+    return width_statistic(interval_width(low, high, reduction="none"))
 
 
 def _coverage_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    return share_statistic(covered(mean, sd, targets, level))
+    low, high = gaussian_interval(mean, sd, level)
+    return share_statistic(interval_coverage(low, high, targets, reduction="none"))
 
 
 def share_statistic(inside: Float[Tensor, "n *outputs"]) -> Statistic:
@@ -490,7 +484,7 @@ REGRESSION_METRICS = (
     Metric(
         "width",
         "Interval width",
-        lambda m, sd, y, level: width_statistic(widths(m, sd, y, level)),
+        _width_statistic,
         unit=_UNIT,
         meaning="Mean width of the central interval. Narrower is better if the coverage is equal.",
     ),
