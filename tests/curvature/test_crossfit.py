@@ -63,6 +63,12 @@ def of_folds(rows, folds):
     return factors, [len(part) for part in parts]
 
 
+def of_factors(factors, sizes):
+    """Magnitudes of factors in double precision."""
+    mean_pair = crossfit.eigh(factors.sum(0) / sum(sizes))
+    return crossfit_magnitudes(factors.unbind(), sizes, mean_pair, torch.float64)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     d=st.integers(2, 30),
@@ -77,22 +83,23 @@ def test_magnitudes_equal_a_slow_loop_at_any_rank(d, examples, positions, folds,
     rows *= torch.logspace(0, -1, d).double()
     # Of those that nearly do magnitudes are averaged (`directions.pooled`), which the loop omits.
     assume(are_told_apart(rows, folds))
-    close(crossfit_magnitudes(*of_folds(rows, folds)), slow_magnitudes(rows, folds), 1e-10)
+    close(of_factors(*of_folds(rows, folds)), slow_magnitudes(rows, folds), 1e-10)
 
 
 @pytest.mark.parametrize(("d", "examples"), [(12, 60), (40, 12)])
 def test_the_bases_at_hand_are_made_use_of_to_the_same_result(d, examples):
     factors, sizes = of_folds(torch.randn(examples, d).double(), 4)
     known = oracle.eigen(factors.sum(0) / examples)
-    close(crossfit_magnitudes(factors, sizes, known), crossfit_magnitudes(factors, sizes))
+    found = crossfit_magnitudes(factors.unbind(), sizes, known, torch.float64)
+    close(found, of_factors(factors, sizes))
 
 
 def test_magnitudes_do_not_depend_on_the_basis_of_a_null_space():
     """Coordinates that no example has are turned among themselves and with the others."""
     rows = torch.cat([torch.randn(10, 8), torch.zeros(10, 22)], dim=1).double()
     turn = torch.linalg.qr(torch.randn(30, 30).double())[0]
-    straight = crossfit_magnitudes(*of_folds(rows, 5))
-    close(crossfit_magnitudes(*of_folds(rows @ turn, 5)), straight)
+    straight = of_factors(*of_folds(rows, 5))
+    close(of_factors(*of_folds(rows @ turn, 5)), straight)
 
 
 def test_null_directions_get_the_mean_of_what_random_bases_of_them_measure():
@@ -108,19 +115,21 @@ def test_null_directions_get_the_mean_of_what_random_bases_of_them_measure():
             lists.append((null.T @ own @ null).diagonal())
         measured.append(torch.stack(lists).sum(0) / 8)
     measured = torch.stack(measured)
-    found = crossfit_magnitudes(factors, sizes)[6:]
+    found = of_factors(factors, sizes)[6:]
     error = measured.std(0) / len(measured) ** 0.5
     assert ((measured.mean(0) - found).abs() < 4.5 * error).all()
 
 
-def test_a_factor_of_low_rank_is_decomposed_whole_only_once(monkeypatch):
+def test_folds_of_a_factor_of_low_rank_are_decomposed_within_its_range(monkeypatch):
+    factors, sizes = of_folds(torch.randn(12, 100).double(), 6)
+    mean_pair = oracle.eigen(factors.sum(0) / 12)
     sizes_seen = []
     true_eigh = crossfit.eigh
     monkeypatch.setattr(
         crossfit, "eigh", lambda factor: sizes_seen.append(len(factor)) or true_eigh(factor)
     )
-    crossfit_magnitudes(*of_folds(torch.randn(12, 100).double(), 6))
-    assert sizes_seen == [100] + [12] * 6
+    crossfit_magnitudes(factors.unbind(), sizes, mean_pair, torch.float64)
+    assert sizes_seen == [12] * 6
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64])
@@ -133,7 +142,7 @@ def test_rounding_is_no_curvature(precision):
 
 def test_of_diagonal_factors_the_entries_are_the_magnitudes():
     factors, sizes = torch.rand(3, 7).double(), [2, 2, 1]
-    close(crossfit_magnitudes(factors, sizes), factors.sum(0) / 5)
+    close(of_factors(factors, sizes), factors.sum(0) / 5)
 
 
 def wide_network():

@@ -274,10 +274,10 @@ class FoldEstimate:
 
 
 def crossfit_magnitudes(
-    factors: Sequence[Factor] | Tensor,
+    factors: Sequence[Factor],
     sizes: Sequence[float],
-    mean_pair: Eigenpairs | None = None,
-    dtype: torch.dtype | None = None,
+    mean_pair: Eigenpairs,
+    dtype: torch.dtype,
 ) -> Float[Tensor, "*groups d"]:
     """Measure the curvature of one Kronecker factor on held-out folds.
 
@@ -293,16 +293,13 @@ def crossfit_magnitudes(
     Args:
         factors: The factor of each fold, summed over the fold's examples.
         sizes: The number or weight of each fold's examples.
-        mean_pair: The eigenpairs of the mean factor; None to compute them.
+        mean_pair: The eigenpairs of the mean factor.
         dtype: The dtype that the factors were computed in, which decides which curvature is
-            only rounding errors; None for that of the eigenvalues.
+            only rounding errors.
     """
-    if mean_pair is None:
-        mean_pair = eigh(reduce(operator.add, factors) / sum(sizes))
     eigenvalues, U = mean_pair
     if U is None:
         return eigenvalues
-    dtype = eigenvalues.dtype if dtype is None else dtype
     subspace = _Subspace(eigenvalues, U, dtype)
     magnitudes = torch.zeros_like(eigenvalues)
     for fold in range(len(sizes)):
@@ -340,7 +337,7 @@ def _replicates(
 
 
 def _estimate_fold(
-    factors: Sequence[Factor] | Tensor, sizes: Sequence[float], fold: int, subspace: "_Subspace"
+    factors: Sequence[Factor], sizes: Sequence[float], fold: int, subspace: "_Subspace"
 ) -> FoldEstimate:
     """Measure a fold's curvature along the directions of the other folds."""
     eigenvalues, directions = subspace.eigenpairs(_other_folds(factors, sizes, fold))
@@ -350,7 +347,7 @@ def _estimate_fold(
     return FoldEstimate(eigenvalues, directions, averaged)
 
 
-def _other_folds(factors: Sequence[Factor] | Tensor, sizes: Sequence[float], fold: int) -> Factor:
+def _other_folds(factors: Sequence[Factor], sizes: Sequence[float], fold: int) -> Factor:
     """Compute the mean factor of all folds but one."""
     total = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
     size = sum(sizes) - sizes[fold]
