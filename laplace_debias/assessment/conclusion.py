@@ -21,7 +21,7 @@ from laplace_debias.runs.records import (
     RunRecord,
 )
 from laplace_debias.runs.relevance import matters
-from laplace_debias.runs.wording import SCORES, brief
+from laplace_debias.runs.wording import SCORE_LABELS, brief
 
 _CRITERIA = {
     "nll": ("NLL", "{} nats"),
@@ -365,7 +365,7 @@ class _Verdict:
         return [" ".join(verdict)]
 
     def _named_score(self, score: str | None, method: str) -> str:
-        name = SCORES[score or ""]
+        name = SCORE_LABELS[score or ""]
         if method == self._network:
             return f"the network's {name}"
         return f"the {name} of {self._labels[method]}"

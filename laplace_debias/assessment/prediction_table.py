@@ -13,7 +13,7 @@ from tqdm import tqdm
 from laplace_debias import metrics
 from laplace_debias.assessment.numbers import describe_predictive
 from laplace_debias.assessment.predicting import posterior_classes, posterior_numbers
-from laplace_debias.assessment.predictions import probabilities
+from laplace_debias.assessment.predictions import POSTERIOR_SCORES, probabilities
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
@@ -23,9 +23,6 @@ from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
 from laplace_debias.system.ranks import alone, process_group
-
-_SCORES = ("mutual_information", "variance", "instability")
-"""Scores of an input that need a posterior."""
 
 
 def prediction_columns(
@@ -119,7 +116,7 @@ def _batch_columns(
         if method != "map":
             scores = la.uncertainty(x, method, samples, same_draws).scores
     columns = _probability_columns(probs, loaded)
-    for name in _SCORES:
+    for name in POSTERIOR_SCORES:
         if name in scores and not bool(scores[name].isnan().any()):
             columns[name] = scores[name].flatten()
     return columns

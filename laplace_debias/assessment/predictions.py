@@ -19,9 +19,11 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.laplace.prediction.predictive import mean_logits
 from laplace_debias.metrics.ood import label_entropy
 
-SCORES = ("mutual_information", "variance", "instability", "energy", "max_logit")
-"""Scores in addition to those computed from the probabilities. The first three need a posterior,
-and the last two need the network's own logits."""
+POSTERIOR_SCORES = ("mutual_information", "variance", "instability")
+"""Scores that need a posterior."""
+SCORES = (*POSTERIOR_SCORES, "energy", "max_logit")
+"""Scores in addition to those computed from the probabilities. The last two need the network's own
+logits."""
 
 
 class Predictions(ABC):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from laplace_debias.metrics import METRICS
 
-SCORES = {
+SCORE_LABELS = {
     "entropy": "entropy",
     "max_probability": "largest probability",
     "mutual_information": "mutual information",
@@ -14,7 +14,7 @@ SCORES = {
     "energy": "energy",
     "max_logit": "largest logit",
 }
-"""Scores that separate familiar inputs from others."""
+"""Scores that separate familiar inputs from others, with their names for readers."""
 
 _MOST_DECIMALS = 5
 """A number with more decimals is written with a power of ten."""

@@ -40,7 +40,7 @@ PredictGrid = Callable[
 """From inputs, prior precisions and links to pairs of a prior precision's index and a predictive or
 its error, as `predictives_by_links` yields them."""
 
-Score = Callable[[Distribution, CheckedTargets], Float[Tensor, "terms columns"]]
+ScoringRule = Callable[[Distribution, CheckedTargets], Float[Tensor, "terms columns"]]
 """From predictives of batch shape `[links, B, ...]` to terms that are summed over the targets."""
 
 
@@ -174,7 +174,7 @@ def _brier_terms(
     return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T
 
 
-SCORES: dict[str, Score] = {"nll": _nll_terms, "brier": _brier_terms}
+SCORING_RULES: dict[str, ScoringRule] = {"nll": _nll_terms, "brier": _brier_terms}
 """The metrics by name. Their terms are those of the targets that count, with a column per link."""
 
 
@@ -200,13 +200,13 @@ class ScoredTargets:
     Predictives have batch shape `[links, B, ...]`.
 
     Attributes:
-        score: The metric.
+        rule: The metric.
         targets: The targets.
         example_indices: Index of the example that each counted row belongs to.
         num_examples: The number of examples.
     """
 
-    score: Score
+    rule: ScoringRule
     targets: CheckedTargets
     example_indices: Int[Tensor, " counted"]
     num_examples: int
@@ -217,17 +217,17 @@ class ScoredTargets:
         likelihood: Likelihood,
         predicted: Distribution,
         y: Tensor,
-        score: Score,
+        rule: ScoringRule,
         class_dim: int | None,
     ) -> "ScoredTargets":
         """Check targets beside any of the predictives."""
         targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
         example_indices = targets.counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
-        return cls(score, targets, example_indices, len(y))
+        return cls(rule, targets, example_indices, len(y))
 
     def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
         """Compute the terms of the metric that count."""
-        return self.score(predicted, self.targets)
+        return self.rule(predicted, self.targets)
 
     def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
         """Add up the terms of each example."""
@@ -273,7 +273,7 @@ def evaluate_grid(
             a batch has no predictive at any prior precision.
     """
     sums, counts = _scores_of_examples(
-        predict, data, likelihood, SCORES[metric], prior_precisions, links, class_dim
+        predict, data, likelihood, SCORING_RULES[metric], prior_precisions, links, class_dim
     )
     points = [*prior_precisions, math.inf] if links else prior_precisions
     return GridMetrics(points, links, sums, counts)
@@ -314,7 +314,7 @@ def _scores_of_examples(
     predict: PredictGrid,
     data: Iterable[Batch],
     likelihood: Likelihood,
-    score: Score,
+    rule: ScoringRule,
     prior_precisions: Sequence[float],
     links: Sequence[Link],
     class_dim: int | None,
@@ -336,7 +336,7 @@ def _scores_of_examples(
                 continue
             if scored is None:
                 # The same for every link and every prior precision.
-                scored = ScoredTargets.check(likelihood, predicted, batch.targets, score, class_dim)
+                scored = ScoredTargets.check(likelihood, predicted, batch.targets, rule, class_dim)
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))
         if errors.keys() >= set(range(len(prior_precisions))):

@@ -28,7 +28,12 @@ from laplace_debias.laplace.pairwise import pairwise_of_directions
 from laplace_debias.laplace.prediction.evaluation import concatenate_batches
 from laplace_debias.laplace.prediction.predictive import tempered_predictives
 from laplace_debias.laplace.state.fitted import FittedPosterior
-from laplace_debias.laplace.tuning.grid_metrics import SCORES, GridMetrics, ScoredTargets, Setting
+from laplace_debias.laplace.tuning.grid_metrics import (
+    SCORING_RULES,
+    GridMetrics,
+    ScoredTargets,
+    Setting,
+)
 
 # Outputs of the examples that are evaluated together.
 _ENTRIES = 2**14
@@ -105,7 +110,7 @@ class LastLayerBatch:
         (predicted,) = tempered_predictives(likelihood, inputs.mean, None, [Link("probit")])
         if isinstance(predicted, ValueError):
             raise predicted
-        targets = ScoredTargets.check(likelihood, predicted, y, SCORES[metric], class_dim)
+        targets = ScoredTargets.check(likelihood, predicted, y, SCORING_RULES[metric], class_dim)
         counts = targets.counts(len(targets.terms(predicted)))
         return cls(likelihood, inputs, targets, counts, squared_differences)
 

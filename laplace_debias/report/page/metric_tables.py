@@ -11,7 +11,7 @@ from laplace_debias.metrics import METRICS, Metric
 from laplace_debias.report.page.run import Run
 from laplace_debias.runs.records import MethodRecord
 from laplace_debias.runs.relevance import matters
-from laplace_debias.runs.wording import SCORES, decimals, in_order, most_decimals, number
+from laplace_debias.runs.wording import SCORE_LABELS, decimals, in_order, most_decimals, number
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def main_table(run: Run) -> MetricTable:
 def full_tables(run: Run, data: str) -> list[MetricTable]:
     """Make tables of every metric of a set; for an OOD set one table per score."""
     rows = run.rows[run.rows["set_name"] == data]
-    scores: list[str | None] = [name for name in SCORES if (rows["score"] == name).any()]
+    scores: list[str | None] = [name for name in SCORE_LABELS if (rows["score"] == name).any()]
     metrics = [(data, metric) for metric in in_order(rows["metric"])]
     tables = [_table(run, metrics, score=score) for score in scores or [None]]
     return [table for table in tables if table.columns]
@@ -95,7 +95,7 @@ def _table(
         score_shown = rows["score"].iloc[0]
         labels_of_column = [] if data == run.test.name else [data]
         if isinstance(score_shown, str):
-            labels_of_column.append(SCORES.get(score_shown, score_shown))
+            labels_of_column.append(SCORE_LABELS.get(score_shown, score_shown))
         unit = metric.unit.replace("the target", run.record.target or "the target")
         columns.append((replace(metric, unit=unit), ", ".join(labels_of_column)))
         verdicts = _verdicts(differences, metric, reference_metrics)
