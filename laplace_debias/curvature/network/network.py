@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.module_snapshot import numbers_of
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
-from laplace_debias.curvature.network.precision import wide, widened
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.quantised import device_of_model, is_kept
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
@@ -30,6 +30,7 @@ from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.curvature.network.shared_copy import refuse_calls, shared_copy
 from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
 from laplace_debias.curvature.network.validation import validate_model
+from laplace_debias.curvature.network.widening import widened
 from laplace_debias.operators import ParameterLayout
 from laplace_debias.system.checks import check_is, check_no_autocast
 

@@ -1,35 +1,15 @@
-"""Half precision: curvature and predictives are computed in single precision."""
-
-from collections.abc import Iterable
-from typing import Any
+"""The floating-point precision of a network, and of the curvature of its parameters."""
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
-from laplace_debias.curvature.network.sharded import NARROW, gather_in_single_precision, wide
-from laplace_debias.system.gathering import is_sharded
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes in which neither probabilities nor curvature are computed."""
 
 
-def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Make a working copy compute in single precision if some of its parameters are narrower.
-
-    The parameters keep their values, which single precision holds exactly. So curvature, directions
-    and predictives are those of the function of these values, without the rounding of every
-    activation and gradient to the 8 bits of bfloat16. It takes 4 bytes for each parameter of the
-    model, Bayesian or not.
-    """
-    dtypes = set[torch.dtype]()
-    for name in names:
-        dtypes.add(network.get_parameter(name).dtype)
-    if not dtypes.isdisjoint(NARROW):
-        _widen_tensors(network)
-        network.register_forward_pre_hook(
-            lambda _, arguments, named: tree_map_only(Tensor, _widen, (arguments, named)),
-            prepend=True,
-            with_kwargs=True,
-        )
-    return network
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the curvature of parameters of some dtype is computed."""
+    return torch.float32 if dtype in NARROW else dtype
 
 
 def coarsest_eps(model: nn.Module) -> float:
@@ -39,28 +19,3 @@ def coarsest_eps(model: nn.Module) -> float:
         if x.is_floating_point():
             coarsest = max(coarsest, torch.finfo(x.dtype).eps)
     return coarsest
-
-
-def _widen_tensors(network: nn.Module) -> None:
-    """Replace tensors in half precision, each by one: those that are tied stay so.
-
-    `nn.Module.to` would change a quantised parameter, which the copy shares with the user's model.
-    """
-    gather_in_single_precision(network)
-    replaced: dict[int, Tensor] = {}
-    for module in network.modules():
-        for tensors in (module._parameters, module._buffers):
-            state: dict[str, Any] = tensors
-            for name, tensor in state.items():
-                if tensor is None or tensor.dtype not in NARROW or is_sharded(tensor):
-                    continue
-                if id(tensor) not in replaced:
-                    values = _widen(tensor.detach())
-                    if isinstance(tensor, nn.Parameter):
-                        values = nn.Parameter(values, requires_grad=False)
-                    replaced[id(tensor)] = values
-                state[name] = replaced[id(tensor)]
-
-
-def _widen(value: Tensor) -> Tensor:
-    return value.to(wide(value.dtype))

@@ -13,18 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.system.gathering import full_value, is_sharded
 
-NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes in which neither probabilities nor curvature are computed."""
 _FSDP = "torch.distributed.fsdp"
 _ENTERED = "_entered_gathering"
 _IS_WIDE = "_gathers_single_precision"
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the curvature of parameters of some dtype is computed."""
-    return torch.float32 if dtype in NARROW else dtype
 
 
 def is_unit(module: nn.Module) -> bool:

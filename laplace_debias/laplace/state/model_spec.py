@@ -11,11 +11,11 @@ from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.outputs import classes_last
-from laplace_debias.curvature.network.precision import widened
 from laplace_debias.curvature.network.quantised import check_can_be_bayesian
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.network.validation import validate_model
+from laplace_debias.curvature.network.widening import widened
 from laplace_debias.system.checks import check_is, whole
 
 
