@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.curvature.structures import CurvatureName
-from laplace_debias.laplace.fitting.modes import MODES, ModeName, names_with_folds
+from laplace_debias.laplace.fitting.modes import ModeName, check_mode
 from laplace_debias.sources.settings import SourceSettings
 
 if TYPE_CHECKING:
@@ -85,13 +85,7 @@ class Settings(SourceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.folds is not None and not MODES[self.mode].takes_folds:
-            names = " and ".join(names_with_folds())
-            raise ValueError(
-                f"`folds={self.folds}` has no effect with `mode={self.mode}`. Remove it, or use "
-                f"mode={names}."
-            )
-
+        check_mode(self.mode, self.folds)
         if self.inducing is not None and self.curvature != "gp":
             raise ValueError(
                 f"`inducing={self.inducing}` applies only to `curvature=gp`, got "

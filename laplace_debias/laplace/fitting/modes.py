@@ -54,12 +54,7 @@ def check_mode(name: str, folds: int | None) -> None:
     if name not in MODES:
         raise ValueError(f"Unknown mode={name!r}. Use one of {', '.join(MODES)}.")
     if folds is not None and not MODES[name].takes_folds:
-        names = " and ".join(f'"{other}"' for other in names_with_folds())
+        names = " and ".join(f'"{other}"' for other, mode in MODES.items() if mode.takes_folds)
         raise ValueError(
             f'`folds={folds}` applies only to mode={names}, got `mode="{name}"`. Remove `folds=`.'
         )
-
-
-def names_with_folds() -> list[str]:
-    """Return the names of the modes that split their data into folds."""
-    return [name for name, mode in MODES.items() if mode.takes_folds]
