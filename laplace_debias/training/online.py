@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.module_snapshot import numbers_of
-from laplace_debias.curvature.network.outputs import Faults
+from laplace_debias.curvature.network.outputs import DeferredChecks
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure
@@ -501,10 +501,10 @@ class _Measurements:
         if self._runner is None:
             self._runner = ChunkRunner(self.sums, batch.inputs)
         totals = DataTotals()
-        faults = Faults()
-        with faults.during_batch(None):
+        checks = DeferredChecks()
+        with checks.during_batch(None):
             self._runner.run(batch, totals)
-        faults.read()
+        checks.read()
         self.sums.reduce()
         return totals
 

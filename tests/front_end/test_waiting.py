@@ -8,7 +8,7 @@ from torch import nn
 from unusual_parameters import ClassToken
 
 from laplace_debias import Categorical, Laplace, MultiLabel
-from laplace_debias.curvature.network.outputs import Faults, require
+from laplace_debias.curvature.network.outputs import DeferredChecks, require
 
 
 class Padded(nn.Module):
@@ -184,10 +184,10 @@ def test_a_wrong_batch_is_named_and_the_last_posterior_stays(case, curvature):
 
 
 def test_a_failure_that_an_earlier_answer_explains_tells_of_that():
-    faults = Faults()
+    checks = DeferredChecks()
 
     def work():
-        with faults.during_batch(2):
+        with checks.during_batch(2):
             require(Elsewhere(torch.tensor(False)), lambda: ValueError("wrong labels"))
             raise RuntimeError("a device that gave up")
 
@@ -197,12 +197,12 @@ def test_a_failure_that_an_earlier_answer_explains_tells_of_that():
 
 
 def test_a_long_pass_reads_on_the_way():
-    faults, seen = Faults(), []
+    checks, seen = DeferredChecks(), []
 
     def work():
         for number in range(1, 10_000):
             seen.append(number)
-            with faults.during_batch(number):
+            with checks.during_batch(number):
                 right = Elsewhere(torch.tensor(number != 2))
                 require(right, lambda: ValueError("wrong"))
 

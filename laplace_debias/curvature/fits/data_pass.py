@@ -11,7 +11,7 @@ from laplace_debias.curvature.fits.checkpoint import SavedPass, UnsavedPass
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.outputs import Faults
+from laplace_debias.curvature.network.outputs import DeferredChecks
 
 
 def _can_be_joined(batch: Batch, following: Batch) -> bool:
@@ -61,7 +61,7 @@ class _DataPass:
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
         self._runner: ChunkRunner | None = None
-        self._faults = Faults()
+        self._checks = DeferredChecks()
         checkpoint = accumulator.context.checkpoint
         self._saved: SavedPass | UnsavedPass = UnsavedPass()
         if checkpoint is not None:
@@ -76,8 +76,8 @@ class _DataPass:
             remaining = list(self._saved.remaining(group))
             if remaining:
                 self._run_batches(remaining)
-                self._saved.save(self._faults.read)
-        self._faults.read()
+                self._saved.save(self._checks.read)
+        self._checks.read()
         self._saved.end()
         totals = self._saved.totals.over(self._accumulator.context.ranks)
         self._accumulator.reduce()
@@ -109,7 +109,7 @@ class _DataPass:
         """Return the number of examples up to which a batch is run together with others."""
         if self._runner is None:
             self._runner = ChunkRunner(self._accumulator, batch.inputs)
-        with self._faults.during_batch(batch.number):
+        with self._checks.during_batch(batch.number):
             return self._runner.num_joined_examples(batch.inputs)
 
     def _run_batches(self, batches: list[Batch]) -> None:
@@ -133,5 +133,5 @@ class _DataPass:
 
     def _run_batch(self, batch: Batch) -> None:
         assert self._runner is not None
-        with self._faults.during_batch(batch.number):
+        with self._checks.during_batch(batch.number):
             self._runner.run(batch, self._saved.totals)

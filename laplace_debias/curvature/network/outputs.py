@@ -30,19 +30,19 @@ MOST_GRANTED = 2**32
 # Answers that are kept before they are read: a pass over wrong data ends early, and an answer takes
 # half a kilobyte of the device's memory.
 _MOST_KEPT = 1024
-_CURRENT: ContextVar["Faults | None"] = ContextVar("faults", default=None)
+_CURRENT: ContextVar["DeferredChecks | None"] = ContextVar("deferred_checks", default=None)
 
 
 @dataclass
-class Faults:
+class DeferredChecks:
     """Checks of one pass over data whose results are still on the device.
 
     Example:
-        >>> faults = Faults()
+        >>> checks = DeferredChecks()
         >>> for number, batch in enumerate([torch.zeros(2), torch.ones(2)], start=1):
-        ...     with faults.during_batch(number):
+        ...     with checks.during_batch(number):
         ...         require((batch < 2).all(), lambda: ValueError("too large"))
-        >>> faults.read()
+        >>> checks.read()
     """
 
     pending: list[tuple[Tensor, Callable[[], Exception], int | None]] = field(default_factory=list)
@@ -80,11 +80,11 @@ def require(is_right: Tensor | bool, error: Callable[[], Exception]) -> None:
 
     The function `error` is kept: let it refer to few numbers, not to the batch.
     """
-    faults = _CURRENT.get()
-    if faults is not None and isinstance(is_right, Tensor) and is_right.device.type != "cpu":
-        faults.pending.append((is_right, error, faults.number))
+    checks = _CURRENT.get()
+    if checks is not None and isinstance(is_right, Tensor) and is_right.device.type != "cpu":
+        checks.pending.append((is_right, error, checks.number))
     elif not is_right:  # on the CPU nobody waits for it
-        raise _with_batch_number(error(), None if faults is None else faults.number)
+        raise _with_batch_number(error(), None if checks is None else checks.number)
 
 
 def _with_batch_number(error: Exception, number: int | None) -> Exception:
@@ -117,7 +117,7 @@ def granted(
 def check_outputs(outputs: Tensor, least: int = 2) -> None:
     """Require finite outputs of shape `[B, C]` or `[B, ..., C]`, of `least` dimensions.
 
-    Within a pass over data, `Faults` reports whether they are finite.
+    Within a pass over data, `DeferredChecks` reports whether they are finite.
     """
     if outputs.ndim < least:
         shape = tuple(outputs.shape)

@@ -26,7 +26,11 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
-from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
+from laplace_debias.curvature.network.outputs import (
+    DeferredChecks,
+    check_outputs,
+    targets_classes_last,
+)
 from laplace_debias.system.ranks import Ranks
 
 NUM_FOLDS = 4
@@ -239,7 +243,7 @@ class ImportanceSampler:
         ranks = self._context.ranks
         generator = torch.Generator()
         generator.set_state(sums.random_state)
-        faults = Faults()
+        checks = DeferredChecks()
         new_by_fold = [_NewExamples(SideSums(self._context, Side.A)) for _ in sums.folds]
         while sums.num_drawn + sum(new.num_drawn for new in new_by_fold) < target:
             batch = next(self._batches, None)
@@ -250,11 +254,11 @@ class ImportanceSampler:
             if batch is not None:
                 number = batch.number
                 sums = replace(sums, num_batches=sums.num_batches + 1)
-            with faults.during_batch(number):
+            with checks.during_batch(number):
                 sums = self._draw(
                     sums, batch, [size or 0 for size in sizes], new_by_fold, generator
                 )
-        faults.read()
+        checks.read()
         num_drawn = sums.num_drawn
         folds = []
         for fold in sums.folds:

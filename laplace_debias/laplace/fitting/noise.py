@@ -13,7 +13,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.network.outputs import (
-    Faults,
+    DeferredChecks,
     check_outputs,
     targets_classes_last,
 )
@@ -81,14 +81,14 @@ def _residual_deviations(
 
     The residuals are those of all processes.
     """
-    faults = Faults()
+    checks = DeferredChecks()
     sums: Tensor | None = None
     for number, batch in enumerate(batches, start=1):
-        with faults.during_batch(number):
+        with checks.during_batch(number):
             for start in range(0, batch.num_examples, _CHUNK):
                 chunk_sums = _chunk_sums(context, batch.take(slice(start, start + _CHUNK)))
                 sums = chunk_sums if sums is None else sums + chunk_sums
-    faults.read()
+    checks.read()
     process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
     process_sums = [numbers for numbers in process_sums if numbers is not None]
     squares, output_squares, counts = torch.tensor(process_sums, dtype=torch.float64).sum(0)
