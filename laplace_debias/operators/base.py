@@ -365,8 +365,7 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
             f"{type(operator).__name__} is {operator.dtype} on {operator.device}, but the tensor "
             f"is {tensor.dtype} on {tensor.device}. Convert one of them with `.to(...)`."
         )
-    if operator.dtype != torch.float64 and operator.device.type != "meta":
-        check_no_autocast(operator.device)
+    check_no_autocast(operator.device, operator.dtype)
 
 
 def check_square(operator: "LinearOperator", result: str = "this") -> None:

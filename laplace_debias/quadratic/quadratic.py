@@ -14,6 +14,7 @@ from laplace_debias.linalg import Iterate, Status, cg
 from laplace_debias.operators import Diagonal, Identity, LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.quadratic.objective import objective
+from laplace_debias.system.checks import check_no_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,7 @@ class Cut:
                 f"A cut along {len(self.slopes)} directions needs {len(self.slopes)} coordinates, "
                 f"one for each direction, got {len(coordinates)}. Call it as cut(a, b, ...)."
             )
+        check_no_autocast(self.slopes.device, self.slopes.dtype)
         tensors = [torch.as_tensor(coordinate).to(self.slopes) for coordinate in coordinates]
         a = torch.stack(torch.broadcast_tensors(*tensors), dim=-1)
         return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
@@ -130,6 +132,7 @@ class Quadratic:
                 "The value, gradient, matrix and position must have the same dtype and device, "
                 f"got {dtypes}. Convert them with `.to(...)`."
             )
+        check_no_autocast(self.position.device, self.position.dtype)
 
     @classmethod
     def from_data(
@@ -379,6 +382,7 @@ class Quadratic:
         return direction / norm
 
     def _check(self, tensor: Tensor, name: str) -> None:
+        check_no_autocast(self.position.device, self.position.dtype)
         size = self.gradient.shape[0]
         if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
             raise ValueError(

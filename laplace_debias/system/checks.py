@@ -90,8 +90,13 @@ def check_generator(generator: object) -> None:
         )
 
 
-def check_no_autocast(device: torch.device) -> None:
-    """Raise an error under autocast, which would round numbers to half precision."""
+def check_no_autocast(device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Raise an error under autocast, which would round numbers to half precision.
+
+    Autocast does not round float64, and does not exist for the device `meta`.
+    """
+    if dtype == torch.float64 or device.type == "meta":
+        return
     if torch.is_autocast_enabled(device.type):
         raise RuntimeError(
             f"torch.autocast({device.type!r}) is on, but curvature, predictions and products of "

@@ -316,6 +316,8 @@ def test_autocast_is_refused():
     for method in ("glm", "glm-mc", "nn", "map"):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
             la.predict(x, method)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
+        la.sample(2)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         assert la.predict(x).probs.dtype == torch.float32
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from spectra import Matrix, generator, symmetric, uniform
+from torch.testing import assert_close
 
 from laplace_debias.linalg import (
     cg,
@@ -13,6 +14,7 @@ from laplace_debias.linalg import (
     eigsh,
     frobenius_norm,
     inverse,
+    inverse_sqrt,
     logdet,
     matrix_function_trace,
     neumann,
@@ -222,3 +224,27 @@ A = symmetric(1 + uniform(60))
 def test_arguments_out_of_range_are_refused_with_a_remedy(unchecked, call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [diagonal, trace, logdet, frobenius_norm, spectral_norm, inverse, inverse_sqrt, eigsh],
+)
+def test_closed_forms_are_not_rounded_by_autocast(function):
+    torch.manual_seed(0)
+    U_G, U_A = (torch.linalg.qr(torch.randn(n, n)).Q for n in (3, 4))
+    for A in (
+        EigenKronecker(U_G, U_A, torch.rand(3, 4) + 1),
+        LowRankPlusDiagonal(torch.randn(12, 2), torch.ones(2), torch.rand(12) + 1),
+        LowRankPlusDiagonal(torch.randn(12, 2), torch.ones(2), 1.0),
+    ):
+        options = {"k": 2} if function is eigsh else {}
+        expected = function(A.to(torch.float64), **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(RuntimeError, match="autocast"):
+                function(A, **options)
+            # Autocast does not round float64.
+            computed = function(A.to(torch.float64), **options)
+        for value in ("value", "values"):
+            if hasattr(expected, value):
+                assert_close(getattr(computed, value), getattr(expected, value))

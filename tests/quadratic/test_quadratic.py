@@ -9,6 +9,7 @@ from spectra import Counted, with_eigenvalues
 from torch.testing import assert_close
 
 from laplace_debias.linalg import cg
+from laplace_debias.operators import Dense
 from laplace_debias.quadratic import Cut, Quadratic
 
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
@@ -258,3 +259,21 @@ def test_a_quadratic_without_minimum_says_so():
         Cut(torch.zeros(()), torch.ones(2), torch.diag(torch.tensor([1.0, -1.0]))).minimizer()
     with pytest.raises(ValueError, match="positive definite approximation"):
         q.newton_step(preconditioner=torch.neg)
+
+
+def test_autocast_is_refused():
+    torch.manual_seed(0)
+    g, theta, directions = torch.randn(6), torch.randn(6), torch.randn(6, 2)
+    matrix = Dense(torch.eye(6))
+    q = Quadratic(torch.zeros(()), g, matrix, theta)
+    cut = q.cut(directions)
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (
+            lambda: q.slope(directions),
+            lambda: q.curvature(directions),
+            lambda: q.cut(directions),
+            lambda: cut(0.5, 0.25),
+            lambda: q.regularized(0.1),
+        ):
+            with pytest.raises(RuntimeError, match="autocast"):
+                call()

@@ -21,7 +21,7 @@ from laplace_debias.operators import (
     Spectrum,
 )
 from laplace_debias.operators.structures.directions import is_thin
-from laplace_debias.system.checks import check_generator, whole
+from laplace_debias.system.checks import check_generator, check_no_autocast, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +223,7 @@ class GaussianPosterior:
         (Appendix A.3.2).
         """
         check_generator(generator)
+        check_no_autocast(self.mean.device, self.mean.dtype)
         self._check_is_single()
         shape = whole(num_samples, "the number of samples"), len(self.mean)
         noise_by_block = standard_normal(shape, self.mean, generator).split(

@@ -24,6 +24,7 @@ from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, 
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assume
+from laplace_debias.system.checks import check_no_autocast
 
 Value = TypeVar("Value")
 
@@ -39,7 +40,9 @@ def or_none(
 
     Raises:
         ValueError: If the operator contains NaN or Inf.
+        RuntimeError: If autocast is enabled.
     """
+    check_no_autocast(operator.device, operator.dtype)
     check_finite(operator)
     try:
         return function(operator, *arguments)
