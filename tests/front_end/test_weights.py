@@ -189,6 +189,22 @@ def test_n_of_a_loader_is_that_of_repeated_examples(mode: str):
         assert_same(la, repeats)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_mean_one_may_be_rounded(dtype: torch.dtype):
+    x, y = data()
+    weights = torch.rand(12, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    weights *= 12 / weights.sum()
+    assert weights.double().sum() != 12
+    exact = Laplace(perceptron()).fit_batches([(x, y, weights)], num_data=12)
+    loader = DataLoader(TensorDataset(x, y, weights), batch_size=5)
+    for batches in (loader, list(loader)):
+        la = Laplace(perceptron()).fit(batches)
+        assert la.num_data == 12
+        torch.testing.assert_close(
+            la.posterior.precision.to_dense(), exact.posterior.precision.to_dense()
+        )
+
+
 def test_a_fit_in_rounds_asks_for_the_number_that_weights_stand_for():
     x, y = data(400)
     loader = DataLoader(TensorDataset(x, y, torch.ones(400).double()), 40, shuffle=True)

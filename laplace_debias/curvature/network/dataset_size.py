@@ -21,6 +21,8 @@ from laplace_debias.system.ranks import process_group
 
 # Their length is the number of examples.
 _COUNTED_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler)
+# The relative error of a sum of weights that were scaled to a whole number in single precision.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,20 @@ class TrainingSize:
         """Determine N, given the weights of the examples that the fit has read, summed.
 
         Raises:
-            ValueError: If the sum is not a whole number, or not the number that must be read.
+            ValueError: If the sum is not a whole number, up to rounding, or not the number that
+                must be read.
         """
+        number = round(weight)
+        is_whole = number > 0 and abs(weight - number) <= _ROUNDING * weight
         if self.num_data is None:
-            if int(weight) != weight:
+            if not is_whole:
                 raise ValueError(
                     f"The weights of the examples sum to {weight:.10g}, but the number of training "
                     "examples must be a positive whole number. Pass `num_data=`, the number of "
                     "training examples that the weights represent."
                 )
-            return int(weight)
-        if self.must_match_read and self.num_data != weight:
+            return number
+        if self.must_match_read and not (is_whole and self.num_data == number):
             raise ValueError(
                 "According to the loader's sampler, the number of training examples is "
                 f"{self.num_data}, but the loader yielded {weight:.10g}. Pass `num_data=`, the "
