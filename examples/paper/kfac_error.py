@@ -3,7 +3,8 @@ r"""Beyond the paper: how far mini-batch K-FAC and EKFAC are from the full-batch
 An approximation $C' = U\,\mathrm{diag}(\Lambda)\,U^\top$ of a block $C$ has the error
 $\|C' - C\|_F^2 = \sum(\Lambda - M)^2 + \|C - U\,\mathrm{diag}(M)\,U^\top\|_F^2$ with the curvature
 $M_i = u_i^\top C u_i$ of the full batch along its directions, which an EKFAC fit measures. The
-second term is estimated by products.
+first term sums over all directions, also over those that share a magnitude. The second term is
+estimated by products.
 """
 
 import math
@@ -84,20 +85,23 @@ class Reference:
 
     Attributes:
         magnitudes: M, the diagonal of UᵀCU.
+        multiplicities: How many directions share each magnitude.
         remainder: ‖C − U diag(M) Uᵀ‖_F², estimated by products.
     """
 
     magnitudes: Tensor
+    multiplicities: Tensor
     remainder: float
 
     @property
     def squared_norm(self) -> float:
         """‖C‖_F²."""
-        return float(self.magnitudes.square().sum()) + self.remainder
+        return self.squared_error(torch.zeros_like(self.magnitudes))
 
     def squared_error(self, magnitudes: Tensor) -> float:
         """‖U diag(magnitudes) Uᵀ − C‖_F², a sum of squares also where it is small."""
-        return float((magnitudes - self.magnitudes).square().sum()) + self.remainder
+        squares = (magnitudes - self.magnitudes).square()
+        return float((self.multiplicities * squares).sum()) + self.remainder
 
 
 def references(trained: Trained, directions: Batch, full: list[Batch]) -> dict[str, Reference]:
@@ -109,8 +113,9 @@ def references(trained: Trained, directions: Batch, full: list[Batch]) -> dict[s
         exact = GGN(trained.model, nn.CrossEntropyLoss(), full, [name])
         generator = torch.Generator(exact.device).manual_seed(0)
         remainder = frobenius_norm(exact - diagonal, num_matvecs=30, generator=generator)
-        magnitudes = _magnitudes(diagonal)
-        by_block[name] = Reference(magnitudes, float(remainder.value) ** 2)
+        by_block[name] = Reference(
+            _magnitudes(diagonal), diagonal.multiplicities, float(remainder.value) ** 2
+        )
     return by_block
 
 

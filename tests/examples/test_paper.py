@@ -176,6 +176,25 @@ def test_errors_of_blocks_are_those_of_dense_matrices(trained):
     assert of(rows, fit="EKFAC", block="0.weight")[0]["error"] == pytest.approx(error, rel=1e-3)
 
 
+def test_errors_count_all_directions_that_share_a_magnitude(trained):
+    """Few examples of many inputs have thin directions: all others share a magnitude."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(260, 3)).double().eval()
+    first, *full = [(torch.randn(n, 260).double(), torch.randint(3, (n,))) for n in (6, 20, 20)]
+    exact = dense_block(model, torch.cat([x for x, _ in full]))
+    fits = []
+    for batches in ([[first]], [[first], full]):
+        la = kfac_error.Laplace(model, curvature="ekfac", params="weights").fit_batches(*batches)
+        fits.append(la.posterior.curvature.blocks["0.weight"])
+    on_batch, on_full = fits
+    assert on_batch.magnitudes.shape == (3, 7)
+    in_basis = kfac_error.references(replace(trained, model=model), first, full)["0.weight"]
+    in_basis = replace(in_basis, remainder=float((exact - on_full.to_dense()).square().sum()))
+    assert in_basis.squared_norm == pytest.approx(float(exact.square().sum()), rel=1e-9)
+    squared_error = float((exact - on_batch.to_dense()).square().sum())
+    assert in_basis.squared_error(on_batch.magnitudes) == pytest.approx(squared_error, rel=1e-9)
+
+
 def test_the_judge_adds_the_penalty_and_leaves_the_network(trained):
     before = nn.utils.parameters_to_vector(trained.model.parameters()).detach().clone()
     few = trained.test.subset(torch.arange(50))
