@@ -83,6 +83,23 @@ def test_a_scaled_structure_keeps_its_type_and_its_gradient(name):
     torch.testing.assert_close((A / 4).to_dense(), A.to_dense() / 4)
 
 
+@pytest.mark.parametrize("diagonal", [torch.tensor(0.5), torch.rand(6) + 1])
+def test_a_number_in_a_tensor_of_another_dtype_keeps_the_dtype_of_a_low_rank_matrix(diagonal):
+    A = LowRankPlusDiagonal(randn(6, 2).float(), torch.tensor([1.0, 2.0]), diagonal)
+    scalar = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    eye = torch.eye(6)
+    for combined, expected in (
+        (scalar * A, 0.3 * A.to_dense()),
+        (A + scalar * Identity(6), A.to_dense() + 0.3 * eye),
+        (A / torch.tensor(4), A.to_dense() / 4),
+    ):
+        assert isinstance(combined, LowRankPlusDiagonal)
+        assert combined.dtype == torch.float32
+        torch.testing.assert_close(combined.to_dense(), expected)
+    (gradient,) = torch.autograd.grad((scalar * A).to_dense().sum(), scalar)
+    torch.testing.assert_close(gradient.float(), A.to_dense().sum())
+
+
 @pytest.mark.parametrize("combine", [torch.add, torch.matmul], ids=["sum", "product"])
 @pytest.mark.parametrize(
     "pair",

@@ -113,9 +113,12 @@ def _(left: LowRankPlusDiagonal, right: Diagonal) -> LinearOperator:
 
 @scale.register
 def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator:
-    return LowRankPlusDiagonal(operator.U, scalar * operator.magnitudes, scalar * operator.diagonal)
+    # A product of two numbers in tensors has the wider dtype of the two.
+    diagonal = (scalar * operator.diagonal).to(operator.diagonal)
+    return LowRankPlusDiagonal(operator.U, scalar * operator.magnitudes, diagonal)
 
 
 @shift.register
 def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator | None:
-    return LowRankPlusDiagonal(operator.U, operator.magnitudes, operator.diagonal + scalar)
+    diagonal = (operator.diagonal + scalar).to(operator.diagonal)
+    return LowRankPlusDiagonal(operator.U, operator.magnitudes, diagonal)
