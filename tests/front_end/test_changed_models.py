@@ -463,3 +463,26 @@ def test_an_attribute_that_is_called_like_one_of_peft_means_nothing(value):
     x = torch.randn(6, 3)
     la = Laplace(model).fit([(x, torch.arange(6) % 2)])
     assert la.predict(x).probs.shape == (6, 2)
+
+
+@pytest.mark.parametrize("of_an_earlier_version", [False, True])
+def test_a_posterior_loads_whatever_the_original_of_a_trained_head_is(
+    tmp_path, monkeypatch, of_an_earlier_version
+):
+    """PEFT keeps the original of a head beside its trained copy, often with new random weights."""
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    model = with_two_adapters("a", modules_to_save=["head"])
+    la = Laplace(model).fit_batches([(x, y)])
+    with monkeypatch.context() as patch:
+        if of_an_earlier_version:  # Its files also describe the original head.
+            patch.setattr(watch, "unused_originals", lambda model: ())
+            la = Laplace(model).fit_batches([(x, y)])
+        la.save(tmp_path / "posterior.safetensors")
+        expected = la.predict(x).probs
+    again = with_two_adapters("a", modules_to_save=["head"])
+    nn.init.normal_(again.base_model.model.head.original_module.weight)
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", again)
+    assert torch.equal(loaded.predict(x).probs, expected)
+    again.base_model.model.body.base_layer.weight.data += 1.0
+    with pytest.raises(ValueError, match=r"body.base_layer.weight differs"):
+        Laplace.load(tmp_path / "posterior.safetensors", again)

@@ -51,6 +51,27 @@ def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
     return states
 
 
+def unused_originals(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the names of modules that PEFT replaces by trained copies.
+
+    These are the originals of `modules_to_save`. The outputs do not depend on them while the copy
+    is active. They are often a new head with random weights, which differ each time the model is
+    loaded.
+    """
+    prefixes = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        copies = module._modules.get("modules_to_save")
+        if copies is None or "original_module" not in module._modules:
+            continue
+        active = getattr(module, "_active_adapter", None) or ()
+        names = (active,) if isinstance(active, str) else active
+        if getattr(module, "_disable_adapters", False) or not names:
+            continue
+        if all(name in copies._modules for name in names):
+            prefixes.append(f"{path}.original_module.".lstrip("."))
+    return tuple(prefixes)
+
+
 def _scales(scaling: Any, names: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
     if not isinstance(scaling, dict):
         return ()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.adapters import unused_originals
 from laplace_debias.curvature.network.module_snapshot import (
     ModuleSnapshot,
     UncomparableAttributeError,
@@ -40,9 +41,15 @@ def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under every name that they have.
 
-    These are the tensors of `state_dict`, which quantised layers change when it is called.
+    These are the tensors of `state_dict`, which quantised layers change when it is called, without
+    those of modules that PEFT has replaced.
     """
-    modules = list(model.named_modules(remove_duplicate=False))
+    replaced = unused_originals(model)
+    modules = [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if not f"{path}.".startswith(replaced)
+    ]
     for path, module in modules:
         for key, parameter in module._parameters.items():
             if parameter is not None:

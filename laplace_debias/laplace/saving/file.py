@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
-from laplace_debias.curvature.network.adapters import adapter_states
+from laplace_debias.curvature.network.adapters import adapter_states, unused_originals
 from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.unwrapping import plain_names
@@ -191,7 +191,10 @@ def load(
             f"model has {reprlib.repr(parameters.block_names)}, so the file was saved for a "
             f"different model. Pass that model. {_EARLIER}"
         )
-    _check_same_parameters(tensors["mean"], mean, header.others, frozen_fingerprint)
+    # Earlier versions wrote these as well.
+    replaced = unused_originals(plain)
+    others = {name: n for name, n in header.others.items() if not name.startswith(replaced)}
+    _check_same_parameters(tensors["mean"], mean, others, frozen_fingerprint)
     tensors = {name: tensor.to(mean.device) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if ".U" in name:
