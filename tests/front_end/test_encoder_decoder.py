@@ -335,3 +335,27 @@ def test_the_remedy_of_the_message_works():
     assert (la.posterior.covariance.to_dense().diagonal() < 1).any()
     mean, _ = la.functional(batch, diagonal=True)
     torch.testing.assert_close(mean, model(**batch)["logits"])
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "multilabel"])
+def test_no_decoder_inputs_are_made_from_the_labels_of_a_classifier(likelihood):
+    """BART's classifier decodes the tokens of the input, whatever the labels are."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(**TWO_STACKS, bos_token_id=0, eos_token_id=2, num_labels=3)
+    model = transformers.BartForSequenceClassification(config).double().eval()
+    tokens = torch.randint(3, VOCABULARY, (4, 5))
+    tokens[:, -1] = 2
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    labels = torch.randint(3, (4,))
+    if likelihood == "multilabel":
+        labels = torch.randint(2, (4, 3)).double()
+    la = Laplace(model, likelihood, curvature="diag").fit_batches([{**inputs, "labels": labels}])
+    J = jacobian(model, inputs, la.param_names)
+    logits = model(**inputs).logits
+    if likelihood == "multilabel":
+        H = torch.diag_embed(logits.sigmoid() * (-logits).sigmoid())
+    else:
+        probs = logits.softmax(-1)
+        H = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
+    exact = torch.einsum("ncd,nce,ned->d", J, H, J)
+    close(la.posterior.covariance.to_dense().diagonal(), 1 / (exact + 1), TOLERANCE)

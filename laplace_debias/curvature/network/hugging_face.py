@@ -57,6 +57,8 @@ def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
         return None
     if "labels" not in inspect.signature(module.forward).parameters:
         return None
+    if not (hasattr(module, "can_generate") and module.can_generate()):
+        return None  # The labels of a classifier are not tokens.
     for kind in type(module).__mro__:
         shift = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
         if shift is not None and len(inspect.signature(shift).parameters) == 3:
