@@ -75,6 +75,12 @@ class _LaplaceEstimator(BaseEstimator):
                 f"Unknown prior_precision={self.prior_precision!r}. Pass a positive number or "
                 '"evidence".'
             )
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise TypeError(
+                "optimizer must be a function from parameters to a torch optimizer, got "
+                f"{type(self.optimizer).__name__}. Pass a class of torch.optim, or "
+                "functools.partial(torch.optim.Adam, lr=1e-2)."
+            )
         if _is_skorch_net(self.network):
             self._check_skorch_net()
         elif not callable(self.network):

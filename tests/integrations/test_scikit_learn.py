@@ -389,6 +389,13 @@ def test_skorch_nets_that_do_not_match_are_rejected():
             r"untrained network\. Pass `optimizer=",
         ),
         (LaplaceClassifier, {"network": "mlp"}, TypeError, "skorch net, got str. Pass"),
+        (LaplaceClassifier, {"optimizer": "adam"}, TypeError, "torch optimizer, got str. Pass"),
+        (
+            LaplaceRegressor,
+            {"optimizer": torch.optim.Adam([nn.Parameter(torch.zeros(1))])},
+            TypeError,
+            "torch optimizer, got Adam. Pass",
+        ),
         (LaplaceClassifier, {"network": nn.Linear(4, 2)}, ValueError, r"\(2,\), but y has 3 clas"),
         (LaplaceClassifier, {"network": nn.Linear(4, 1)}, ValueError, r"\(1,\), but y has 3 clas"),
         (LaplaceRegressor, {"network": nn.Linear(4, 3)}, ValueError, r"\(3,\), but y has 1 targ"),
