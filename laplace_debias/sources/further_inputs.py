@@ -1,5 +1,7 @@
 """Further inputs for the network: out-of-distribution sets, data to predict."""
 
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +33,14 @@ def read_further_inputs(
     They are of a `shape`, for a network that was trained on `splits`.
     """
     if is_import_path(str(source)):
-        return FurtherInputs(called(str(source), imported(str(source), option), {}, option))
+        examples = called(str(source), imported(str(source), option), {}, option)
+        if isinstance(examples, Mapping):
+            raise ValueError(
+                f"{option} {source}: got a {type(examples).__name__} with the entries "
+                f"{reprlib.repr(list(examples))}, not one set of inputs. Pass the path of a "
+                "callable that returns a DataLoader or a data set of these inputs."
+            )
+        return FurtherInputs(examples)
     path = Path(source)
     if not path.exists():
         raise ValueError(f"{option}: the path {path} does not exist. Check the path.")

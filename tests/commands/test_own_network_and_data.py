@@ -392,3 +392,6 @@ def test_out_of_distribution_data_of_ones_own_need_no_labels(here, monkeypatch, 
     predict = ["predict", *network, "--data=own_data:labelled", "--posterior=p.safetensors"]
     assert main([*predict, "--inputs=own_data:further", "--output=far.csv"]) == 0
     assert len(pandas.read_csv("far.csv")) == 10
+    capsys.readouterr()
+    assert main([*predict, "--inputs=own_data:labelled", "--output=all.csv"]) == 2
+    assert "the entries ['train', 'validation', 'test', 'ood'], not" in capsys.readouterr().err
