@@ -149,6 +149,7 @@ def test_what_they_print_as():
     told = {
         Categorical(class_weights=W3, label_smoothing=0.1): "classification",
         Gaussian([0.5, 1.0]): "regression, a separate sigma for each of 2 outputs",
+        Gaussian([0.5]): "regression, sigma = 0.5",
         Bernoulli(): "binary",
         HeteroscedasticGaussian(): "heteroscedastic",
     }

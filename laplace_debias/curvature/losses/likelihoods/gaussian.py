@@ -187,7 +187,7 @@ class Gaussian(Likelihood):
     def describe(self) -> str:
         """Return the name and σ."""
         name = super().describe()
-        if self.sigma.ndim:
+        if self.sigma.numel() > 1:
             return f"{name}, a separate sigma for each of {self.sigma.numel()} outputs"
         return f"{name}, sigma = {self.sigma.item():g}"
 
