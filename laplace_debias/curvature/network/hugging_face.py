@@ -57,7 +57,8 @@ def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
         return None
     if "labels" not in inspect.signature(module.forward).parameters:
         return None
-    if not (hasattr(module, "can_generate") and module.can_generate()):
+    can_generate: Any = getattr(module, "can_generate", None)
+    if can_generate is None or not can_generate():
         return None  # The labels of a classifier are not tokens.
     for kind in type(module).__mro__:
         shift = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
