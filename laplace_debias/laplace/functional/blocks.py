@@ -21,6 +21,7 @@ from laplace_debias.laplace.functional.last_layer import LastLayer
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.directions import Directions
 
 # From this number of prior precisions on, products of pairs of outputs are formed once for all.
 _PAIRS_FROM = 3
@@ -53,10 +54,13 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         super().__init__(blocks, posterior, prior_precisions, diagonal, jacobians)
         self._indices = {block: index for index, block in enumerate(blocks)}
         self._operators: list[EigenKronecker] = []
+        self._directions: list[tuple[Directions, Directions]] = []
         for block in blocks:
             operator = posterior.curvature.blocks[block.name]
             assert isinstance(operator, EigenKronecker)
             self._operators.append(operator)
+            directions = operator.output_directions, operator.input_directions
+            self._directions.append(directions)
         self._runs: dict[int, ColumnRuns] = {}
         # 1/(N Λ + δ) of the blocks, for a single prior precision.
         self._weights: dict[int, Tensor] = {}
@@ -98,11 +102,11 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
             curvature = self.posterior.curvature_weight * operator.in_frame
-            products = self._single_products(record, operator)
+            directions = self._directions[index]
+            products = self._single_products(record, *directions)
             if products is not None:
                 add_single_products(into, *products, curvature, deltas, self._diagonal)
                 continue
-            directions = operator.output_directions, operator.input_directions
             for examples, J, columns in self._jacobians(record, *directions):
                 column_curvature = curvature if columns is None else curvature[..., columns]
                 column_curvature = column_curvature[..., : J.shape[-2], : J.shape[-1]].flatten()
@@ -125,12 +129,12 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             del record
 
     def _single_products(
-        self, record: BlockRecord, operator: EigenKronecker
+        self, record: BlockRecord, output_directions: Directions, input_directions: Directions
     ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
         """Compute `single_products`; None also for Jacobians that are not those of the layers."""
         if self._jacobians is not rotated_jacobians:
             return None
-        return single_products(record, operator.output_directions, operator.input_directions)
+        return single_products(record, output_directions, input_directions)
 
     def _add_weighted(
         self, into: Float[Tensor, "batch columns *again"], records: Iterable[BlockRecord]
@@ -144,14 +148,14 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 precisions += self.prior_precisions[0, index]
                 self._weights[index] = precisions.reciprocal_()
             block_weights = self._weights[index]
-            products = self._single_products(record, operator)
+            directions = self._directions[index]
+            products = self._single_products(record, *directions)
             if products is not None:
                 gradients, activations = products
                 weights = block_weights[: gradients.shape[-1], : activations.shape[-1]]
                 along = activations.square() @ weights.mT
                 add_outer_products(into, gradients, along, self._diagonal)
                 continue
-            directions = operator.output_directions, operator.input_directions
             for examples, J, columns in self._jacobians(record, *directions):
                 weights = block_weights if columns is None else block_weights[..., columns]
                 weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()

@@ -128,14 +128,14 @@ class LinearHead:
         magnitudes: Λ in the frames of the directions, `[rows, columns]`.
         curvature_weight: N / T.
         U_G: The frame of the output directions, `[C, rows]`; None for the coordinate axes.
-        U_A: The input directions, `[d, r]`; None for the coordinate axes.
+        input_directions: The directions of the inputs.
     """
 
     block: Block
     magnitudes: Float[Tensor, "rows columns"]
     curvature_weight: float
     U_G: Float[Tensor, "classes rows"] | None
-    U_A: Float[Tensor, "d r"] | None
+    input_directions: Directions
 
     @classmethod
     def from_posterior(cls, block: Block, posterior: GaussianPosterior) -> "LinearHead":
@@ -146,7 +146,13 @@ class LinearHead:
         output_directions = operator.output_directions
         if isinstance(output_directions, Basis | ThinBasis):
             U_G = output_directions.frame()
-        return cls(block, operator.in_frame, posterior.curvature_weight, U_G, operator.U_A)
+        return cls(
+            block,
+            operator.in_frame,
+            posterior.curvature_weight,
+            U_G,
+            operator.input_directions,
+        )
 
     def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:
         """Compute the layer's inputs in coordinates of their directions."""
@@ -154,8 +160,7 @@ class LinearHead:
             phi = phi.new_ones(*phi.shape[:-1], 1)
         if self.block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-        input_directions = Directions.from_columns(self.U_A, phi.shape[-1])
-        return input_directions.coordinates(phi)
+        return self.input_directions.coordinates(phi)
 
     def variances(
         self, prior_precisions: Float[Tensor, "*grid"], rows: Int[Tensor, " k"] | None = None

@@ -43,6 +43,7 @@ from laplace_debias.laplace.saving.onnx_program import (
 )
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.directions import Directions
 from laplace_debias.system.files import check_target, written_atomically
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
@@ -122,7 +123,8 @@ class _Predictive(nn.Module):
         posterior = fitted.posterior
         blocks = zip(fitted.parameters.blocks, posterior.deltas(), strict=True)
         for index, (block, delta) in enumerate(blocks):
-            if not isinstance(posterior.curvature.blocks.get(block.name), EigenKronecker):
+            curvature = posterior.curvature.blocks.get(block.name)
+            if not isinstance(curvature, EigenKronecker):
                 raise NotImplementedError(
                     'Only posteriors with curvature "kfac", "ekfac" or "diag" can be exported. '
                     "Fit with one of them."
@@ -131,7 +133,7 @@ class _Predictive(nn.Module):
             self._heads.append(head)
             self._store(f"variances_{index}", head.variances(delta))
             self._store(f"U_G_{index}", head.U_G)
-            self._store(f"U_A_{index}", head.U_A)
+            self._store(f"U_A_{index}", curvature.U_A)
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
             if isinstance(example, OneArgument):
@@ -180,9 +182,10 @@ class _Predictive(nn.Module):
         stored = dict(self.named_buffers(recurse=False))
         covariances = []
         for index, block_head in enumerate(self._heads):
-            head = replace(
-                block_head, U_G=stored.get(f"U_G_{index}"), U_A=stored.get(f"U_A_{index}")
-            )
+            size = block_head.input_directions.size
+            input_directions = Directions.from_columns(stored.get(f"U_A_{index}"), size)
+            U_G = stored.get(f"U_G_{index}")
+            head = replace(block_head, U_G=U_G, input_directions=input_directions)
             along = head.eigen_variances(phi, stored[f"variances_{index}"])
             covariances.append(head.covariance(along, diagonal=diagonal))
         return sum(covariances[1:], covariances[0])
