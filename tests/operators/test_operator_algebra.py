@@ -379,6 +379,17 @@ def test_block_diagonal_with_layout():
         (lambda: Dense(torch.ones(2, 2).long()), ValueError, "real floating"),
         (lambda: Identity(0), ValueError, "at least one row"),
         (lambda: Identity(2, torch.int64), TypeError, "real floating"),
+        (lambda: EigenKronecker(None, None, torch.ones(2, 2).long()), ValueError, "real floating"),
+        (
+            lambda: EigenKronecker(None, None, torch.ones(2, 2, dtype=torch.complex64)),
+            ValueError,
+            "real floating",
+        ),
+        (
+            lambda: LowRankPlusDiagonal(torch.ones(2, 1).long(), torch.ones(1).long(), 0.5),
+            ValueError,
+            "real floating",
+        ),
         (Kronecker, ValueError, "at least one factor"),
         (lambda: Kronecker(randn(2, 2), randn(2, 2).float()), ValueError, "the same dtype"),
         (lambda: BlockDiagonal({}), ValueError, "at least one block"),

@@ -52,7 +52,8 @@ class EigenKronecker(Symmetric):
             fraction.
 
     Raises:
-        ValueError: If the shapes, dtypes or devices do not match.
+        ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
+            floating one.
     """
 
     U_G: Float[Tensor, "*groups d_out r_G"] | None
@@ -63,10 +64,11 @@ class EigenKronecker(Symmetric):
     share_A: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
-        if self.magnitudes.ndim not in (2, 3):
+        if self.magnitudes.ndim not in (2, 3) or not self.magnitudes.is_floating_point():
             raise ValueError(
-                f"`magnitudes` has shape {tuple(self.magnitudes.shape)}. Pass a matrix [d_out, "
-                "d_in], or one for each group [g, d_out, d_in]."
+                f"`magnitudes` has shape {tuple(self.magnitudes.shape)} and "
+                f"{self.magnitudes.dtype}. Pass a matrix [d_out, d_in] of real floating-point "
+                "numbers, or one for each group [g, d_out, d_in]."
             )
         *groups, rows, columns = self.magnitudes.shape
         for name, U, size in (("U_G", self.U_G, rows), ("U_A", self.U_A, columns)):

@@ -22,7 +22,8 @@ class LowRankPlusDiagonal(Symmetric):
         diagonal: d, `[n]`, or one number for all of the diagonal.
 
     Raises:
-        ValueError: If the shapes, dtypes or devices do not match.
+        ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
+            floating one.
     """
 
     U: Float[Tensor, "n k"] | LinearOperator
@@ -35,6 +36,11 @@ class LowRankPlusDiagonal(Symmetric):
         magnitudes: Tensor,
         diagonal: Float[Tensor, "*n"] | float,
     ) -> None:
+        if not U.dtype.is_floating_point:
+            raise ValueError(
+                f"U must contain real floating-point numbers, got {U.dtype}. Convert U, the "
+                "magnitudes and the diagonal."
+            )
         if not isinstance(diagonal, Tensor):
             diagonal = torch.tensor(float(diagonal), dtype=U.dtype, device=U.device)
         if len(U.shape) != 2 or tuple(magnitudes.shape) != tuple(U.shape[1:]):
