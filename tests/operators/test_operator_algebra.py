@@ -393,6 +393,12 @@ def test_block_diagonal_with_layout():
         (Kronecker, ValueError, "at least one factor"),
         (lambda: Kronecker(randn(2, 2), randn(2, 2).float()), ValueError, "the same dtype"),
         (lambda: BlockDiagonal({}), ValueError, "at least one block"),
+        (
+            lambda: BlockDiagonal({"a": randn(2, 2)}),
+            TypeError,
+            "the block 'a' must be LinearOperator, got Tensor",
+        ),
+        (lambda: assume(randn(2, 2)), TypeError, "must be LinearOperator, got Tensor"),
         (lambda: BlockDiagonal({"a": Dense(randn(2, 3))}), ValueError, "'a' has shape .* square"),
         (
             lambda: BlockDiagonal({"a": Identity(2, torch.float32), "b": Diagonal(randn(2))}),

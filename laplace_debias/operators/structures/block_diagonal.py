@@ -19,6 +19,7 @@ from laplace_debias.operators.dispatch import (
     shift,
 )
 from laplace_debias.operators.structures.diagonal import Identity
+from laplace_debias.system.checks import check_is
 
 Block = TypeVar("Block", bound=LinearOperator)
 
@@ -34,6 +35,7 @@ class BlockDiagonal(Joined, Generic[Block]):
         blocks: From a block's name to its operator; the order is the order along the diagonal.
 
     Raises:
+        TypeError: If a block is not an operator.
         ValueError: If there is no block, one is not square, or their dtypes or devices differ.
     """
 
@@ -46,6 +48,7 @@ class BlockDiagonal(Joined, Generic[Block]):
                 "one entry."
             )
         for name, block in self.blocks.items():
+            check_is(block, f"the block {name!r}", LinearOperator)
             if block.shape[0] != block.shape[1]:
                 raise ValueError(
                     f"The block {name!r} has shape {block.shape}, but blocks must be square. "

@@ -12,6 +12,7 @@ from laplace_debias.operators.base import Joined, LinearOperator, check_square
 from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift, submatrix
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.dense import Dense
+from laplace_debias.system.checks import check_is
 
 
 @dataclass(eq=False, repr=False)
@@ -73,6 +74,7 @@ def assume(
         positive_semidefinite: Declare that it is symmetric and has no negative eigenvalue.
 
     Raises:
+        TypeError: If it is not an operator.
         ValueError: If it is not square.
 
     Example:
@@ -82,6 +84,7 @@ def assume(
         >>> assume(Dense(X.T @ X), positive_semidefinite=True).is_positive_semidefinite
         True
     """
+    check_is(operator, "the operator of `assume`", LinearOperator)
     check_square(operator)
     if isinstance(operator, Dense) and (symmetric or positive_semidefinite):
         operator = Dense((operator.matrix + operator.matrix.T) / 2)
