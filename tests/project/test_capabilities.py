@@ -23,7 +23,7 @@ def table():
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
         for line in block.splitlines()
     ]
-    return {row[0].split('"')[1]: dict(zip(header[2:], row[2:], strict=True)) for row in rows}
+    return {row[0].split('"')[1]: dict(zip(header[1:], row[1:], strict=True)) for row in rows}
 
 
 def is_possible(action):
