@@ -539,7 +539,7 @@ class Laplace(Predictor):
         """Choose prior precision, link and temperature on held-out data, and set them.
 
         One pass over `loader` scores every combination of 49 prior precisions (four per decade from
-        1e-4 to 1e8), the candidate links, and 25 temperatures from 1/2 to 4. If only the last layer
+        1e-4 to 1e8), the candidate links, and 33 temperatures from 1/4 to 4. If only the last layer
         is Bayesian, it skips temperatures that are far from the best. The combination with the best
         score is used, with two exceptions in favour of simpler settings:
 

@@ -100,7 +100,7 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
     ("temperature", "scale", "end"),
     [
         (0.1, 3.0, "4, is the largest of those tried. Check"),
-        (8.0, 0.3, "0.5, is the smallest of those tried. The posterior"),
+        (8.0, 0.3, "0.25, is the smallest of those tried. The posterior"),
     ],
 )
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):

@@ -47,8 +47,8 @@ from laplace_debias.system.ranks import process_group
 
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """Prior precisions that are tried unless a grid is passed."""
-TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
-"""Temperatures that are tried, from 1/2 to 4."""
+TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))
+"""Temperatures that are tried, from 1/4 to 4."""
 PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
 _TUNE_AGAIN = "Tune again, and pass grid= (command tune: --prior_precisions) with"
