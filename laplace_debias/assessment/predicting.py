@@ -3,9 +3,9 @@
 import itertools
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -76,6 +76,19 @@ def selected_batches(
             yield replace(selected, inputs=inputs, first_index=start)
         if end == len(positions):
             return
+
+
+Result = TypeVar("Result")
+
+
+def in_order(own_results: Sequence[tuple[int, Result]]) -> list[Result]:
+    """Collect the results of all processes' batches, in the order of the batches.
+
+    Args:
+        own_results: For each batch of this process the index of its first example, and its result.
+    """
+    results = itertools.chain.from_iterable(process_group().exchange(own_results))
+    return [result for _, result in sorted(results, key=operator.itemgetter(0))]
 
 
 @torch.no_grad()
@@ -165,8 +178,9 @@ def _information_scores(
 def predict_set(
     loaded: Loaded,
     batches: Batches,
-    la: Laplace | None,
-    positions: Tensor | None,
+    la: Laplace | None = None,
+    positions: Tensor | None = None,
+    *,
     has_labels: bool = True,
 ) -> PredictedSet:
     """Predict a set with a posterior, or with the network itself, in all processes.
@@ -178,23 +192,21 @@ def predict_set(
         positions: Positions of the examples that are predicted; None for all.
         has_labels: Whether targets are the true ones, whose log-probabilities are predicted.
     """
-    own_batches: list[tuple[int, Predictions, Tensor]] = []
+    own_batches: list[tuple[int, tuple[Predictions, Tensor]]] = []
     seconds = 0.0
     for batch in selected_batches(loaded.model, batches, positions, has_labels=has_labels):
         start = time.perf_counter()
         targets = batch.targets.detach().cpu()
         predictions = _batch_predictions(loaded, batch.inputs, la, targets if has_labels else None)
         seconds += time.perf_counter() - start
-        own_batches.append((batch.first_index, predictions, targets))
-    exchanged = itertools.chain.from_iterable(process_group().exchange(own_batches))
-    # In the order of the batches, which were dealt to the processes.
-    in_order = sorted(exchanged, key=operator.itemgetter(0))
-    if not in_order:
+        own_batches.append((batch.first_index, (predictions, targets)))
+    all_batches = in_order(own_batches)
+    if not all_batches:
         raise ValueError("A data set has no examples. Add examples, or remove the data set.")
-    all_predictions = [predictions for _, predictions, _ in in_order]
-    targets = torch.cat([targets for _, _, targets in in_order])
+    predictions_of_batches, targets_of_batches = zip(*all_batches, strict=True)
+    targets = torch.cat(targets_of_batches)
     return PredictedSet(
-        predictions=type(all_predictions[0]).concatenate(all_predictions),
+        predictions=type(predictions_of_batches[0]).concatenate(predictions_of_batches),
         targets=targets,
         index=torch.arange(len(targets)) if positions is None else positions,
         seconds=max(process_group().exchange(seconds)),

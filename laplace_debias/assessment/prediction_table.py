@@ -1,9 +1,7 @@
 """Predictions of a posterior as the columns of a table."""
 
 import contextlib
-import itertools
-import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,16 +10,20 @@ from tqdm import tqdm
 
 from laplace_debias import metrics
 from laplace_debias.assessment.numbers import describe_predictive
-from laplace_debias.assessment.predicting import posterior_classes, posterior_numbers
+from laplace_debias.assessment.predicting import (
+    in_order,
+    posterior_classes,
+    posterior_numbers,
+    selected_batches,
+)
 from laplace_debias.assessment.predictions import POSTERIOR_SCORES, probabilities
-from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import gaussian_interval
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
-from laplace_debias.sources.shares import dealt
 from laplace_debias.system.ranks import alone, process_group
 
 
@@ -53,31 +55,31 @@ def prediction_columns(
     """
     has_draws = method in ("glm-mc", "nn") or samples is not None
     generator = Generator(la.mean.device).manual_seed(seed)
-    own_tables: list[tuple[int, dict[str, Tensor], Tensor]] = []
+    own_tables: list[tuple[int, tuple[dict[str, Tensor], Tensor]]] = []
     # Draws follow the order of all batches, so the first process makes them all.
     takes_part = process_group().rank == 0 or not has_draws
-    read = BatchReader(loaded.model, needs_targets=has_targets)
     with alone() if has_draws else contextlib.nullcontext():
-        own_batches = dealt(batches, read) if takes_part else ()
+        own_batches: Iterable[Batch] = ()
+        if takes_part:
+            own_batches = selected_batches(loaded.model, batches, has_labels=has_targets)
         bar = tqdm(own_batches, "predicting", unit="batch", leave=False, disable=not progress)
         for batch in bar:
             columns = _batch_columns(la, loaded, batch.inputs, method, samples, generator)
             columns = {name: column.detach().cpu() for name, column in columns.items()}
-            own_tables.append((batch.first_index, columns, batch.targets))
-    # In the order of the batches, which were dealt to the processes.
-    exchanged = itertools.chain.from_iterable(process_group().exchange(own_tables))
-    tables = sorted(exchanged, key=operator.itemgetter(0))
+            own_tables.append((batch.first_index, (columns, batch.targets.detach().cpu())))
+    tables = in_order(own_tables)
     if not tables:
         raise ValueError("There are no inputs to predict. Pass at least one.")
-    _, first, _ = tables[0]
+    columns_of_batches, targets_of_batches = zip(*tables, strict=True)
     table: dict[str, Any] = {
-        name: torch.cat([columns[name] for _, columns, _ in tables]).numpy() for name in first
+        name: torch.cat([columns[name] for columns in columns_of_batches]).numpy()
+        for name in columns_of_batches[0]
     }
     if "prediction" in table and loaded.classes is not None:
         table["prediction"] = [loaded.classes[label] for label in table["prediction"]]
     if not has_targets:
         return table
-    return _target_columns(torch.cat([y for _, _, y in tables]), loaded) | table
+    return _target_columns(torch.cat(targets_of_batches), loaded) | table
 
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _noise(loaded: Loaded) -> float | list[float]:
     Several outputs have one each.
     """
     data = loaded.train if loaded.validation is None else loaded.validation
-    predicted = predict_set(loaded, data, None, None)
+    predicted = predict_set(loaded, data)
     assert isinstance(predicted.predictions, NumberPredictions)
     mean = predicted.predictions.mean
     residuals = predicted.targets.double().reshape(mean.shape) - mean
@@ -244,7 +244,7 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
     """Fit the network's temperature on the validation examples."""
     assert run.loaded.validation is not None
     with run.stage("tune", method):
-        predicted = predict_set(run.loaded, run.loaded.validation, None, None)
+        predicted = predict_set(run.loaded, run.loaded.validation)
         assert isinstance(predicted.predictions, ClassPredictions)
         temperature = fit_temperature(
             predicted.predictions.log_probs, predicted.targets, run.loaded.likelihood
@@ -263,7 +263,7 @@ def _recalibration(run: RunWriter, method: Method) -> Recalibration:
     assert run.loaded.validation is not None
     assert method.recalibration is not None
     with run.stage("tune", method):
-        predicted = predict_set(run.loaded, run.loaded.validation, None, None)
+        predicted = predict_set(run.loaded, run.loaded.validation)
         assert isinstance(predicted.predictions, ClassPredictions)
         assert predicted.predictions.logits is not None
         return fit_recalibration(

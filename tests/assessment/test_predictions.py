@@ -1,5 +1,6 @@
 """What methods predict for a set: held against the Laplace object and against plain loops."""
 
+import copy
 from dataclasses import replace
 
 import a_run
@@ -13,6 +14,7 @@ from laplace_debias.assessment.predicting import (
     predict_set,
     selected_batches,
 )
+from laplace_debias.assessment.prediction_table import prediction_columns
 from laplace_debias.assessment.predictions import probabilities
 
 
@@ -79,9 +81,7 @@ def test_predictions_do_not_depend_on_the_batches(fitted):
     loaded, la = fitted
     whole = torch.cat([x for x, _ in loaded.test])
     labels = torch.cat([y for _, y in loaded.test])
-    both = [
-        predict_set(loaded, a_run.batches_of(whole, labels, size), la, None) for size in (7, 40)
-    ]
+    both = [predict_set(loaded, a_run.batches_of(whole, labels, size), la) for size in (7, 40)]
     columns = [found.predictions.columns(la.likelihood, found.targets) for found in both]
     for name in ("probs", "aleatoric", "mutual_information", "variance"):
         values = [found[name] for found in columns]
@@ -133,10 +133,23 @@ def test_some_examples_are_chosen_across_batches(fitted):
     assert [batch.first_index for batch in selected] == [0, 2, 4]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_network_on_a_gpu_has_the_table_of_one_on_the_cpu(fitted):
+    loaded, la = fitted
+    on_cpu = prediction_columns(la, loaded, loaded.test)
+    model = copy.deepcopy(loaded.model).cuda()
+    la = Laplace(model, params="last_layer", prior_precision=2.0)
+    la.fit(loaded.train, num_data=loaded.num_train)
+    on_gpu = prediction_columns(la, replace(loaded, model=model), loaded.test)
+    assert on_gpu.keys() == on_cpu.keys()
+    for name in on_cpu.keys() - {"label", "prediction"}:
+        torch.testing.assert_close(on_gpu[name], on_cpu[name], rtol=1e-3, atol=1e-5)
+
+
 def test_outputs_for_positions_are_refused():
     loaded = a_run.loaded_rows(num_test=10, num_ood=0)
     model = nn.Sequential(loaded.model, nn.Unflatten(1, (1, 1))).eval()
     with pytest.raises(
         ValueError, match=r"outputs of the network have the shape .*one row of outputs"
     ):
-        predict_set(replace(loaded, model=model), loaded.test, None, None)
+        predict_set(replace(loaded, model=model), loaded.test)
