@@ -17,7 +17,7 @@ from laplace_debias.assessment.methods import (
     default_methods,
 )
 from laplace_debias.assessment.posteriors import TRAINING_EXAMPLES
-from laplace_debias.assessment.run_writer import RunWriter, evaluation_sets, run_record
+from laplace_debias.assessment.run import Run, evaluation_sets, run_record
 from laplace_debias.assessment.stages import fit, predict
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
@@ -76,22 +76,7 @@ def assess(
         methods = default_methods(loaded)
     methods = tuple(methods)
     check_methods(methods, loaded)
-    sets = evaluation_sets(loaded)
-    identity = {
-        "task": loaded.task,
-        "seed": seed,
-        "settings": dict(settings or {}),
-        "methods": {method.key: _identity(method) for method in methods},
-        "model": checksum(loaded.model),
-        "others": [checksum(model) for model in loaded.further_models],
-        "likelihood": likelihood_identity(loaded.likelihood),
-        "data": {name: _data_checksum(batches, loaded.model) for name, batches in sets.items()},
-        "training data": _data_checksum(loaded.train, loaded.model, _num_read(methods)),
-        "validation data": None,
-        "num_train": loaded.num_train,
-    }
-    if loaded.validation is not None:
-        identity["validation data"] = _data_checksum(loaded.validation, loaded.model)
+    identity = _identity(loaded, methods, settings or {}, seed)
     folder = RunFolder(output)
     ranks = process_group()
     # With several processes the first one prepares the folder, and writes to it.
@@ -100,7 +85,7 @@ def assess(
     record = run_record(
         loaded, methods, identity, earlier, title=title, seed=seed, seconds=seconds or {}
     )
-    run = RunWriter(loaded, folder, methods, sets, seed, log or (lambda line: None), record)
+    run = Run(loaded, methods, folder, record, seed=seed, log=log or (lambda line: None))
     # `run.json` is written first and removed last: it marks a folder as that of a run.
     run.write()
     if config is not None:
@@ -113,7 +98,32 @@ def assess(
     return folder.path
 
 
-def _identity(method: Method) -> dict[str, Any]:
+def _identity(
+    loaded: Loaded, methods: Sequence[Method], settings: Mapping[str, Any], seed: int
+) -> dict[str, Any]:
+    """The settings of a run, with checksums of the network and of the data that it reads."""
+    identity = {
+        "task": loaded.task,
+        "seed": seed,
+        "settings": dict(settings),
+        "methods": {method.key: _method_identity(method) for method in methods},
+        "model": checksum(loaded.model),
+        "others": [checksum(model) for model in loaded.further_models],
+        "likelihood": likelihood_identity(loaded.likelihood),
+        "data": {
+            name: _data_checksum(batches, loaded.model)
+            for name, batches in evaluation_sets(loaded).items()
+        },
+        "training data": _data_checksum(loaded.train, loaded.model, _num_read(methods)),
+        "validation data": None,
+        "num_train": loaded.num_train,
+    }
+    if loaded.validation is not None:
+        identity["validation data"] = _data_checksum(loaded.validation, loaded.model)
+    return identity
+
+
+def _method_identity(method: Method) -> dict[str, Any]:
     """The settings of a method, by the keys that run folders have."""
     settings = dataclasses.asdict(method)
     settings["of_all"] = settings.pop("uses_all_checkpoints")

@@ -11,7 +11,7 @@ from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.labelled import Columns, labelled_report, scores_of
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.notable_examples import write_examples
-from laplace_debias.assessment.run_writer import RunWriter
+from laplace_debias.assessment.run import Run
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.runs.records import (
     TEST,
@@ -22,7 +22,7 @@ from laplace_debias.runs.records import (
 )
 
 
-def measure(run: RunWriter) -> None:
+def measure(run: Run) -> None:
     """Compute the metrics, choose examples for the page, and mark the run complete."""
     with run.stage("measure"):
         tables = {
@@ -48,12 +48,12 @@ def measure(run: RunWriter) -> None:
     run.folder.remove_state()
 
 
-def _read_columns(run: RunWriter, method: Method, set_name: str) -> dict[str, Tensor]:
+def _read_columns(run: Run, method: Method, set_name: str) -> dict[str, Tensor]:
     columns = run.folder.read_predictions(method.key, set_name)
     return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
 
 
-def _record_seconds(run: RunWriter, method: Method) -> None:
+def _record_seconds(run: Run, method: Method) -> None:
     """Record the time of a method's predictions."""
     summaries = [run.summary(method, name) for name in run.sets]
     seconds = sum(summary.seconds for summary in summaries if summary is not None)

@@ -34,7 +34,7 @@ from laplace_debias.assessment.predictions import (
     PredictedSet,
 )
 from laplace_debias.assessment.recalibration import Recalibration, fit_recalibration
-from laplace_debias.assessment.run_writer import RunWriter
+from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
 from laplace_debias.curvature.fits.checkpoint import states_kept
 from laplace_debias.curvature.network.batches import Batches, total_size
@@ -70,7 +70,7 @@ _PASSES_OF_TUNING = 3
 On the All-CNN-C, a pass costs as much as 1.6 (last layer) to 4.2 (all parameters) predictions."""
 
 
-def fit(run: RunWriter) -> dict[str, list[Member]]:
+def fit(run: Run) -> dict[str, list[Member]]:
     """Fit the noise, the posteriors and the temperature that the methods need."""
     members: dict[str, list[Member]] = {}
     with run.stage("fit"):
@@ -119,7 +119,7 @@ def _noise(loaded: Loaded) -> float | list[float]:
     return sigmas[0] if num_outputs == 1 else sigmas
 
 
-def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) -> Laplace | None:
+def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Laplace | None:
     """Fit, tune and save the posterior of a checkpoint, or read the saved one; None without one."""
     choice = method.posterior
     if choice is None:
@@ -141,7 +141,7 @@ def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) ->
 
 
 def _make_posterior(
-    run: RunWriter, method: Method, choice: PosteriorChoice | Path, model: nn.Module, number: int
+    run: Run, method: Method, choice: PosteriorChoice | Path, model: nn.Module, number: int
 ) -> None:
     """Fit and tune the posterior of a checkpoint, and write its search and its file."""
     loaded = replace(run.loaded, model=model)
@@ -168,7 +168,7 @@ def _make_posterior(
     la.save(path, own_likelihood=la.likelihood.name is None)
 
 
-def _validation_batches(run: RunWriter, method: Method, loaded: Loaded) -> Batches | None:
+def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | None:
     """The validation examples that a posterior is tuned on, at most as many as it predicts.
 
     They can be read once.
@@ -185,7 +185,7 @@ def _validation_batches(run: RunWriter, method: Method, loaded: Loaded) -> Batch
     return ((batch.inputs, batch.targets) for batch in selected)
 
 
-def _choose_examples(run: RunWriter, la: Laplace, method: Method) -> None:
+def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
     """Choose how many examples are predicted unless it is set; print how long it takes."""
     passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
     sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
@@ -240,7 +240,7 @@ def affordable_examples(sizes: Sequence[float], limit: float) -> int | None:
     return max(FEWEST_EXAMPLES, largest)
 
 
-def _find_temperature(run: RunWriter, method: Method) -> None:
+def _find_temperature(run: Run, method: Method) -> None:
     """Fit the network's temperature on the validation examples."""
     assert run.loaded.validation is not None
     with run.stage("tune", method):
@@ -258,7 +258,7 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
         )
 
 
-def _recalibration(run: RunWriter, method: Method) -> Recalibration:
+def _recalibration(run: Run, method: Method) -> Recalibration:
     """Fit a method's map of the network's logits on the validation examples."""
     assert run.loaded.validation is not None
     assert method.recalibration is not None
@@ -291,7 +291,7 @@ def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
         size = min(4 * size, largest)
 
 
-def predict(run: RunWriter, members: Mapping[str, Sequence[Member]]) -> None:
+def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
     """Write the missing predictions of every method for every set."""
     for dataset in run.record.sets:
         with run.stage("predict"):
@@ -316,7 +316,7 @@ def predict(run: RunWriter, members: Mapping[str, Sequence[Member]]) -> None:
 
 
 def _write_predictions(
-    run: RunWriter,
+    run: Run,
     method: Method,
     set_name: str,
     predicted: PredictedSet,
@@ -345,9 +345,7 @@ def _write_predictions(
     )
 
 
-def _predicted(
-    run: RunWriter, method: Method, set_name: str, members: Sequence[Member]
-) -> PredictedSet:
+def _predicted(run: Run, method: Method, set_name: str, members: Sequence[Member]) -> PredictedSet:
     """A method's predictions for a set, without its recalibration or temperature."""
     positions = None
     limit = run.method_record(method).examples

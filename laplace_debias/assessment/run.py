@@ -1,10 +1,10 @@
-"""The writer of a run, which updates `run.json` after each stage."""
+"""A run: its network, data and methods, and its folder, whose `run.json` each stage updates."""
 
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -27,6 +27,83 @@ from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.shown import plain
 
 _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
+
+
+class Run:
+    """The network, data, methods and folder of a run, with its record so far.
+
+    Attributes:
+        methods: The methods, the network first.
+        sets: The sets that they are evaluated on, by name.
+        folder: The run folder.
+        record: The content of `run.json`.
+        seed: Seed of all random choices.
+        log: Called with a line on what the run does next.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        methods: Sequence[Method],
+        folder: RunFolder,
+        record: RunRecord,
+        *,
+        seed: int,
+        log: Callable[[str], object],
+    ) -> None:
+        self._loaded = loaded
+        self.methods = methods
+        self.sets = evaluation_sets(loaded)
+        self.folder = folder
+        self.record = record
+        self.seed = seed
+        self.log = log
+
+    @property
+    def loaded(self) -> Loaded:
+        """The network and its data, with the noise that the run has estimated."""
+        sigma = self.record.sigma
+        if sigma is None:
+            return self._loaded
+        return replace(self._loaded, likelihood=self._loaded.likelihood.with_sigma(sigma))
+
+    def save_noise(self, sigma: float | list[float]) -> None:
+        """Record the noise of a regression, with which the run continues."""
+        self.record.sigma = sigma
+        self.write()
+
+    def save_training(self, training: TrainingRecord) -> None:
+        """Record how the network does on its own training examples."""
+        self.record.training = training
+        self.write()
+
+    def write(self) -> None:
+        """Write `run.json`."""
+        self.folder.write_record(self.record)
+
+    def method_record(self, method: Method) -> MethodRecord:
+        """Return the record of a method."""
+        return self.record.method(method.key)
+
+    @contextmanager
+    def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
+        """Add the time of a stage, or of one method in it, to the record."""
+        start = time.perf_counter()
+        yield
+        seconds = self.record.seconds
+        if method is not None:
+            seconds = self.method_record(method).seconds
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        self.write()
+
+    def summary(self, method: Method, set_name: str) -> PredictionsSummary | None:
+        """Return the summary of a complete table of predictions, or None if there is none."""
+        return self.folder.predictions_summary(method.key, set_name)
+
+    def note(self, text: str) -> None:
+        """Add a note to the page, once."""
+        if text not in self.record.notes:
+            self.record.notes.append(text)
 
 
 def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
@@ -98,74 +175,6 @@ def run_record(
         notes=earlier.notes,
         seconds=earlier.seconds,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class RunWriter:
-    """The network, data, methods and folder of a run, with its record so far.
-
-    Attributes:
-        folder: The run folder.
-        methods: The methods, the network first.
-        sets: The sets that they are evaluated on, by name.
-        seed: Seed of all random choices.
-        log: Called with a line on what the run does next.
-        record: The content of `run.json`.
-    """
-
-    _loaded: Loaded
-    folder: RunFolder
-    methods: Sequence[Method]
-    sets: Mapping[str, Batches]
-    seed: int
-    log: Callable[[str], object]
-    record: RunRecord
-
-    @property
-    def loaded(self) -> Loaded:
-        """The network and its data, with the noise that the run has estimated."""
-        sigma = self.record.sigma
-        if sigma is None:
-            return self._loaded
-        return replace(self._loaded, likelihood=self._loaded.likelihood.with_sigma(sigma))
-
-    def save_noise(self, sigma: float | list[float]) -> None:
-        """Record the noise of a regression, with which the run continues."""
-        self.record.sigma = sigma
-        self.write()
-
-    def save_training(self, training: TrainingRecord) -> None:
-        """Record how the network does on its own training examples."""
-        self.record.training = training
-        self.write()
-
-    def write(self) -> None:
-        """Write `run.json`."""
-        self.folder.write_record(self.record)
-
-    def method_record(self, method: Method) -> MethodRecord:
-        """Return the record of a method."""
-        return self.record.method(method.key)
-
-    @contextmanager
-    def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
-        """Add the time of a stage, or of one method in it, to the record."""
-        start = time.perf_counter()
-        yield
-        seconds = self.record.seconds
-        if method is not None:
-            seconds = self.method_record(method).seconds
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-        self.write()
-
-    def summary(self, method: Method, set_name: str) -> PredictionsSummary | None:
-        """Return the summary of a complete table of predictions, or None if there is none."""
-        return self.folder.predictions_summary(method.key, set_name)
-
-    def note(self, text: str) -> None:
-        """Add a note to the page, once."""
-        if text not in self.record.notes:
-            self.record.notes.append(text)
 
 
 def _set_records(loaded: Loaded) -> list[SetRecord]:
