@@ -729,7 +729,10 @@ class Laplace(Predictor):
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
-        self._set(prior_precision=value)
+        with _EXCHANGE:
+            state = self._state
+            precision = prior_precision_from(value, state.device)
+            self._state = state.with_prior(replace(state.prior, precision=precision))
         if isinstance(self._state, FittedPosterior):
             note = self._state.note_on_thinning(self._state.posterior.deltas())
             if note is not None:
@@ -750,7 +753,10 @@ class Laplace(Predictor):
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:
-        self._set(prior_mean=value)
+        with _EXCHANGE:
+            state = self._state
+            mean = prior_mean_from(value, state.device)
+            self._state = state.with_prior(replace(state.prior, mean=mean))
 
     @property
     def temperature(self) -> float:
@@ -759,7 +765,9 @@ class Laplace(Predictor):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._set(temperature=checked_temperature(value))
+        temperature = checked_temperature(value)
+        with _EXCHANGE:
+            self._state = self._state.with_temperature(temperature)
 
     @property
     def link(self) -> Link | None:
@@ -771,7 +779,9 @@ class Laplace(Predictor):
 
     @link.setter
     def link(self, value: str | Link | None) -> None:
-        self._set(link=checked_link(value, self.likelihood))
+        link = checked_link(value, self.likelihood)
+        with _EXCHANGE:
+            self._state = self._state.with_link(link)
 
     @property
     def sigma(self) -> Float[Tensor, "*outputs"]:
@@ -1302,11 +1312,8 @@ class Laplace(Predictor):
         """
         with _EXCHANGE:
             state = self._state
-            self._state = fitted.changed(
-                prior=state.prior.to(fitted.device),
-                temperature=state.temperature,
-                link=state.link,
-            )
+            fitted = fitted.with_temperature(state.temperature)
+            self._state = fitted.with_prior(state.prior.to(fitted.device)).with_link(state.link)
 
     def _apply(self, tuned: TunedFit) -> None:
         """Set what a search chose, and keep everything else.
@@ -1316,31 +1323,10 @@ class Laplace(Predictor):
         with _EXCHANGE:
             state = self._state if tuned.tuning.sigma is None else tuned.fitted
             current = self._state
-            self._state = state.changed(
-                prior=replace(current.prior, precision=tuned.fitted.prior.precision),
-                temperature=current.temperature,
-                link=tuned.tuning.link or current.link,
-            )
-
-    def _set(
-        self,
-        *,
-        prior_precision: PriorPrecision | None = None,
-        prior_mean: PriorMean | None = None,
-        **fields: Any,
-    ) -> None:
-        """Set the prior, the temperature or the link."""
-        with _EXCHANGE:
-            state = self._state
-            prior = state.prior
-            device = state.device
-            if prior_precision is not None:
-                prior = replace(prior, precision=prior_precision_from(prior_precision, device))
-            if prior_mean is not None:
-                prior = replace(prior, mean=prior_mean_from(prior_mean, device))
-            if prior is not state.prior:
-                fields["prior"] = prior
-            self._state = state.changed(**fields)
+            prior = replace(current.prior, precision=tuned.fitted.prior.precision)
+            link = tuned.tuning.link or current.link
+            state = state.with_temperature(current.temperature)
+            self._state = state.with_prior(prior).with_link(link)
 
     @property
     def _parameters(self) -> ParameterBlocks:

@@ -468,7 +468,7 @@ class HyperParameters:
             self.optimizer.step()
         prior = fitted.prior.with_precision(self.deltas())
         if self.log_noise is None:
-            return fitted.changed(prior=prior)
+            return fitted.with_prior(prior)
         factor = math.exp(float(self._log_factor(fitted).detach()))
         return rescaled(fitted, factor, prior)
 

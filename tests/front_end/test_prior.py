@@ -29,6 +29,15 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ["prior_precision", "prior_mean", "temperature"])
+def test_none_is_no_prior_and_no_temperature(name):
+    la, _, _ = fitted()
+    posterior = la.posterior
+    with pytest.raises(TypeError, match=rf"{name}.*None"):
+        setattr(la, name, None)
+    assert la.posterior is posterior
+
+
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
 @pytest.mark.parametrize("name", ["mlp_tanh", "regression_per_output"])
 def test_the_temperature_divides_the_curvature(name, curvature):

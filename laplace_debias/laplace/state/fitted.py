@@ -52,11 +52,19 @@ class FitSetup:
     link: Link | None = None
     earlier_names: Sequence[str] | None = None
 
-    def changed(self, prior: Prior | None = None, **fields: Any) -> "FitSetup":
-        """Return the setup with another prior, temperature or link."""
-        if prior is not None and self.parameters is not None:
+    def with_prior(self, prior: Prior) -> "FitSetup":
+        """Return the setup with another prior."""
+        if self.parameters is not None:
             prior = prior.fitting(len(self.parameters.block_names), self.parameters.size)
-        return replace(self, prior=prior or self.prior, **fields)
+        return replace(self, prior=prior)
+
+    def with_temperature(self, temperature: float) -> "FitSetup":
+        """Return the setup with another temperature."""
+        return replace(self, temperature=temperature)
+
+    def with_link(self, link: Link | None) -> "FitSetup":
+        """Return the setup with another link; None for the default."""
+        return replace(self, link=link)
 
     @property
     def names(self) -> Sequence[str] | None:
@@ -263,23 +271,31 @@ class FittedPosterior:
         """Copy the model's modules around its own parameters; see `ModelSpec.network`."""
         return self.spec.network(self.parameters.names)
 
-    def changed(
-        self,
-        prior: Prior | None = None,
-        temperature: float | None = None,
-        **fields: Any,
-    ) -> "FittedPosterior":
-        """Return the state with another prior, temperature, link or report."""
-        posterior_fields: dict[str, Any] = {}
-        if prior is not None:
-            num_blocks = len(self.parameters.block_names)
-            posterior_fields["prior"] = prior.fitting(num_blocks, self.parameters.size)
-        if temperature is not None:
-            _check_same_temperature(self.posterior, temperature)
-            posterior_fields["temperature"] = temperature
-        if posterior_fields:
-            fields["posterior"] = self.posterior.changed(**posterior_fields)
-        return replace(self, **fields)
+    def with_prior(self, prior: Prior) -> "FittedPosterior":
+        """Return the state with another prior."""
+        prior = prior.fitting(len(self.parameters.block_names), self.parameters.size)
+        return replace(self, posterior=self.posterior.changed(prior=prior))
+
+    def with_temperature(self, temperature: float) -> "FittedPosterior":
+        """Return the state with another temperature.
+
+        Raises:
+            ValueError: If the prior has information, whose weight depends on the temperature.
+        """
+        posterior = self.posterior
+        if temperature == posterior.temperature:
+            return self
+        if posterior.prior.information is not None:
+            raise ValueError(
+                "The temperature of a fit with `prior=` cannot be changed (here from "
+                f"{posterior.temperature:g} to {temperature:g}). Fit again with Laplace(..., "
+                f"temperature={temperature:g}, prior=...)."
+            )
+        return replace(self, posterior=posterior.changed(temperature=temperature))
+
+    def with_link(self, link: Link | None) -> "FittedPosterior":
+        """Return the state with another link; None for the default."""
+        return replace(self, link=link)
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None
@@ -320,17 +336,6 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter:
             "example by pruning, a parametrisation or a new module around a layer. The posterior "
             "is no longer valid. Undo the change, or fit again."
         ) from error
-
-
-def _check_same_temperature(posterior: GaussianPosterior, temperature: float) -> None:
-    """Require the temperature of the fit where the prior's information does not depend on it."""
-    if posterior.prior.information is None or temperature == posterior.temperature:
-        return
-    raise ValueError(
-        "The temperature of a fit with `prior=` cannot be changed (here from "
-        f"{posterior.temperature:g} to {temperature:g}). Fit again with Laplace(..., "
-        f"temperature={temperature:g}, prior=...)."
-    )
 
 
 def checked_setup(

@@ -230,7 +230,8 @@ class TunedFit:
     def apply(cls, tuning: Tuning, fitted: FittedPosterior) -> "TunedFit":
         """Set the prior precision of a fit, and the link if one was chosen."""
         prior = fitted.prior.with_precision(tuning.prior_precision)
-        return cls(tuning, fitted.changed(prior=prior, link=tuning.link or fitted.link))
+        link = tuning.link or fitted.link
+        return cls(tuning, fitted.with_prior(prior).with_link(link))
 
     def noted(self, *notes: str | None) -> "TunedFit":
         """Add notes to the result; None stands for no note."""
