@@ -12,7 +12,7 @@ from laplace_debias.system import checks
 
 
 def check_operator(A: object, generator: torch.Generator | None = None) -> None:
-    """Check that an argument is an operator, and a generator on its device."""
+    """Check that an argument is an operator, and that the generator is on its device."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as "
@@ -27,7 +27,7 @@ def check_operator(A: object, generator: torch.Generator | None = None) -> None:
 
 
 def check_square(A: LinearOperator, result: str, generator: torch.Generator | None = None) -> int:
-    """Check that an operator is square, and a generator on its device; returns its size."""
+    """Check that an operator is square and the generator is on its device; return its size."""
     check_operator(A, generator)
     base.check_square(A, f"the {result}")
     return A.shape[0]
@@ -45,9 +45,10 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
 def check_symmetric(
     A: LinearOperator, differences: Tensor, scale: float, tolerated: float = 0.0
 ) -> None:
-    """Check entries that symmetry makes equal.
+    """Check that two entries are equal wherever symmetry requires it.
 
-    They may differ by a small multiple of the norm `scale` of a product, and by `tolerated`.
+    The `differences` may be as large as a small multiple of `scale`, the norm of a product, or as
+    `tolerated`.
     """
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > max(30 * torch.finfo(A.dtype).eps ** 0.5 * scale, tolerated):

@@ -8,7 +8,8 @@ from torch import Tensor
 def column_norms(vectors: Float[Tensor, "n *k"]) -> Float[Tensor, "*k"]:
     """Compute the norm of a vector, or of each column, in float64.
 
-    In single precision, squares overflow from 1e19 on, and are 0 below 1e-23.
+    In single precision, the squares of numbers above 1e19 overflow, and the squares of numbers
+    below 1e-23 are 0.
     """
     norms = torch.linalg.vector_norm(vectors, dim=0)
     if ((norms > 1e-15) & (norms < 1e15)).all():

@@ -1,4 +1,4 @@
-"""Products with an operator: counted, cut into chunks of columns, checked to be finite, shown."""
+"""Products with an operator, in chunks of columns; they are counted, checked and shown."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _CHUNK_ELEMENTS = 2**26
 
 
 class Products:
-    """Products with an operator, counted; the progress bar ends with the context."""
+    """Counted products with an operator; the progress bar is closed when the context ends."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Products:
             yield min(self._chunk, columns - start)
 
     def columns(self) -> Iterator[tuple[slice, Float[Tensor, "rows k"]]]:
-        """Yield all columns of the operator in chunks, each with the rows of its unit vectors."""
+        """Yield all columns of the operator in chunks, each chunk with the slice of its columns."""
         n = self.operator.shape[1]
         start = 0
         for size in self.chunks(n):

@@ -47,7 +47,7 @@ _REMEDIES = {
     Status.NEGATIVE_CURVATURE: (
         "The operator has negative curvature along `negative_direction`, so it is not positive "
         "definite and the quadratic has no minimum. Use the GGN instead of the Hessian, add "
-        "damping, or follow that direction. `x` is the last iterate before this direction was met."
+        "damping, or follow this direction. `x` is the last iterate before this direction was met."
     ),
     Status.ZERO_CURVATURE: (
         "The operator is singular along `negative_direction`, but the right-hand side is not zero "
@@ -73,7 +73,8 @@ _REMEDIES = {
 }
 
 
-# Each entry of a history is a number for a single right-hand side, and [k] for k of them.
+# Each entry of a history is a number if there is a single right-hand side, and has shape [k] if
+# there are k.
 History = Sequence[Tensor]
 
 
@@ -94,7 +95,7 @@ class LinearSolution(Result):
         residual_norms: ‖b − A x‖ of each right-hand side, a scalar or `[k]`. A `Solution` contains
             the full history.
         num_matvecs: Number of matrix-vector products, summed over all right-hand sides.
-        advice: The solver's advice on a status, in place of its general remedy.
+        advice: The solver's advice on a status, which replaces the general remedy for that status.
     """
 
     x: Float[Tensor, "n *k"]
@@ -165,8 +166,9 @@ class DebiasedSolution(Result):
     """The two trajectories of debiased conjugate gradients.
 
     Attributes:
-        debiased: Directions from the first quadratic, step sizes from the second (Eq. 8). Its
-            slopes, curvatures, values and residuals belong to the second quadratic.
+        debiased: The trajectory with directions from the first quadratic and step sizes from the
+            second (Eq. 8). Its slopes, curvatures, values and residuals belong to the second
+            quadratic.
         single: Conjugate gradients on the first quadratic.
     """
 
@@ -232,8 +234,9 @@ class Estimate(Result):
         num_matvecs: Number of products with the operator (or its adjoint).
         converged: False if a requested tolerance was missed.
         degrees_of_freedom: The degrees of freedom ν of the standard error, in the shape of the
-            value or as a scalar: its square has the relative variance 2/ν, as a χ² variable with ν
-            degrees of freedom. Infinite for an exact value, and 0 for a single sample.
+            value or as a scalar: the squared standard error has the relative variance 2/ν, as a χ²
+            variable with ν degrees of freedom. Infinite for an exact value, and 0 for a single
+            sample.
     """
 
     value: Float[Tensor, "*shape"]
@@ -281,10 +284,10 @@ def half_width(
     degrees_of_freedom: Float[Tensor, "*shape"] | float,
     level: float,
 ) -> Float[Tensor, "*shape"]:
-    """Half of the length of Student's interval; infinite or 0 if the standard error is."""
+    """Compute half of the length of Student's interval; infinite or 0 if the standard error is."""
     if not 0 < level < 1:
         raise ValueError(f"`level` is {level}. Pass a probability between 0 and 1, such as 0.95.")
-    # Slow to import, and estimates do without.
+    # SciPy is slow to import, and estimates do not need it.
     from scipy.stats import t as student
 
     degrees = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
@@ -298,9 +301,9 @@ class SpectralDensity(Result):
     r"""A smoothed spectral density and the quadrature from which it was computed.
 
     Args:
-        grid: Ascending eigenvalues λ at which the density is given, `[points]`; on a logarithmic
-            scale evenly spaced in log₁₀ |λ|.
-        density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
+        grid: Ascending eigenvalues λ at which the density is given, `[points]`. On a logarithmic
+            scale, they are evenly spaced in log₁₀ |λ|.
+        density: Fraction of the eigenvalues per unit of λ, or per decade on a logarithmic scale,
             `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
         standard_error: Standard error, `[points]`; its square is the sum of the squares of the
             standard error of the mean over probes and of `quadrature_error`. Infinite for a single

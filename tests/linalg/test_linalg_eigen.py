@@ -118,7 +118,7 @@ def test_a_search_that_ends_early_says_what_is_not_verified():
     result = eigsh(Opaque(values), 5, tol=1e-2, max_matvecs=13, generator=generator())
     assert result.converged
     assert result.num_matvecs == 13
-    assert "one beyond the last of these, may be missing" in result.message
+    assert "further out than the last of these pairs, may be missing" in result.message
     assert "may be missing" in result.message
     assert result.status == "unverified"
 

@@ -1,1 +1,1 @@
-"""Eigenpairs, and the Krylov spaces that they are found in."""
+"""Eigenpairs, and the Krylov spaces in which they are found."""

@@ -20,13 +20,13 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 _BOUND_STEPS = 12
-"""Number of Lanczos steps to bound the spectrum, which ARPACK and subspace iteration shift."""
+"""Number of Lanczos steps that bound the spectrum for the shift of ARPACK or subspace iteration."""
 
 
 def select(
     values: Tensor, vectors: Any, residuals: Tensor, *, k: int, end: str
 ) -> tuple[Tensor, Any, Tensor]:
-    """Compute the k pairs at an end of the spectrum with their residuals, by descending value.
+    """Compute the k pairs at an end of the spectrum and their residuals, in descending order.
 
     The vectors are columns of a tensor or of an operator.
     """
@@ -59,7 +59,7 @@ def selected_pairs(
 
 
 def dense_eigenpairs(products: Products, k: int, end: str) -> EigenPairs:
-    """Compute the k pairs at an end of the spectrum, from the operator multiplied out."""
+    """Compute the k pairs at an end of the spectrum from the operator as a dense matrix."""
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
     check_symmetric(A, (matrix - matrix.T).abs(), float(column_norms(matrix).max()))
@@ -91,7 +91,8 @@ def lanczos_eigenpairs(
     n = A.shape[0]
     num_vectors = capacity(n, k, A.dtype.itemsize)
     basis = KrylovBasis(A, products, size=n, capacity=num_vectors, generator=generator)
-    # If all columns fit, multiplying them out is the better end of a long search.
+    # If the basis can hold all columns, a long search is stopped after n products, and the operator
+    # is converted to a dense matrix instead.
     limit = n if basis.capacity == n and 2 * n <= max_matvecs else max_matvecs
     result = search(basis, products, k=k, end=end, tol=tol, max_matvecs=limit)
     if limit < max_matvecs and not result.was_verified:
@@ -105,8 +106,8 @@ def lanczos_eigenpairs(
         status = Status.UNVERIFIED
         message = (
             "converged, but the search for more pairs ended at `max_matvecs` = "
-            f"{max_matvecs}, so a copy of a multiple eigenvalue, or one beyond the last "
-            "of these, may be missing; to be sure, raise `max_matvecs`"
+            f"{max_matvecs}, so a copy of a multiple eigenvalue, or an eigenvalue further out than "
+            "the last of these pairs, may be missing; to be sure, raise `max_matvecs`"
         )
     rotation = result.pairs.combinations[:, :k].to(basis.vectors)
     return selected_pairs(
@@ -152,11 +153,11 @@ def arpack_eigenpairs(
     least = num_bound + 2 * num_vectors - k
     _check_products(max_matvecs, least, f"ARPACK stores {num_vectors} vectors")
     restarts = (max_matvecs - num_bound - num_vectors) // (num_vectors - k)
-    # ARPACK's tolerance is relative to each eigenvalue, so that those near zero never converge.
-    # Shifted by the opposite end of the spectrum, the requested eigenvalues are the largest.
+    # ARPACK's tolerance is relative to each eigenvalue, so eigenvalues near zero never converge.
+    # After a shift by the opposite end of the spectrum, the requested eigenvalues are the largest.
     shift = _far_end(products, end, generator)
     start = draw(A, 1, "gaussian", generator)[:, 0]
-    # The tolerance is absolute for eigenvalues below eps^⅔, so that they have to be scaled.
+    # ARPACK's tolerance is absolute for eigenvalues below eps^⅔, so the operator has to be scaled.
     scale = float(column_norms(products(start)) / column_norms(start)) or 1.0
 
     def multiply(vector: np.ndarray) -> np.ndarray:
@@ -221,7 +222,7 @@ def subspace_iteration(
     shift = _far_end(products, end, generator)
     block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
     rounding = 10 * torch.finfo(A.dtype).eps
-    # The block may hold none of the largest eigenvalues, to which the tolerance is relative.
+    # The tolerance is relative to the largest eigenvalue, which may be missing from the block.
     scale = abs(shift)
     while True:
         images = products(block)
@@ -265,7 +266,7 @@ def _check_products(max_matvecs: int, least: int, reason: str) -> None:
 
 
 def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
-    """Bound the opposite end of the spectrum: shifted by it, the requested end is largest."""
+    """Bound the opposite end of the spectrum; a shift by it makes the requested end largest."""
     if end == "magnitude":
         return 0.0
     A = products.operator
@@ -310,7 +311,7 @@ def eigsh(
       to them, in order to find repeated and overlooked eigenvalues. The probability of missing an
       eigenvalue that lies further out by more than the tolerance is about 1e-4. If `max_matvecs`
       ends this search, `status` is `UNVERIFIED`. It needs memory for up to `max(4 k, 256)` vectors,
-      or for fewer vectors if these need more than 2 GiB.
+      or for fewer if so many need more than 2 GiB.
     - `"arpack"`: SciPy's ARPACK, which keeps its vectors on the CPU. It may miss copies of a
       multiple eigenvalue, so `status` is `UNVERIFIED`.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
@@ -324,7 +325,7 @@ def eigsh(
 
     Args:
         A: Symmetric operator of shape `[D, D]`.
-        k: How many pairs, 1 … D.
+        k: Number of pairs, from 1 to D.
         method: `"lanczos"`, `"arpack"` or `"power"`.
         which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`. SciPy's
             names `"LA"`, `"SA"` and `"LM"` have the same meanings.

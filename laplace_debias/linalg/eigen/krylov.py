@@ -20,18 +20,20 @@ _ROTATION_ELEMENTS = 2**22
 
 
 class KrylovBasis:
-    r"""Orthonormal rows V with the operator's projection H, and directions still to be multiplied.
+    r"""Orthonormal rows V, the operator's projection H on them, and directions not yet multiplied.
 
-    At any time $A V^\top = V^\top H + W^\top C$: W are the pending directions, orthonormal to each
-    other and to V, and C is their coupling to V. A pending direction that is multiplied moves to V
-    and leaves its residual as a new one, orthogonalised against everything. So a Krylov sequence
-    per pending direction can grow within one basis, and any rotation of V (a thick restart) keeps
-    the relation. Ritz pairs come from H, their residual norms from C, at no product.
+    At any time, $A V^\top = V^\top H + W^\top C$, where the rows of W are the pending directions,
+    orthonormal to each other and to V, and C is their coupling to V. When a pending direction is
+    multiplied, it moves to V. The residual of its product, orthogonalised against V and W, becomes
+    a new pending direction. So one Krylov sequence per pending direction can grow within one basis,
+    and any rotation of V (a thick restart) preserves the relation. Ritz pairs are computed from H,
+    and their residual norms from C, without any product.
 
-    Pending directions may be parked: only what they add to residuals is kept, so that new ones need
-    not be orthogonal to them. `refresh` computes them again, for a product per row.
+    Pending directions may be parked. Only their contribution to the residuals is then kept, so new
+    directions need not be orthogonal to them. `refresh` computes the residuals again, with one
+    product per row.
 
-    `size` is the number of rows of V so far, at most `capacity`, `scale` the length of the longest
+    `size` is the number of rows of V so far, at most `capacity`. `scale` is the largest norm of a
     product with a unit vector. H and C are kept on the CPU in float64.
 
     Reference:
@@ -77,13 +79,13 @@ class KrylovBasis:
     def residuals(
         self, combinations: Float[Tensor, "size k"]
     ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-        """Bounds of the residual norms of Ritz vectors, and the part that is not parked."""
+        """Bound the residual norms of Ritz vectors, in total and without parked directions."""
         pending = (self.coupling @ combinations).norm(dim=0)
         parked = [(rows[:, : self.size] @ combinations).norm(dim=0) for rows in self._parked]
         return pending + sum(parked, torch.zeros_like(pending)), pending
 
     def park(self) -> None:
-        """Forget the pending directions, except for what they add to residuals."""
+        """Forget the pending directions, except for their contribution to the residuals."""
         self._parked.append(self._coupling)
         self._clear_pending()
 
@@ -92,7 +94,7 @@ class KrylovBasis:
         self._coupling = self._coupling[:0]
 
     def refresh(self) -> None:
-        """Multiply all rows again: their residuals become pending, and nothing stays parked."""
+        """Multiply all rows again; their residuals become pending, and nothing stays parked."""
         images = torch.stack([self._multiply(vector) for vector in self.vectors])
         projected = (self.vectors @ images.T).double().cpu()
         self._parked = []
@@ -116,7 +118,7 @@ class KrylovBasis:
         self.add(direction / direction.norm())
 
     def expand(self, index: int) -> bool:
-        """Multiply a pending direction; true if it leaves a residual, the last pending one then."""
+        """Multiply a pending direction; return whether its residual became the last pending one."""
         direction = self._pending[index]
         expected = self._coupling[index, : self.size].clone()
         remaining = [row for row in range(len(self._pending)) if row != index]
@@ -139,7 +141,7 @@ class KrylovBasis:
         return self._keep_residual(residual, last)
 
     def rotate(self, rotation: Float[Tensor, "size new_size"], start: int = 0) -> None:
-        """Replace the rows of V from `start` on by combinations of them, orthonormal columns."""
+        """Combine the rows of V from `start` on by a rotation with orthonormal columns."""
         size, new_size = rotation.shape
         combinations = torch.zeros(self.size, start + new_size, dtype=torch.float64)
         combinations[:start, :start] = torch.eye(start, dtype=torch.float64)
@@ -161,7 +163,7 @@ class KrylovBasis:
             rows[:, self.size :] = 0
 
     def _keep_residual(self, residual: Tensor, row: int) -> bool:
-        """Make the residual of a row's product pending, unless it is rounding; whether it did."""
+        """Make a residual pending unless it is only rounding error; return whether it is kept."""
         norm = float(column_norms(residual))
         rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
@@ -171,13 +173,13 @@ class KrylovBasis:
         return True
 
     def add(self, direction: Float[Tensor, " n"]) -> None:
-        """Make a unit vector pending that is orthogonal to all others."""
+        """Make a unit vector pending; it must be orthogonal to all others."""
         self._pending = torch.cat([self._pending, direction[None]])
         row = torch.zeros(1, self.capacity, dtype=torch.float64)
         self._coupling = torch.cat([self._coupling, row])
 
     def _orthogonalise(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the part orthogonal to V and W, and the coordinates in both."""
+        """Compute the part of a vector orthogonal to V and W, and its coordinates in both."""
         inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
         outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
         for _ in range(_PASSES):
@@ -198,7 +200,7 @@ class KrylovBasis:
 class RitzPairs:
     """Approximate eigenpairs in a basis, best first: values, combinations of rows, residuals.
 
-    `pending_residuals` is the part of the residuals that expanding the basis can lessen.
+    `pending_residuals` is the part of the residuals that can be reduced by expanding the basis.
     """
 
     values: Tensor
@@ -213,7 +215,7 @@ def order(values: Tensor, end: str) -> Tensor:
 
 
 def ritz_pairs(basis: KrylovBasis, end: str) -> RitzPairs:
-    """Compute the Ritz pairs of a basis, those at an end of the spectrum first."""
+    """Compute the Ritz pairs of a basis, ordered from the given end of the spectrum."""
     values, combinations = eigh(basis.projected, "the projected operator")
     best = order(values, end).argsort(descending=True, stable=True)
     combinations = combinations[:, best]

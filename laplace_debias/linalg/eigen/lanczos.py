@@ -15,11 +15,11 @@ _MISS = 1e-4
 """Probability that either bound of `has_missed_nothing` overlooks an eigenvalue."""
 
 _OVERLAP = 0.1
-"""The largest overlap with a missed eigenvector that the vectors kept for a check may have."""
+"""The largest overlap that the vectors kept during a check may have with a missed eigenvector."""
 
 
 class CompletenessCheck:
-    """A Krylov sequence in the complement of converged pairs, to detect missed ones."""
+    """A Krylov sequence in the complement of converged pairs, to detect missed pairs."""
 
     def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, end: str) -> None:
         basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, end)])
@@ -33,35 +33,37 @@ class CompletenessCheck:
         self.has_restarted = False
 
     def has_found(self, goal: float) -> bool:
-        """Whether the sequence has an eigenvalue beyond the last of the requested ones."""
+        """Whether the sequence has an eigenvalue beyond the last requested one."""
         values, _ = eigh(
             self._basis.projected[self.start :, self.start :], "the projected operator"
         )
         return bool((order(values, self._end) > self._last + goal).any())
 
     def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
-        r"""Whether no eigenvalue of the complement lies beyond the requested by more than `goal`.
+        r"""Whether no eigenvalue of the complement exceeds the requested ones by more than `goal`.
 
-        This is certain if the sequence has exhausted the operator. Otherwise either of two bounds
-        shows it, which fail with probability `_MISS` at most. Both compare the sequence's best
-        value θ to the last of the requested ones, a gap of δ with `goal` included; n is the number
-        of columns.
+        This is certain if the sequence has exhausted the operator. Otherwise, it follows from
+        either of two bounds, each of which fails with a probability of at most `_MISS`. In both
+        bounds, δ is the gap between the sequence's best value θ and the last requested eigenvalue,
+        plus `goal`, and n is the number of columns.
 
-        - A priori: from a random start, j steps leave the largest eigenvalue of a positive
-          semi-definite operator underestimated by more than a factor $1 - \varepsilon$ with
-          probability at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be
-          positive, ε is δ over the distance of the last requested eigenvalue from the spectrum's
-          other end, `low` or `high`. It is quick where δ is large.
+        - A priori: after j steps from a random start, the largest eigenvalue of a positive
+          semi-definite operator is underestimated by more than a factor $1 - \varepsilon$ with a
+          probability of at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. The operator is
+          shifted to be positive, so ε is δ divided by the distance of the last requested eigenvalue
+          from the other end of the spectrum, `low` or `high`. If δ is large, few steps satisfy this
+          bound.
         - A posteriori: the start has an inner product of $\eta / \sqrt n$ with a missed
-          eigenvector, η below `_MISS` with a probability below `_MISS`. The Ritz vector is a
-          polynomial of the operator times the start, with its roots at the other Ritz values, so
-          its inner product with an eigenvector beyond θ is greater still, by a factor of one over
-          its own inner product s with the start. Its residual is then at least
-          $\delta \eta / (s \sqrt n)$. It is quick where the sequence has converged. (After a
-          restart, the start is no longer in the basis, and s taken to be 1.)
+          eigenvector, where η is below `_MISS` with a probability below `_MISS`. The Ritz vector is
+          a polynomial of the operator times the start, and the roots of the polynomial are the
+          other Ritz values. So the Ritz vector's inner product with an eigenvector beyond θ is
+          greater than that of the start, by a factor of $1 / s$, where s is the inner product of
+          the Ritz vector and the start. The residual of the Ritz vector is then at least
+          $\delta \eta / (s \sqrt n)$. This bound is satisfied soon after the sequence has
+          converged. (After a restart, the start is no longer in the basis, and s is taken to be 1.)
 
-        A small residual by itself proves nothing: at large n that of the start itself is small,
-        however large the eigenvalues are to which it is nearly orthogonal.
+        A small residual alone proves nothing: if n is large, the residual of the start itself can
+        be small, even if the start is nearly orthogonal to eigenvectors of large eigenvalues.
 
         Reference:
             Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
@@ -76,7 +78,7 @@ class CompletenessCheck:
         residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
         overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
         last = self._last + goal
-        # Computed residuals do not fall below this.
+        # Because of rounding, computed residuals do not fall below this value.
         rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
 
         def is_sure(gap: float, width: float, best: int) -> bool:
@@ -100,11 +102,12 @@ class CompletenessCheck:
 
 
 def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
-    r"""Return the number of pairs after the requested ones that may be kept apart from a check.
+    r"""Return how many pairs after the requested ones may be kept apart from a check.
 
-    They shorten it, because the other eigenvalues lie further off. But they must not contain a
-    missed eigenvector: with one whose eigenvalue is among the requested, a Ritz vector of value θ
-    and residual r has an inner product of at most $r / |\lambda_k - \theta|$.
+    Keeping these pairs apart shortens the check, because the remaining eigenvalues are further
+    away. But their vectors must not contain a missed eigenvector. A Ritz vector of value θ and
+    residual r has an inner product of at most $r / |\lambda_k - \theta|$ with a missed eigenvector
+    whose eigenvalue is among the requested ones.
     """
     ordered = order(pairs.values, end)
     distance = (ordered[k - 1] - ordered[k:]).clamp(min=torch.finfo(torch.float64).tiny)
@@ -114,7 +117,7 @@ def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Ritz pairs, the requested ones first; whether they converged, and whether none was missed.
+    """Ritz pairs, beginning with the requested ones; whether these converged and none was missed.
 
     `goal` is the largest residual of a converged pair.
     """
@@ -126,7 +129,7 @@ class SearchResult:
 
 
 def capacity(n: int, k: int, bytes_per_entry: int) -> int:
-    """Return the size of the basis in a search for k eigenpairs: a large one saves products."""
+    """Return the size of the basis in a search for k eigenpairs; a large basis saves products."""
     useful = max(4 * k, 256)
     affordable = _BASIS_BYTES // (n * bytes_per_entry)
     return min(n, max(k + 20, 2 * k, min(useful, affordable)))
@@ -147,8 +150,8 @@ def search(
     A single Krylov sequence has one vector of each eigenspace. So once all pairs have converged,
     a random direction orthogonal to them starts another sequence in the same basis. If a requested
     eigenvalue was missed, it appears in this sequence, and the search continues. Otherwise the
-    sequence ends as soon as that is certain enough. This also guards the order of the pairs: pairs
-    that converged to a loose tolerance need not be the outermost ones.
+    sequence ends as soon as that is certain enough. This check also ensures that the pairs are the
+    outermost ones, which is not certain if they converged to a loose tolerance.
     """
     check: CompletenessCheck | None = None
     was_checked = False
@@ -159,7 +162,7 @@ def search(
     while True:
         if basis.size >= k:
             pairs = ritz_pairs(basis, end)
-            # The basis may have dropped the ends of the spectrum.
+            # Remember earlier extremes, because a restart may drop the ends of the spectrum.
             low = min(low, float(pairs.values.min()))
             high = max(high, float(pairs.values.max()))
             scale = max(basis.scale, abs(low), abs(high))
@@ -196,11 +199,11 @@ def search(
 
 
 def _resolving(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
-    """Return the residual, at least `goal` / 10, from which on a check is worthwhile.
+    """Return the residual, at least `goal` / 10, below which a check is worthwhile.
 
-    If eigenvalues are closer to each other than the residuals are small, the pairs are not yet the
-    outermost ones, and the check shows others. It then costs more to go back than to have expanded
-    the basis further.
+    If the gaps between eigenvalues are smaller than the residuals, the pairs are not yet the
+    outermost ones, and the check finds others. Resuming the search then costs more than expanding
+    the basis further before the check.
     """
     ordered = order(pairs.values[:k], end)
     half = k // 2
@@ -211,7 +214,7 @@ def _resolving(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
 
 
 def _make_room(basis: KrylovBasis, end: str, k: int, start: int) -> None:
-    """Keep the best Ritz vectors of all rows, or of those from `start` on: a thick restart."""
+    """Do a thick restart: keep the best Ritz vectors of the rows from `start` on."""
     values, combinations = eigh(basis.projected[start:, start:], "the projected operator")
     best = order(values, end).argsort(descending=True, stable=True)
     least = 1 if start else k
@@ -227,11 +230,11 @@ def _expand(
     k: int,
     max_matvecs: int,
 ) -> None:
-    """Expand one sequence by a few products: more, the longer the basis takes to decompose."""
+    """Expand one sequence by a few products, or by more if the basis takes longer to decompose."""
     length = basis.size - check.start if check else basis.size
     index = len(basis.coupling) - 1
     if check is None and pairs is not None and len(basis.coupling) > 1:
-        # The sequence on which the worst of the requested pairs depends most.
+        # Expand the sequence on which the worst of the requested pairs depends most.
         worst = int(pairs.residuals[:k].argmax())
         index = int((basis.coupling @ pairs.combinations[:, worst]).abs().argmax())
     for _ in range(1 + length // 10):

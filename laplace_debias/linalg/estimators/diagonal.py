@@ -69,7 +69,7 @@ def diagonal(
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
-    # Mean and squared deviations, not the samples: they are `[n, m]`.
+    # Keep the mean and the squared deviations only, because the samples would be `[n, m]`.
     moments = RunningMoments()
     for size in products.chunks(total):
         probes = draw(products.operator, size, "rademacher", generator)
@@ -81,7 +81,8 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
     return moments.mean, standard_error, torch.full_like(moments.mean, total - 1.0)
 
 
-# With the fewest products: XDiag leaves out two of its probes for the jackknife.
+# Each method with its smallest number of products. XDiag leaves out two of its probes for the
+# jackknife.
 _METHODS: dict[str, tuple[Callable[..., ValueAndError], int]] = {
     "hutchinson": (_hutchinson, 1),
     "xdiag": (xdiag, 6),

@@ -1,4 +1,4 @@
-"""Traces of functions, integrated by a Lanczos quadrature with an estimate of its bias."""
+"""Traces of matrix functions by a Lanczos quadrature, with an estimate of its bias."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def matrix_function_trace(
 
     Args:
         A: Symmetric operator `[n, n]`. An error is raised if it is not symmetric.
-        function: f, on a tensor of eigenvalues, entry by entry.
+        function: f, applied to a tensor of eigenvalues entry by entry.
         num_probes: Probes; the standard error falls as the root of their number.
         num_steps: Lanczos steps per probe. If f is smooth, the bias decreases quickly with the
             number of steps.
@@ -67,7 +67,7 @@ def matrix_function_trace(
 
 
 def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
-    """Integrate a function by a quadrature, with its error."""
+    """Integrate a function by a quadrature, and estimate the error."""
     if rule.is_exact or rule.forms is None:
         exact = values_at(rule.nodes, rule.weights, function)
         return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
@@ -77,7 +77,8 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
         size * (weights * values_at(nodes, weights, function)).sum(dim=1).mean()
         for nodes, weights in (fewer, (rule.nodes, rule.weights))
     ]
-    # The remaining error, if it falls as the inverse root of the steps; less if it falls faster.
+    # This is the remaining error if it falls as the inverse root of the number of steps. It is an
+    # overestimate if the error falls faster.
     squared_bias = ((values[1] - values[0]) / (2**0.25 - 1)) ** 2
     return Estimate(
         mean,

@@ -17,7 +17,8 @@ ValueAndError = tuple[Tensor, Tensor, Tensor]
 def xtrace(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
     """Estimate the trace from half as many probes as products."""
     A = products.operator
-    # Uniform directions: the length of a probe's part outside a range is noise and is divided out.
+    # The probes have uniform directions. The length of a probe's part outside a range is noise, and
+    # is divided out.
     probes = draw(A, total // 2, "spherical", generator)
     images = products(probes)
     U = range_basis(images)
@@ -130,7 +131,7 @@ def range_basis(images: Float[Tensor, "n k"]) -> Float[Tensor, "n r"]:
 def leave_one_out(
     images: Float[Tensor, "r k"], precision: float
 ) -> tuple[Float[Tensor, "r q"], Float[Tensor, "r k"]]:
-    r"""Compute a basis of the range, and the direction that only each image contributes.
+    r"""Compute a basis of the range, and for each image the direction that only it contributes.
 
     The range of the other images has the projector $B B^\top - s_i s_i^\top$. The direction $s_i$
     is zero if the other images span the whole range.
@@ -140,7 +141,7 @@ def leave_one_out(
         return basis, torch.zeros_like(images)
     is_resolved = singular_values > precision * singular_values[0]
     basis = basis[:, is_resolved]
-    # With images B S Vᵀ the direction S⁻¹ v_i is orthogonal to all images but the i-th.
+    # If the images are B S Vᵀ, the direction S⁻¹ v_i is orthogonal to all images but the i-th.
     weights = right[is_resolved]
     directions = weights / singular_values[is_resolved, None]
     lengths = directions.norm(dim=0).clamp(min=torch.finfo(directions.dtype).tiny)
@@ -157,10 +158,10 @@ def without_own(
 
 
 def jackknife(without_each: Float[Tensor, "k *shape"]) -> tuple[Tensor, Tensor]:
-    """Compute the standard error of an estimate from those that leave out one probe.
+    """Compute the standard error of an estimate from the estimates that leave out one probe each.
 
-    Efron and Stein: its square is at least the variance of the estimate with one probe less, on
-    average.
+    According to Efron and Stein, its square is, on average, at least the variance of the estimate
+    with one probe less.
     """
     num_probes = len(without_each)
     deviations = without_each - without_each.mean(dim=0)

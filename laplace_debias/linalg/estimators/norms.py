@@ -86,10 +86,11 @@ def spectral_norm(
 
     The method is Lanczos on A if A is declared symmetric, and otherwise on the smaller of
     $A^\top A$ and $A A^\top$ (each of its products counts twice). The standard error is a bound,
-    the norm of the residual: some singular value lies within it of the estimate. With a random
-    start, this is the largest singular value, unless a loose `tol` (above 0.01) stops Lanczos too
-    early. The true error is then far smaller than the bound: about the square of the bound over the
-    gap to the next singular value. Except for rounding, the estimate is never above the norm.
+    the norm of the residual: some singular value differs from the estimate by at most this bound.
+    With a random start, it is the largest singular value, unless a loose `tol` (above 0.01) stops
+    Lanczos too early. The true error is then far smaller than the bound: about the square of the
+    bound over the gap to the next singular value. Except for rounding, the estimate is never above
+    the norm.
 
     Args:
         A: Operator of any shape.
@@ -99,7 +100,8 @@ def spectral_norm(
         progress: Whether to show a progress bar.
 
     Returns:
-        The norm, a scalar tensor, with the bound as its standard error; its intervals are too wide.
+        The norm, a scalar tensor, with the bound as its standard error. Its confidence intervals
+        are therefore too wide.
 
     Raises:
         ValueError: If a product is not finite, the operator is declared symmetric and is not, a
@@ -118,7 +120,7 @@ def spectral_norm(
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)
-    # σ² is an eigenvalue of the Gram operator; of its residual r the bound on σ is r / (√2 σ).
+    # σ² is an eigenvalue of the Gram operator. If its residual is r, the bound on σ is r / (√2 σ).
     power = 2
     if A.is_symmetric:
         power = 1

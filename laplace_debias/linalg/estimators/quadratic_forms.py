@@ -10,7 +10,7 @@ def mean_of(
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """Compute the mean over the last dimension, its standard error and degrees of freedom.
 
-    One sample: an infinite error, 0 degrees.
+    For a single sample, the error is infinite and the degrees of freedom are 0.
     """
     count = samples.shape[-1]
     mean = samples.mean(dim=-1)
@@ -23,11 +23,11 @@ def mean_of(
 def at_least_rounding(
     standard_error: Float[Tensor, "*shape"], magnitude: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Raise a standard error to at least eight roundings of a sum's magnitude `Σ|terms|`.
+    """Raise a standard error to at least eight rounding errors of a sum's magnitude `Σ|terms|`.
 
     If every probe has the same value (for the diagonal of a diagonal matrix, or the trace of a
-    matrix whose range a sketch contains) an estimate is exact but for rounding, which its spread
-    does not show.
+    matrix whose range is contained in the sketch), an estimate is exact except for rounding errors,
+    which the spread of the values does not show.
     """
     rounding = 8 * torch.finfo(magnitude.dtype).eps * magnitude
     return torch.maximum(standard_error, rounding)
@@ -36,7 +36,8 @@ def at_least_rounding(
 class RunningMoments:
     """The mean and the squared deviations of columns that arrive in chunks (Welford, 1962).
 
-    Attributes: `count`, `mean` `[n]`, `deviations` `[n]`, the sums of squares about the mean.
+    The attributes are `count`, `mean` `[n]`, and `deviations` `[n]`, the sums of squared deviations
+    from the mean.
     """
 
     def __init__(self) -> None:
@@ -69,18 +70,18 @@ _MAX_IMAGES = 32
 
 
 class QuadraticForms:
-    r"""$\omega^\top B\, \omega$ over probes of ±1: mean, standard error, degrees of freedom.
+    r"""The mean of $\omega^\top B\, \omega$ over probes of ±1, with its standard error.
 
-    For a symmetric matrix the vectors $B\omega$ determine the variance of a form far better than
-    the few forms themselves. With $y = (B - \mathrm{diag}\,B)\,\omega$,
-    $\mathrm{var}(\omega^\top B \omega) = 2\,\mathbb{E}\|y\|^2$: the sample variances of the n
-    entries of $\omega \odot B\omega$ add up.
+    For a symmetric matrix, the vectors $B\omega$ determine the variance of a form far better than
+    the few forms themselves. With $y = (B - \mathrm{diag}\,B)\,\omega$, the variance is
+    $\mathrm{var}(\omega^\top B \omega) = 2\,\mathbb{E}\|y\|^2$, and $\mathbb{E}\|y\|^2$ is the sum
+    of the variances of the n entries of $\omega \odot B\omega$.
 
-    $\|y\|^2$ is a weighted sum of χ² variables. By Satterthwaite the mean of m has $m\,
-    \mathrm{tr}(C)^2 / \mathrm{tr}(C^2)$ degrees of freedom, C the covariance of y: m where one
-    eigenvalue is all, many times m where many matter. $\mathrm{tr}(C^2)$ is the mean square of the
-    products $y_i^\top y_j$ of different probes. For a matrix that is not symmetric the sample
-    variance of the forms is used.
+    $\|y\|^2$ is a weighted sum of χ² variables. According to Satterthwaite, the mean over m probes
+    has $m\, \mathrm{tr}(C)^2 / \mathrm{tr}(C^2)$ degrees of freedom, where C is the covariance of
+    y. This is m if C has a single dominant eigenvalue, and many times m if many eigenvalues matter.
+    $\mathrm{tr}(C^2)$ is the mean square of the products $y_i^\top y_j$ of different probes. For a
+    matrix that is not symmetric, the sample variance of the forms is used.
 
     Reference:
         Box. Some theorems on quadratic forms applied in the study of analysis of variance problems.
@@ -97,7 +98,7 @@ class QuadraticForms:
         self._num_probes = 0
 
     def add(self, probes: Float[Tensor, "n k"], images: Float[Tensor, "n k"]) -> None:
-        """Add further probes, as columns, and B times them."""
+        """Add further probes, as columns, and the products of B with them."""
         entries = probes * images
         self._samples.append(entries.sum(dim=0))
         self._magnitudes.append(torch.linalg.vector_norm(entries, ord=1, dim=0))
@@ -126,7 +127,7 @@ class QuadraticForms:
         return mean, at_least_rounding(standard_error, magnitude), degrees
 
     def _effective_number(self, mean: Tensor) -> Tensor:
-        """tr(C)²/tr(C²), between 1 and n; 1, which is safe, if too few probes could be kept."""
+        """Estimate tr(C)²/tr(C²), from 1 to n; return 1, which is safe, if few probes were kept."""
         lowest = torch.ones_like(mean)
         if self._num_probes < _MIN_PROBES:
             return lowest
@@ -142,17 +143,18 @@ class QuadraticForms:
 
 
 class SquaredNorms:
-    r"""$\|A\omega\|^2$ over spherical probes: mean, standard error, degrees of freedom.
+    r"""The mean of $\|A\omega\|^2$ over spherical probes, with its standard error.
 
-    They are in float64: in single precision, the squares of squared norms under- and overflow.
+    The computation is in float64, because the squares of squared norms underflow or overflow in
+    single precision.
 
-    With $M = A^\top A$ `[n, n]` the variance of a squared norm is
+    With $M = A^\top A$ `[n, n]`, the variance of a squared norm is
     $\tfrac{2n}{n+2}\,(\mathrm{tr}(M^2) - \mathrm{tr}(M)^2/n)$. The products
     $(\omega_i^\top M \omega_j)^2$ of different probes have the mean $\mathrm{tr}(M^2)$. There are
-    many pairs, so that they show a large eigenvalue that the few squared norms may not show. The
-    larger one of this variance and the sample variance is taken. If the eigenvalues are similar,
-    $\mathrm{tr}(M^2) < 2\,\mathrm{tr}(M)^2/n$, the pairs' variance is a small difference of noisy
-    numbers and is left out.
+    many pairs of probes, so these products show a large eigenvalue that the few squared norms may
+    not show. The larger of this variance and the sample variance is used. If the eigenvalues are
+    similar, $\mathrm{tr}(M^2) < 2\,\mathrm{tr}(M)^2/n$, the variance from the pairs is a small
+    difference of noisy numbers, and is not used.
     """
 
     def __init__(self, num_columns: int) -> None:
@@ -162,7 +164,7 @@ class SquaredNorms:
         self._num_images = 0
 
     def add(self, images: Float[Tensor, "rows k"]) -> None:
-        """Take the images A ω of further probes, as columns."""
+        """Add the images A ω of further probes, as columns."""
         norms = torch.linalg.vector_norm(images, dim=0, dtype=torch.float64)
         self._samples.append(norms.square())
         capacity = min(_MAX_IMAGES, _MAX_ELEMENTS // len(images)) - self._num_images
@@ -188,7 +190,7 @@ class SquaredNorms:
         images = torch.cat(self._images, dim=1).double()
         gram = (images.T @ images).fill_diagonal_(0)
         trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))
-        # Unbiased, because only products of different probes enter.
+        # This mean is unbiased, because only products of different probes enter.
         count = len(samples)
         squared_trace = (samples.sum() ** 2 - (samples**2).sum()) / (count * (count - 1))
         n = self._num_columns

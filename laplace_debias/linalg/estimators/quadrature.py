@@ -23,7 +23,7 @@ _BASIS_ELEMENTS = 2**28
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    r"""Nodes (Ritz values) and weights `[probes, steps]`: a rule per probe, with weights of sum 1.
+    r"""Nodes (Ritz values) and weights `[probes, steps]`, a rule per probe; its weights sum to 1.
 
     `alphas` and `betas` are the tridiagonal matrices, empty if all eigenvalues are known
     (`is_exact`); `forms` are $\omega^\top f(A)\,\omega$ of the probes, if f was given.
@@ -38,14 +38,14 @@ class Quadrature:
     forms: QuadraticForms | None = None
 
     def shorter(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Nodes and weights `[probes, steps]` of fewer steps, from the same products."""
+        """Compute nodes and weights `[probes, steps]` of fewer steps from the same products."""
         return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1])
 
     def averaged(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Nodes and weights of a number of steps, about as precise as those of twice as many.
+        """Compute nodes and weights that are about as precise as a Gauss rule of twice the steps.
 
-        The mean of Gauss's rule of one step fewer and the anti-Gaussian one, whose error is about
-        minus that.
+        The rule is the mean of the Gauss rule of one step fewer and the anti-Gaussian rule. The
+        errors of the two are about equal and of opposite sign.
 
         Reference:
             Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
@@ -69,15 +69,16 @@ def lanczos_quadrature(
     progress: bool = False,
     label: str = "Lanczos quadrature",
 ) -> Quadrature:
-    r"""Gauss quadratures of a symmetric operator's spectral measure, one per Rademacher probe.
+    r"""Compute Gauss quadratures of an operator's spectral measure, one per Rademacher probe.
 
     For a probe $\omega$ of length $\sqrt n$, $\omega^\top f(A)\,\omega / n \approx \sum_j w_j
-    f(\theta_j)$, exactly for polynomials of degree below `2 * num_steps`: θ are the eigenvalues of
-    the Lanczos process's tridiagonal matrix and w the squares of its eigenvectors' first entries.
-    Lanczos vectors are fully reorthogonalised; several probes run side by side, as many as memory
-    allows. The result has all eigenvalues where they have a closed form (no products) or where
-    `num_probes * num_steps` is at least n (n products) and n at most 16,384. Eigenvalues up to
-    `floor` do not matter, so entries that symmetry makes equal may differ by as much.
+    f(\theta_j)$, with equality for polynomials of degree below `2 * num_steps`. Here, θ are the
+    eigenvalues of the tridiagonal matrix of the Lanczos process, and w are the squares of the first
+    entries of its eigenvectors. Lanczos vectors are fully reorthogonalised, and as many probes run
+    side by side as memory allows. The result contains all eigenvalues if they have a closed form
+    (no products), or if `num_probes * num_steps` is at least n and n is at most 16,384 (n
+    products). Eigenvalues up to `floor` do not matter, so entries that symmetry makes equal may
+    differ by up to `floor`.
 
     Reference:
         Golub, Meurant. Matrices, moments and quadrature with applications. 2010. Ubaru, Chen, Saad.
@@ -129,7 +130,7 @@ def lanczos_quadrature(
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a function at the nodes with weight; 0 at the others."""
+    """Return a function's values at the nodes whose weight is not zero, and 0 at the others."""
     # Nodes without weight belong to steps after a Krylov space was exhausted.
     is_weighty = weights > 0
     values = function(nodes[is_weighty])

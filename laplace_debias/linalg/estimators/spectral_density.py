@@ -19,10 +19,10 @@ _RELATIVE_WIDTH = 0.01
 """Default standard deviation of the smoothing, relative to the spectrum's width."""
 
 _LEAST_WIDTH = 4
-"""The least width, in units of the rounding of the positions. A finer grid has equal points."""
+"""The least width, in rounding errors of the positions. A finer grid would have equal points."""
 
 _MARGIN = 6
-"""Standard deviations by which the grid reaches beyond the nodes."""
+"""Number of standard deviations by which the grid reaches beyond the nodes."""
 
 
 def spectral_density(
@@ -53,11 +53,11 @@ def spectral_density(
     of separate peaks. This error is estimated from how much the density changes with two other
     quadrature rules (averages of Gauss's and Laurie's anti-Gaussian rule, with all and with half of
     the steps), as a root mean square from one node to the next. If the steps resolve the width, 95
-    % intervals cover the density in 93 to 97 % of runs. Otherwise they cover it more often, and
-    there is a warning. For operators that are nearly diagonal, the error is overestimated. With
+    % intervals cover the density in 93 to 97 % of runs. Otherwise, they cover it more often, and a
+    warning is issued. For operators that are nearly diagonal, the error is overestimated. With
     `scale="log"`, the nodes do not show eigenvalues that are smaller than the smallest node. If
-    such eigenvalues span many decades, the intervals at these points cover in only 60 to 90 % of
-    runs; use `floor` to exclude these eigenvalues.
+    such eigenvalues span many decades, the intervals at these points cover the density in only 60
+    to 90 % of runs; use `floor` to exclude these eigenvalues.
 
     Args:
         A: Symmetric operator `[n, n]`. An error is raised if it is not symmetric.
@@ -115,7 +115,7 @@ def spectral_density(
     negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
 
     def on_scale(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes on the scale, with their weights; on a logarithmic one zeros have weight 0."""
+        """Return the nodes on the scale, and their weights; on a log scale, zeros have weight 0."""
         if scale == "linear":
             return nodes, weights
         null = nodes.abs() <= floor
@@ -213,7 +213,8 @@ def moments(
         is_weighty = masses != 0
         centre_chunks = centres[is_weighty].split(4096)
         mass_chunks = masses[is_weighty].split(4096)
-        # In chunks, because an exact rule has as many nodes as the operator columns.
+        # Nodes are processed in chunks, because an exact rule has one node per column of the
+        # operator.
         for centre_chunk, mass_chunk in zip(centre_chunks, mass_chunks, strict=True):
             values = torch.exp(-0.5 * ((grid[:, None] - centre_chunk) / width) ** 2)
             for power in range(powers):
@@ -228,9 +229,10 @@ def spread_of_probes(
 ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
     r"""Compute the variance of the mean over probes and its degrees of freedom, at every point.
 
-    A probe's value is $\omega^\top g\,\omega / n$, of variance $2\,\mathrm{tr}(g - \bar g)^2 / n^2$
-    and with $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom; the
-    rule gives the traces, as means of $g, g^2, g^3, g^4$ over eigenvalues.
+    A probe's value is $\omega^\top g\,\omega / n$. It has the variance
+    $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ and
+    $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom. The rule gives
+    these traces from the means of $g, g^2, g^3, g^4$ over eigenvalues.
     """
     mean, square, cube, quartic = powers
     second = (square - mean**2).clamp(min=0)
@@ -251,12 +253,13 @@ def quadrature_error(
     density: Float[Tensor, " points"],
     width: float,
 ) -> Float[Tensor, " points"]:
-    """Estimate the error that few nodes cause, with a warning if it is large.
+    """Estimate the error that is due to the small number of nodes, and warn if it is large.
 
-    Two changes are combined: the change to a rule that is about as good as twice the steps, and the
-    change of this rule from half of the steps, because it converges slowly next to zero on a
-    logarithmic scale. The estimate is the root mean square over the part of the grid between two
-    nodes, or the value at the point if that is larger.
+    Two changes are combined. The first is the change to a rule that is about as precise as twice
+    the steps. The second is the change in this rule from half of the steps to all of them; it is
+    needed because the rule converges slowly next to zero on a logarithmic scale. The estimate is
+    the root mean square over the part of the grid between two nodes, or the value at the point if
+    that is larger.
     """
 
     def averaged_density(num_steps: int) -> Tensor:
@@ -268,7 +271,7 @@ def quadrature_error(
     better = averaged_density(steps)
     from_half = averaged_density(max(2, steps // 2))
     squares = (density - better) ** 2 + (better - from_half) ** 2
-    # Half the distance of nodes that are spread evenly.
+    # Half the distance between neighbouring nodes, if the nodes were spread evenly.
     reach = len(grid) // steps // 2
     sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
     index = torch.arange(len(grid), device=grid.device)

@@ -102,8 +102,8 @@ def _hutch_plus_plus(
     return terms.sum() + mean, at_least_rounding(standard_error, terms.abs().sum()), degrees
 
 
-# With the fewest products: Hutch++ needs one for each of the sketch, its basis and a probe.
-# XTrace leaves out two of its probes for the jackknife.
+# Each method with its smallest number of products. Hutch++ needs one product for the sketch, one
+# for its basis and one for a probe. XTrace leaves out two of its probes for the jackknife.
 _METHODS: dict[str, tuple[Callable[..., ValueAndError], int]] = {
     "hutchinson": (_hutchinson, 1),
     "hutch++": (_hutch_plus_plus, 3),

@@ -1,8 +1,8 @@
 r"""Conjugate gradients, and debiased conjugate gradients on two quadratics.
 
 Both are exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions (Eq. 3).
-`_conjugate_directions` makes the directions, `LineSearches` measures the step sizes. Debiasing
-measures them on a second quadratic (Eq. 8).
+`_conjugate_directions` computes the directions, and `LineSearches` measures the step sizes.
+Debiasing measures the step sizes on a second quadratic (Eq. 8).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
 
 def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Tensor:
-    """Compute the preconditioner times residuals; the residuals themselves without one."""
+    """Apply the preconditioner to residuals; without a preconditioner, return the residuals."""
     if preconditioner is None:
         return residual
     if isinstance(preconditioner, LinearOperator):
@@ -65,7 +65,7 @@ def cg(
     Args:
         A: Symmetric operator, `[n, n]`. If the curvature along a search direction is not positive,
             this direction is returned.
-        b: Right-hand side `[n]`, or k of them `[n, k]`; of A's dtype and on its device.
+        b: Right-hand side `[n]`, or k of them `[n, k]`, with A's dtype and on A's device.
         tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖. The residual is updated
             recursively, so the true residual can be larger, in particular in single precision:
             rounding errors contribute about eps·‖A‖·‖x‖. To get the true residual, compute
@@ -75,8 +75,8 @@ def cg(
             function of a matrix `[n, k]`. K-FAC's inverse reduces the number of products for the
             GGN of a single layer or a small network, and increases it for a deep network.
         x0: The start. Default: zero, which saves a product.
-        stop: A rule that is called after every iteration, such as `relative_progress()`. It
-            returns a boolean, or one for each right-hand side.
+        stop: A rule that is called after every iteration, such as `relative_progress()`. It returns
+            a boolean, or one boolean per right-hand side.
         keep_directions: Whether the solution contains the search directions, `[n, T]`.
         callback: Called with the start and with every iterate.
         progress: Whether to show a progress bar.
@@ -131,15 +131,16 @@ def debiased_cg(
     addition to the product with `A`. Memory grows by the position and the gradient of the second
     trajectory. If both quadratics are the same, the result equals the result of `cg`.
 
-    Use `A`, `b = −g` of one mini-batch and `A2`, `b2 = −g̃` of another that is independent of it:
-    slopes and curvatures are then unbiased along each direction.
+    Use `A` and `b = −g` of one mini-batch, and `A2` and `b2 = −g̃` of another, independent
+    mini-batch. Slopes and curvatures are then unbiased along each direction.
 
     Args:
-        A: The operator that makes the directions, `[n, n]`.
+        A: The operator that determines the directions, `[n, n]`.
         A2: The operator on which step sizes are measured, `[n, n]`.
-        b: The right-hand side that makes the directions, `[n]` or `[n, k]`.
+        b: The right-hand side that determines the directions, `[n]` or `[n, k]`.
         b2: The right-hand side on which step sizes are measured, of the shape of `b`.
-        tol: A right-hand side is done when either residual norm is at most `tol` times its ‖b‖.
+        tol: A right-hand side is done when, in either run, the residual norm is at most `tol` times
+            the norm of that run's right-hand side.
         max_iter: The largest number of iterations. Default: 10 n, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
             function of a matrix `[n, k]`. It shapes the directions.
@@ -233,9 +234,10 @@ def relative_progress(
 def _conjugate_directions(
     run: LineSearches, preconditioner: Preconditioner | None
 ) -> Iterator[Tensor]:
-    """Update the directions of the running right-hand sides, zero for the others; end broken ones.
+    """Update the directions of running right-hand sides, and end those that break down.
 
-    Each direction is computed from the current residual and the last direction, `[n, k]`.
+    Each direction is computed from the current residual and the last direction, `[n, k]`. It is
+    zero for right-hand sides that are not running.
     """
     last_rho: Tensor | None = None
     last_direction: Tensor | None = None

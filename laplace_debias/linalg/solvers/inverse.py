@@ -37,7 +37,7 @@ def inverse(
 
     Args:
         A: Operator `[n, n]`.
-        method: `"cg"` or `"lsmr"`. A closed form uses no method and none of the options.
+        method: `"cg"` or `"lsmr"`. A closed form ignores the method and all options.
         tol: The relative residual at which a solve ends. With `"cg"` it is relative to the
             right-hand side b, and with `"lsmr"` to `‖b‖ + ‖A‖ ‖x‖`, where x is the solution.
             LSMR also ends if the relative residual of the normal equations is below `tol`, as it
@@ -46,8 +46,9 @@ def inverse(
         preconditioner: For `"cg"`: an approximate inverse, as an operator or a function.
 
     Raises:
-        ValueError: If A is not square, or singular in closed form; if the method is `"cg"` and A is
-            not declared positive semi-definite; if `method` is unknown, or does not take an option.
+        ValueError: If A is not square; if A has a closed form and is singular; if the method is
+            `"cg"` and A is not declared positive semi-definite; if `method` is unknown, or does not
+            accept an option that was given.
 
     Warns:
         RuntimeWarning: If the solve for a product did not converge. The message names a remedy.
@@ -128,15 +129,15 @@ class LeastSquaresInverse(Wrapper):
         for column in matrix.T.detach().cpu().numpy():
             norm = np.linalg.norm(column.astype(np.float64))
             right_side = column / norm if norm > 0 else column
-            # SciPy's estimate of the condition number, which ends a solve, is only right for an
-            # operator of norm one, more or less.
+            # SciPy stops a solve by an estimate of the condition number, which is only right if the
+            # norm of the operator is about one.
             scale = np.linalg.norm(unscaled_operator.rmatvec(right_side).astype(np.float64))
             if not (norm > 0 and scale > 0):
                 columns.append(np.zeros(self.operator.shape[1], column.dtype))
                 continue
             operator = unscaled_operator * (1 / scale)
-            # Without a bound of the condition number, which would end a solve too early.
-            # In single precision SciPy's starting value of 1e100 overflows, which does no harm.
+            # The condition number is not bounded, because a bound would end a solve too early. In
+            # single precision SciPy's starting value of 1e100 overflows, which does no harm.
             with np.errstate(over="ignore"):
                 solution, status, *_ = lsmr(
                     operator, right_side, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
@@ -154,5 +155,5 @@ class LeastSquaresInverse(Wrapper):
 
 
 _UNSOLVED = (6, 7)
-"""The statuses that LSMR returns for a condition number beyond the dtype's precision, and when it
-reaches its largest number of steps."""
+"""The statuses that LSMR returns if the condition number is beyond the dtype's precision, and if
+it has reached its largest number of steps."""

@@ -11,7 +11,7 @@ from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system.checks import real
 
-# True, or a boolean for each right-hand side, to stop there.
+# Whether to stop, for all right-hand sides together or for each of them.
 Verdict = bool | Tensor
 
 _STATUSES = list(Status)
@@ -58,7 +58,7 @@ class LineSearches:
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
         # In these units, the squares of each right-hand side and its residual are in the range of
-        # single precision. Powers of two change no digit.
+        # single precision. Scaling by powers of two changes no digit.
         largest = torch.maximum(b.abs(), self.residual.abs()).amax(dim=0)
         self._unit = torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
         b = b / self._unit
@@ -96,7 +96,7 @@ class LineSearches:
         return not bool(self.running.any())
 
     def end(self, verdict: Verdict, status: Status) -> None:
-        """End all running right-hand sides, or those among them for which a verdict `[k]` holds."""
+        """End all running right-hand sides, or only those for which a verdict `[k]` is true."""
         is_ended = torch.as_tensor(verdict, dtype=torch.bool, device=self._codes.device)
         self._codes = torch.where(self.running & is_ended, _STATUSES.index(status), self._codes)
 
@@ -112,7 +112,8 @@ class LineSearches:
         gain = torch.linalg.vecdot(direction, self.residual, dim=0)
         bend = torch.linalg.vecdot(direction, product, dim=0)
         curvature = bend / length.square()
-        # A product is only known to rounding errors of the largest one so far.
+        # The error of a product can be as large as the rounding error of the largest product so
+        # far.
         stretch = product.norm(dim=0) / length
         self._scale = torch.fmax(self._scale, stretch)
         threshold = torch.finfo(bend.dtype).eps * self._scale
@@ -186,7 +187,7 @@ class LineSearches:
         )
 
     def _multiply(self, direction: Tensor, active: Tensor) -> Tensor:
-        """Products with the active columns; zero for the others."""
+        """Compute products with the active columns; the product is zero for the others."""
         columns = active.nonzero()[:, 0]
         self._num_matvecs += len(columns)
         if len(columns) == direction.shape[1]:
@@ -199,7 +200,7 @@ class LineSearches:
     def _report(
         self, flat: Tensor, direction: Tensor, curvature: Tensor, threshold: Tensor
     ) -> None:
-        """End right-hand sides whose curvature is not positive, and record its direction."""
+        """End right-hand sides whose curvature is not positive, and record the directions."""
         if not bool(flat.any()):
             return
         negative = flat & (curvature < -threshold)

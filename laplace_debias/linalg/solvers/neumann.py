@@ -112,7 +112,7 @@ def neumann(
             "operator has negative eigenvalues, add damping."
         ),
     }
-    # A right-hand side whose series diverges has its best partial sum.
+    # For a right-hand side whose series diverges, the best partial sum is returned.
     has_diverged = norms > start_norms
     x = torch.where(has_diverged, best, x)
     norms = torch.where(has_diverged, best_norms, norms)
@@ -120,7 +120,7 @@ def neumann(
 
 
 def _statuses(has_grown: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
-    """Return the reason to stop of each right-hand side, from numbers or `[k]`."""
+    """Return the stopping reason of each right-hand side, from scalars or tensors `[k]`."""
     statuses = []
     for grown, solved in zip(has_grown.reshape(-1), is_solved.reshape(-1), strict=True):
         if grown:

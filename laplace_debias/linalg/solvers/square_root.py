@@ -75,24 +75,25 @@ def inverse_sqrt(
     r"""Return $A^{-1/2}$ of a **symmetric positive definite** operator, as an operator.
 
     For structured operators, the result is in closed form and structured. For other operators, its
-    products with a vector b are computed by Lanczos, started from b:
+    products with a vector b are computed by Lanczos with the start b:
     $R b \approx \|b\|\, V T^{-1/2} e_1$. This needs only products with A, and solves no linear
     equations. With a standard normal b, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
 
-    Up to rounding, the error is bounded. From
-    $x^{-1/2} = \frac2\pi \int_0^\infty (x + t^2)^{-1}\, \mathrm dt$ it is an integral of errors of
-    shifted linear equations. Their residuals are known,
-    $\rho_t = \|b\| \sum_i s_{1i} r_i / (\theta_i + t^2)$ with Ritz pairs $\theta_i, s_i$ and $r_i$
-    the last entry of $s_i$ times the coupling, and with a lower bound ℓ of the eigenvalues
+    Up to rounding, the error is bounded. Because
+    $x^{-1/2} = \frac2\pi \int_0^\infty (x + t^2)^{-1}\, \mathrm dt$, the error is an integral of
+    the errors of shifted linear equations. The residuals of these equations are known:
+    $\rho_t = \|b\| \sum_i s_{1i} r_i / (\theta_i + t^2)$, where $\theta_i, s_i$ are the Ritz pairs
+    and $r_i$ is the last entry of $s_i$ times the coupling. With a lower bound ℓ of the
+    eigenvalues, it follows that
 
     $$\|A^{-1/2} b - \|b\| V T^{-1/2} e_1\| \le \frac2\pi \int_0^\infty
     \frac{\rho_t}{\ell + t^2}\, \mathrm dt = \|b\| \sum_i
     \frac{s_{1i}\, r_i}{\sqrt{\ell \theta_i}\, (\sqrt\ell + \sqrt{\theta_i})}.$$
 
-    A sum with a multiple of the identity, `G + c * Identity(n)` with G positive semi-definite, or
-    with a positive diagonal, has a known ℓ. For all other operators, ℓ is replaced by the smallest
-    Ritz value. The bound is then only an estimate, and too low until Lanczos has found the smallest
-    eigenvalue.
+    ℓ is known for the sum of a positive semi-definite G and a multiple of the identity,
+    `G + c * Identity(n)`, or a positive diagonal. For all other operators, ℓ is replaced by the
+    smallest Ritz value. The bound is then only an estimate, which is too low until Lanczos has
+    found the smallest eigenvalue.
 
     Args:
         A: Symmetric positive definite operator `[n, n]`. An error is raised if it is not symmetric.
@@ -103,9 +104,9 @@ def inverse_sqrt(
 
     Raises:
         TypeError: If A is not an operator.
-        ValueError: If A is not square or known not to be positive definite; if, during a product, a
-            Ritz value is not positive or is below ℓ; if a part of A or a product is not finite; if
-            a number is out of range.
+        ValueError: If A is not square or is known not to be positive definite; if, during a
+            product, a Ritz value is not positive or is below ℓ; if a part of A or a product is not
+            finite; if a number is out of range.
 
     Warns:
         RuntimeWarning: If the error of a product is above `tol`. The message names a remedy.
@@ -139,7 +140,7 @@ def inverse_sqrt(
 
 @dataclass(eq=False, repr=False)
 class InverseRoot(SelfAdjoint):
-    """The inverse root of an operator, whose products are Lanczos runs. Made by `inverse_sqrt`.
+    """The inverse root of an operator; each product is a Lanczos run. Made by `inverse_sqrt`.
 
     `least` is a lower bound of the eigenvalues. Without one, the smallest Ritz value is used.
     """
@@ -184,7 +185,7 @@ class InverseRoot(SelfAdjoint):
         return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
     def _coordinates(self, basis: KrylovBasis) -> tuple[Tensor, float]:
-        """T^-½ e₁ and the bound of its error, with ℓ = `least` or the smallest Ritz value."""
+        """Compute T^-½ e₁ and its error bound, where ℓ is `least` or the smallest Ritz value."""
         values, vectors = eigh(basis.projected, "the projected operator")
         smallest = float(values[0])
         rounding = 100 * torch.finfo(basis.vectors.dtype).eps
