@@ -139,12 +139,12 @@ class Product(Composed):
 
 @dataclass(eq=False, repr=False)
 class Transpose(Wrapper):
-    """The adjoint of an operator, whose products a given function computes.
+    """The adjoint of an operator; its products are computed by a given function.
 
     Args:
         operator: The operator, `[m, n]`.
         product: The product of its adjoint with a matrix, `[m, k]` to `[n, k]`.
-        layout: How named parameters lie in the operator's rows, if they do.
+        layout: How the operator's rows correspond to named parameters, or None if they do not.
     """
 
     # One operator has one adjoint, whichever function computes it.
@@ -171,7 +171,7 @@ class Transpose(Wrapper):
 
 
 def _adjoint(a: LinearOperator, b: LinearOperator) -> bool:
-    """Whether a is the adjoint of b, as far as their parts show."""
+    """Whether a is known to be the adjoint of b, without comparing entries."""
     if isinstance(a, Transpose):
         return same(a.operator, b)
     if isinstance(b, Transpose):
@@ -193,7 +193,7 @@ def _(left: LinearOperator, right: LinearOperator) -> LinearOperator:
 def _(left: Sum, right: LinearOperator) -> LinearOperator:
     if isinstance(right, Sum):
         return reduce(add, right.terms, cast(LinearOperator, left))
-    # A term may take the new one in, as one multiple of the identity takes another.
+    # A term may absorb the new one, as a multiple of the identity absorbs another.
     for i, term in enumerate(left.terms):
         joint = add(term, right)
         if not isinstance(joint, Sum):

@@ -51,7 +51,7 @@ class LinearOperator(ABC):
         tensor(2.2500)
     """
 
-    # Without this NumPy takes an operator for a scalar and multiplies entry by entry.
+    # Without this attribute, NumPy mistakes an operator for a scalar and multiplies entry by entry.
     __array_ufunc__ = None
 
     @property
@@ -67,11 +67,11 @@ class LinearOperator(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device that products are computed on."""
+        """The device on which products are computed."""
 
     @abstractmethod
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
-        """Multiply with the columns, k ≥ 1, of a matrix that has been checked."""
+        """Multiply with a matrix of k ≥ 1 columns that has been checked."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class LinearOperator(ABC):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The named parameters that the columns belong to."""
+        """The named parameters to which the columns belong."""
         return None
 
     @overload
@@ -205,7 +205,7 @@ class LinearOperator(ABC):
                 array), booleans, or a parameter's name. The index of the columns may be left out.
 
         Returns:
-            An operator; a vector if one index is an integer; a number (0-d) if both indices are
+            An operator; a vector if one index is an integer; a 0-d tensor if both indices are
             integers.
 
         Raises:
@@ -249,7 +249,7 @@ class LinearOperator(ABC):
         return vector
 
     def __repr__(self) -> str:
-        # A dataclass would print every tensor in it.
+        # The default `repr` of a dataclass would print every tensor in it.
         return (
             f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
         )
@@ -267,7 +267,7 @@ class LinearOperator(ABC):
         Raises:
             TypeError: If NumPy does not have the dtype.
         """
-        # Slow to import, and few need it.
+        # SciPy is slow to import, and few callers need it.
         from scipy.sparse.linalg import LinearOperator as SciPyOperator
 
         if self.dtype not in NUMPY_TYPES:
@@ -281,7 +281,8 @@ class LinearOperator(ABC):
                     "The operator is real, but the vector is complex. Multiply the real and the "
                     "imaginary part separately."
                 )
-            # A copy where SciPy hands out memory that it goes on writing to, or that is read-only.
+            # Copy the array, because SciPy may overwrite its memory later, or the memory may be
+            # read-only.
             tensor = torch.tensor(
                 np.ascontiguousarray(array), dtype=operator.dtype, device=operator.device
             )
@@ -310,7 +311,8 @@ class LinearOperator(ABC):
                 "model. Then build it again from the converted object."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        # A copy, as no constructor has to check fields again that fit each other.
+        # Copy the operator without calling its constructor: the converted fields need no further
+        # check.
         converted = copy(self)
         for field in fields(self):
             value = _converted(getattr(self, field.name), target.dtype, target.device)
@@ -369,7 +371,7 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
 
 
 def check_square(operator: "LinearOperator", result: str = "this") -> None:
-    """Require a square operator; the error names the result that it is needed for."""
+    """Require a square operator; the error names the result for which it is needed."""
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
             f"{type(operator).__name__} has shape {operator.shape}, but {result} needs a square "
@@ -412,7 +414,7 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
     if isinstance(index, range):
         index = np.arange(index.start, index.stop, index.step)
     if isinstance(index, list | Tensor | np.ndarray):
-        # On the CPU, where torch raises an error for indices that are out of range.
+        # Index on the CPU, where torch raises an error for indices that are out of range.
         indices = torch.as_tensor(index).cpu()
         if indices.ndim == 1 and (len(indices) == 0 or not indices.is_floating_point()):
             if indices.dtype != torch.bool:

@@ -1,8 +1,8 @@
 """Combinations of operators: functions that are chosen by the structure of their arguments.
 
-The class of operators calls them, and a structure's file registers its own rules. Both
-import this module, so its operators are typed as `Any`. The functions at the end walk through the
-fields of the operators' dataclasses.
+`LinearOperator` calls these functions, and the file of each structure registers its own rules. All
+of them import this module, so operators are typed as `Any` here. The functions at the end of the
+module walk through the fields of operators, which are dataclasses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,9 @@ Rule = Callable[[Any, Any], Any]
 class Pairwise:
     """A function of two operators that is chosen by the types of both.
 
-    Rules are tried from the most special type to the most general one. A rule that returns None
-    leaves the pair to the next rule. A structure's file registers the rules for its structure;
-    `algebra` registers lazy sums and products for all other pairs.
+    Rules are tried from the most special type to the most general one. If a rule returns None, the
+    next rule is tried. The file of a structure registers the rules for this structure; `algebra`
+    registers lazy sums and products for all other pairs.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pairwise:
     def register(
         self, left: type, right: type, commutative: bool = False
     ) -> Callable[[Rule], Rule]:
-        """Decorate the rule for a pair of types, in either order if it is commutative."""
+        """Decorate the rule for a pair of types; register a commutative rule for both orders."""
 
         def decorate(rule: Rule) -> Rule:
             self._rules[left, right] = rule
@@ -94,7 +94,7 @@ def named_range(operator: Any, name: str) -> range:
 def check_finite(operator: Any) -> None:
     """Require finite numbers in the fields of an operator.
 
-    Closed forms call it; other functions check the operator's products instead.
+    Closed forms call this function; all other functions check the operator's products instead.
     """
     for numbers in _floating_numbers(operator):
         if not bool(numbers.isfinite().all()):
@@ -102,7 +102,7 @@ def check_finite(operator: Any) -> None:
 
 
 def not_finite_error(name: str) -> ValueError:
-    """Return the error for a named operator or result with numbers that are not finite."""
+    """Return the error for an operator or a result whose numbers are not all finite."""
     return ValueError(
         f"{name} contains NaN or Inf. Look for NaN in the data and the parameters, or for "
         "overflow, which float64 may avoid."
@@ -127,10 +127,10 @@ def _floating_numbers(value: Any) -> Iterator[Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two operators or fields are equal, as far as it shows without comparing entries.
+    """Whether two operators or fields are known to be equal without comparing their entries.
 
-    Operators are the same if they have the same type and the same fields; floating-point tensors,
-    if they are views of the same memory. Indices are compared by their entries.
+    Operators are the same if they have the same type and the same fields. Floating-point tensors
+    are the same if they are views of the same memory. Only indices are compared by their entries.
     """
     if a is b:
         return True

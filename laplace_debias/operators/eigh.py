@@ -1,9 +1,9 @@
 """Eigendecompositions of symmetric matrices, checked. No other module calls LAPACK's drivers.
 
-LAPACK's drivers can fail without an error. MKL's single-precision `syevd`, for one, returns NaN for
-some well-scaled Kronecker factors on some processors, and reports that it did not converge for
-others. So every result is compared with the matrix, and a failed decomposition is repeated: in
-double precision, and then on the CPU by another algorithm.
+LAPACK's drivers can fail without an error. For example, MKL's single-precision `syevd` returns NaN
+for some well-scaled Kronecker factors on some processors, and reports that it did not converge for
+other factors. So every result is compared with the matrix, and a failed decomposition is repeated:
+in double precision, and then on the CPU by another algorithm.
 """
 
 import math
@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# How far trace, residual and orthogonality may be off, in units of √d rounding errors of the
-# largest eigenvalue. Right decompositions stay below 3 for d up to 2,000.
+# The allowed error of trace, residual and orthogonality, in units of √d rounding errors of the
+# largest eigenvalue. The errors of correct decompositions are below 3 for d up to 2,000.
 _SLACK = 16
 _PROBES = 2
-# Matrices whose largest entries lie between the inverse of this and this are decomposed unscaled.
+# A matrix is not scaled if its largest entry is between the inverse of this number and the number.
 _NOT_SCALED_UP_TO = 2.0**32
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -24,7 +24,7 @@ Decomposition = tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]
 
 
 def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decomposition:
-    """Compute eigenvalues, ascending, and eigenvectors as columns, like `torch.linalg.eigh`.
+    """Compute ascending eigenvalues, and eigenvectors as columns, like `torch.linalg.eigh`.
 
     The result is checked: it must be finite, the eigenvalues must sum to the trace, and
     `A U z = U Λ z` and `Uᵀ U z = z` must be true for a few vectors z, all to the accuracy of the
@@ -76,12 +76,12 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
 def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
     """Divide matrices by powers of two, so that their largest entries lie in [½, 1).
 
-    Entries close to the smallest and largest numbers of a dtype keep LAPACK from converging. A
-    power of two changes no digit.
+    LAPACK may not converge if entries are close to the smallest or largest number of a dtype.
+    Scaling by a power of two changes no digit.
 
     Returns:
-        The scaled matrices and the exponents of the powers of two; the matrices themselves and None
-        if all their largest entries are far from the ends of the numbers.
+        The scaled matrices and the exponents of the powers of two; or the unscaled matrices and
+        None if no largest entry is close to either limit.
     """
     entries = matrix.detach()
     greatest_entries = entries.amax((-2, -1), keepdim=True)
@@ -106,7 +106,7 @@ def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
     """
     half = exponent // 2
     scaled = x * torch.exp2(half.to(x.dtype))
-    # In place: a copy of a large matrix takes longer than the product.
+    # Multiply in place, because copying a large matrix takes longer than the product.
     return scaled.mul_(torch.exp2((exponent - half).to(x.dtype)))
 
 
@@ -117,7 +117,7 @@ def _eigh_by_qr_iterations(matrices: Tensor) -> Decomposition:
 
     flat = matrices.reshape(-1, *matrices.shape[-2:])
     values = flat.new_empty(flat.shape[:-1])
-    # Eigenvectors lie one after the other in memory, as in the results of torch.
+    # Each eigenvector is contiguous in memory, as in the results of torch.
     vectors = flat.new_empty(flat.shape).mT
     for index, matrix in enumerate(flat):
         try:
@@ -130,7 +130,7 @@ def _eigh_by_qr_iterations(matrices: Tensor) -> Decomposition:
 
 
 def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
-    """Whether a decomposition is finite and gives the matrix back, to the dtype's accuracy."""
+    """Whether a decomposition is finite and reproduces the matrix to the accuracy of the dtype."""
     matrix = matrix.detach()
     values = values.detach()
     vectors = vectors.detach()
@@ -139,8 +139,8 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     length = math.sqrt(matrix.shape[-1])  # The norm of every probe.
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
-    # Fixed vectors of ±1 without a pattern that a matrix would share. They are rows, because
-    # products of few rows take a quarter of the time of products of few columns.
+    # The probes are fixed vectors of ±1 without a pattern that a matrix might share. They are rows,
+    # because products with few rows take a quarter of the time of products with few columns.
     places = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
     multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
     signs = (multiples.unsqueeze(1) * (places * places * _GOLDEN)).frac() < 0.5
@@ -150,8 +150,8 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     residual = product - (z * values.unsqueeze(-2)) @ vectors.mT
     deviation = image @ vectors - z
     largest = values.abs().amax(-1, keepdim=True)
-    # Every comparison with NaN is false. A probe does not show a NaN that meets a zero, but the sum
-    # of all entries does.
+    # Every comparison with NaN is false. A NaN that is multiplied by a zero may not show in the
+    # probes, but it does show in the sum of all entries.
     is_right = (
         values.isfinite().all()
         & ((values.sum(-1) - diagonal.sum(-1)).abs() <= tolerance * values.abs().sum(-1)).all()

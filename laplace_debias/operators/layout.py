@@ -1,4 +1,4 @@
-"""How named parameters lie in one vector."""
+"""The order of named parameters in a vector."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,8 @@ class ParameterLayout:
         """Flatten a set of parameters into a vector, or k sets into a matrix of k columns.
 
         Args:
-            parameters: By name, or in order; of shapes `[*shape]`, or all `[*shape, k]`.
+            parameters: By name, or in order; all of shape `[*shape]`, or all of shape
+                `[*shape, k]`.
 
         Raises:
             ValueError: If a parameter is missing, unexpected, or of a different shape, or dtypes or

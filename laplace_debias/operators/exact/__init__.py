@@ -1,7 +1,7 @@
 """Closed forms: exact results from an operator's structure, at the cost of its parts.
 
-Every function returns None where the structure has no closed form, so that the caller can use an
-iterative method. It raises where the quantity does not exist.
+Every function returns None if the structure has no closed form, so that the caller can use an
+iterative method. It raises an error if the quantity does not exist.
 """
 
 from laplace_debias.operators.exact.entries import (

@@ -25,26 +25,26 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted
 
 
 def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute the trace of an operator `[n, n]`, None without a closed form."""
+    """Compute the trace of an operator `[n, n]`; None without a closed form."""
     return or_none(_trace, operator)
 
 
 def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
-    """Compute the diagonal of an operator `[n, n]`, None without a closed form."""
+    """Compute the diagonal of an operator `[n, n]`; None without a closed form."""
     return or_none(_diagonal, operator)
 
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute the root of the sum of all squared entries, None without a closed form."""
+    """Compute the root of the sum of all squared entries; None without a closed form."""
     values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     if values is None:
         return None
-    # Squares in single precision may be out of range.
+    # In single precision, the squares may be out of range.
     return torch.linalg.vector_norm(values, dtype=torch.float64).to(values.dtype)
 
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute the largest singular value of an operator `[m, n]`, None without a closed form."""
+    """Compute the largest singular value of an operator `[m, n]`; None without a closed form."""
     if isinstance(operator, Dense):
         return torch.linalg.matrix_norm(operator.matrix, 2)
     values = eigenvalues(operator)

@@ -48,10 +48,11 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
         case Identity():
             return operator
         case Diagonal():
-            # These eigenvalues are given, not computed: each is as precise as any.
+            # These eigenvalues are given, not computed, so even the smallest ones are precise.
             return Diagonal(_checked_reciprocal(operator.values))
         case EigenKronecker():
-            # Curvature plus a weak prior: as small as the prior, and as precise.
+            # For curvature plus a weak prior, the smallest eigenvalues are about as large as the
+            # prior, and as precise.
             added = operator.added
             is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
             return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)
@@ -99,8 +100,8 @@ def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
         return apply_function(operator, reciprocal)
     if not bool((diagonal > 0).all()):
         raise NoClosedFormError
-    # Woodbury between D^-½ and D^-½, where it is a function of eigenvalues: accurate however far
-    # apart the two parts are.
+    # Apply the Woodbury identity to D^-½ A D^-½, where it is a function of eigenvalues. It is then
+    # accurate however different the scales of the two parts are.
     root = diagonal.rsqrt()[:, None]
     values, vectors = low_rank_eigh(operator, root)
     return LowRankPlusDiagonal(
@@ -118,7 +119,8 @@ def _logdet(operator: LinearOperator) -> Tensor:
         case BlockDiagonal():
             return torch.stack([_logdet(block) for block in operator.blocks.values()]).sum()
         case LowRankPlusDiagonal(diagonal=diagonal) if bool((diagonal > 0).all()):
-            # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
+            # Use the matrix determinant lemma. A is positive definite if and only if I +
+            # D^-½UMUᵀD^-½ is.
             ratios, _ = low_rank_eigh(operator, diagonal.reshape(-1, 1).rsqrt())
             return diagonal.expand(operator.shape[0]).log().sum() + _checked_log(1 + ratios).sum()
         case Assumed() | Permuted():
@@ -143,9 +145,9 @@ def _checked_reciprocal(values: Tensor) -> Tensor:
 
 
 def _resolved_reciprocal(values: Tensor) -> Tensor:
-    """Take reciprocals of eigenvalues whose error is the rounding of the largest one.
+    """Take reciprocals of eigenvalues whose error is the rounding error of the largest one.
 
-    The condition allowed is that of a dense matrix.
+    The largest allowed condition number is the same as for a dense matrix.
     """
     if values.numel() == 0:
         return values

@@ -1,7 +1,8 @@
 """Closed forms of eigenpairs, roots and functions of symmetric operators.
 
 Public functions return None for an operator that has no closed form. The recursive functions behind
-them raise `NoClosedFormError` instead, so that one block without a closed form ends the recursion.
+them raise `NoClosedFormError` instead, so that a single block without a closed form ends the
+recursion.
 """
 
 from collections.abc import Callable, Collection
@@ -60,23 +61,24 @@ def all_square(operators: Collection[LinearOperator]) -> Collection[LinearOperat
 def exact_eigh(
     operator: LinearOperator,
 ) -> tuple[Float[Tensor, " n"], LinearOperator] | None:
-    """Decompose a symmetric operator `[n, n]`, in any order; None without a closed form.
+    """Decompose a symmetric operator `[n, n]`; None without a closed form.
 
-    The eigenvectors are the columns of an orthogonal operator. Dense matrices and dense factors are
-    decomposed; the eigenvectors of a composed operator are again a composed operator.
+    The eigenvalues are in any order. The eigenvectors are the columns of an orthogonal operator.
+    Dense matrices and dense factors are decomposed; the eigenvectors of a composed operator are
+    again a composed operator.
     """
     return or_none(_eigh, operator)
 
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
-    """Compute all eigenvalues of a symmetric operator in any order, None without a closed form."""
+    """Compute all eigenvalues of a symmetric operator in any order; None without a closed form."""
     return or_none(all_eigenvalues, operator)
 
 
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
-    """Compute the symmetric positive semi-definite root R with R R = A, None without a closed form.
+    """Compute the symmetric positive semi-definite root R with R R = A; None without a closed form.
 
-    Eigenvalues that are negative by no more than rounding count as zero.
+    Negative eigenvalues that are within rounding error of zero count as zero.
 
     Raises:
         ValueError: If the operator has a negative eigenvalue.
@@ -104,7 +106,7 @@ def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
 def low_rank_eigh(
     operator: LowRankPlusDiagonal, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Decompose the low-rank part U diag(m) Uᵀ; `weights`, `[n, 1]`, first scale the rows of U.
+    """Decompose the low-rank part U diag(m) Uᵀ, after scaling the rows of U by `weights`, `[n, 1]`.
 
     Returns:
         Eigenvalues `[r]` and eigenvectors `[n, r]`, with r = min(n, k).
@@ -150,7 +152,7 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
             values, eigenvectors = _eigh(operator.operator)
             return operator.scalar * values, eigenvectors
         case Sum():
-            # A and c if the sum is A + c·I.
+            # The sum may have the form A + c·I.
             multiples = [identity_multiple(term) for term in operator.terms]
             terms = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
             if len(terms) == 1:
@@ -167,7 +169,7 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
 
 
 def _vectors(operator: EigenKronecker) -> LinearOperator:
-    """Assemble the eigenvectors of all groups; thin directions are completed to a basis."""
+    """Assemble the eigenvectors of all groups, and complete thin directions to a basis."""
     groups = operator.sizes[:-2]
     sides: list[Directions] = []
     for directions in (operator.output_directions, operator.input_directions):
@@ -211,7 +213,7 @@ def all_eigenvalues(operator: LinearOperator) -> Tensor:
 def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
     """Apply a function to a symmetric operator's eigenvalues, and keep the eigenvectors.
 
-    The function maps eigenvalues entry by entry, and may be called for each block.
+    The function maps eigenvalues entry by entry, and may be called once per block.
     """
     match operator:
         case Diagonal():
@@ -229,10 +231,12 @@ def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
                 raise NoClosedFormError
             values, vectors = low_rank_eigh(operator)
             if vectors.shape[1] == vectors.shape[0]:
-                # The diagonal is no eigenvalue.
+                # The low-rank part spans the whole space, so the diagonal alone is not an
+                # eigenvalue.
                 values = function(values + operator.diagonal)
                 return LowRankPlusDiagonal(vectors, values, torch.zeros_like(operator.diagonal))
-            # All eigenvalues at once: a function may round to zero relative to the largest one.
+            # Map all eigenvalues at once, because the function may round values that are small
+            # relative to the largest one to zero.
             values = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
             return LowRankPlusDiagonal(vectors, values[:-1] - values[-1], values[-1])
         case Permuted():
@@ -245,7 +249,7 @@ def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:
-    """Take the roots of eigenvalues, of which the negative ones must be rounding errors."""
+    """Take the roots of eigenvalues; negative eigenvalues must be rounding errors."""
     if values.numel() == 0:
         return values
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()

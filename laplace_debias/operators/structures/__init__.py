@@ -1,1 +1,1 @@
-"""Operators by their structure, with its arithmetic."""
+"""Operators of each structure, with the arithmetic of the structure."""

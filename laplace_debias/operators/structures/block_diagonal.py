@@ -32,11 +32,11 @@ class BlockDiagonal(Joined, Generic[Block]):
     Blocks without a dtype or device of their own take the dtype and device of the other blocks.
 
     Args:
-        blocks: From a block's name to its operator; the order is the order along the diagonal.
+        blocks: The operator of each block by the block's name, in the order along the diagonal.
 
     Raises:
         TypeError: If a block is not an operator.
-        ValueError: If there is no block, one is not square, or their dtypes or devices differ.
+        ValueError: If there is no block, a block is not square, or dtypes or devices differ.
     """
 
     blocks: Mapping[str, Block]
@@ -86,7 +86,7 @@ def _pairwise(
     left: BlockDiagonal[Any],
     right: BlockDiagonal[Any],
 ) -> LinearOperator | None:
-    """Combine block with block if names and sizes are the same, in the same order."""
+    """Combine the blocks pair by pair if both operators have the same names and sizes in order."""
     if list(left.blocks) != list(right.blocks) or left.sizes != right.sizes:
         return None
     return left.map(lambda name, block: combine(block, right.blocks[name]))

@@ -1,4 +1,4 @@
-"""Matrices that are held in full."""
+"""Matrices that are stored in full."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,15 @@ class Dense(Composed):
     """A matrix that stores all of its entries.
 
     The matrix is declared symmetric if it is exactly symmetric; use `assume` to declare anything
-    else. Products of dense matrices are lazy: it is cheaper to apply `[n, k] @ [k, n]` than to
-    multiply it.
+    else. Products of dense matrices are lazy, because it is cheaper to apply the factors of
+    `[n, k] @ [k, n]` than to compute the product.
 
     Args:
         matrix: The matrix, `[m, n]`.
 
     Raises:
-        TypeError: If it is not a tensor.
-        ValueError: If it is not a matrix.
+        TypeError: If the matrix is not a tensor.
+        ValueError: If the tensor is not a matrix of real floating-point numbers.
     """
 
     matrix: Float[Tensor, "m n"]

@@ -79,17 +79,18 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
 class Identity(Symmetric):
     """The identity matrix.
 
-    Without a dtype or device, the identity takes them from the first operator or tensor that it is
-    combined with, so `H + 0.1 * Identity(n)` needs neither. By itself, it has torch's defaults.
+    An identity without a dtype or device takes both from the first operator or tensor with which it
+    is combined, so `H + 0.1 * Identity(n)` needs neither. An identity that is not combined with
+    anything has torch's defaults.
 
     Args:
         n: The number of rows and columns, at least 1.
         dtype: The dtype of the entries.
-        device: The device that products are computed on.
+        device: The device on which products are computed.
 
     Raises:
         ValueError: If n is less than 1.
-        TypeError: If the dtype is not a real floating one.
+        TypeError: If the dtype is not a real floating-point dtype.
     """
 
     n: int
@@ -134,7 +135,7 @@ class Identity(Symmetric):
     is_positive_semidefinite = True
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        # A copy: a change of the product must not change what was multiplied.
+        # Return a copy, so that a change of the product does not change the matrix.
         return matrix.clone()
 
     def to(self, *args: Any, **kwargs: Any) -> "Identity":

@@ -23,17 +23,17 @@ class EigenKronecker(Symmetric):
 
     $$(U_G \otimes U_A)\,\mathrm{diag}(\mathrm{vec}\,\Lambda)\,(U_G \otimes U_A)^\top$$
 
-    on matrices $V$ of shape `[d_out, d_in]` flattened row-major, so that a product is
-    $U_G[\Lambda \odot (U_G^\top V U_A)]U_A^\top$. K-FAC, EKFAC, their debiased forms, a bias
-    block (`d_in = 1`) and a diagonal (no U) differ only in where the three parts come from.
+    It acts on matrices $V$ of shape `[d_out, d_in]`, flattened row-major. A product is
+    $U_G[\Lambda \odot (U_G^\top V U_A)]U_A^\top$. K-FAC, EKFAC, their debiased forms, a bias block
+    (`d_in = 1`) and a diagonal (no U) differ only in where the three parts come from.
 
-    With a leading dimension, it is the block-diagonal operator of g such matrices, one for each
-    group of a grouped convolution. They are multiplied all at once.
+    If the tensors have a leading dimension, the operator is block-diagonal with g such blocks, one
+    for each group of a grouped convolution. All blocks are multiplied at once.
 
     A side may have a reduced rank ("thin"): U has r < d columns, and the last of r + 1 magnitudes
-    belongs to all directions orthogonal to them. Then U in the formula is the frame
-    $F = [U, I - U U^\top]$, `[d, r + d]`, with $F F^\top = I$, and Λ repeats the last magnitude d
-    times (`in_frame`).
+    belongs to all directions orthogonal to these columns. In the formula, U is then replaced by the
+    frame $F = [U, I - U U^\top]$, `[d, r + d]`, with $F F^\top = I$, and Λ repeats the last
+    magnitude d times (`in_frame`).
 
     Args:
         U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`; None
@@ -43,11 +43,12 @@ class EigenKronecker(Symmetric):
         magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`;
             a thin side has r + 1 rows or columns.
         added: The multiple of the identity that the magnitudes contain. If no magnitude is below
-            it, it was added to a positive semi-definite operator, and small magnitudes are precise.
+            this multiple, it was added to a positive semi-definite operator, and small magnitudes
+            are precise.
         trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
-            of positive semi-definite factors, which determines their scales; None if it is not, or
-            if the scales are not known.
-        share_A: With `trace_A`, the fraction of the examples that A is the mean over: K-FAC leaves
+            of positive semi-definite factors, which determines the scales of the factors; None if
+            the operator is not such a product, or if the scales are not known.
+        share_A: With `trace_A`, the fraction of the examples over which A is a mean: K-FAC leaves
             out the examples that have no position in a layer. Products do not depend on this
             fraction.
 
@@ -115,7 +116,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def distinct_eigenvalues(self) -> Float[Tensor, "*groups rows columns"]:
-        """The magnitudes; all eigenvectors outside the span of a thin side share one."""
+        """The magnitudes; all eigenvectors outside the span of a thin side share one magnitude."""
         return self.magnitudes
 
     @property
@@ -193,8 +194,8 @@ class EigenKronecker(Symmetric):
         """Drop some eigenvectors of a factor, and give them the mean of their eigenvalues.
 
         Args:
-            side: 0 for U_G, 1 for U_A, which is not None.
-            order: Indices of the directions, the ones to keep first.
+            side: 0 for U_G, 1 for U_A. This side must not be None.
+            order: Indices of the directions, beginning with the directions to keep.
             rank: Number of directions to keep; the others get the mean of their magnitudes.
         """
         U = (self.U_G, self.U_A)[side]
@@ -214,11 +215,11 @@ class EigenKronecker(Symmetric):
     def leading(self, rank: float) -> "EigenKronecker":
         """Keep only the leading eigenvectors of each factor, and preserve the trace.
 
-        A side that would keep half of its directions or more keeps all.
+        A side that would keep half of its directions or more keeps all of them.
 
         Args:
-            rank: Number of directions to keep on each side; below 1, the fraction of the trace that
-                they must have together.
+            rank: Number of directions to keep on each side. A rank below 1 is the fraction of the
+                trace that the kept directions must have together.
         """
         block = self
         for side, U in enumerate((self.U_G, self.U_A)):

@@ -14,14 +14,14 @@ from laplace_debias.operators.structures.dense import Dense
 class Kronecker(Joined):
     r"""The Kronecker product $A \otimes B \otimes \cdots$.
 
-    On a matrix $V$ flattened row-major $(A \otimes B)\,\mathrm{vec}\,V$ is
-    $\mathrm{vec}(A V B^\top)$.
+    For a matrix $V$, flattened row-major,
+    $(A \otimes B)\,\mathrm{vec}\,V = \mathrm{vec}(A V B^\top)$.
 
     Args:
         factors: Operators, or matrices, of any shapes.
 
     Raises:
-        ValueError: If there is no factor, or their dtypes or devices differ.
+        ValueError: If there is no factor, or the factors' dtypes or devices differ.
     """
 
     factors: tuple[LinearOperator, ...]

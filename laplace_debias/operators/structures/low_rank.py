@@ -19,7 +19,7 @@ class LowRankPlusDiagonal(Symmetric):
     Args:
         U: `[n, k]`, a tensor or an operator; its columns need not be orthonormal.
         magnitudes: m, of any sign, `[k]`.
-        diagonal: d, `[n]`, or one number for all of the diagonal.
+        diagonal: d, `[n]`, or one number for the whole diagonal.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
@@ -80,7 +80,7 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def distinct_eigenvalues(self) -> Float[Tensor, " k_and_one"]:
-        """The eigenvalues along the columns of U, and the one of all other directions.
+        """The eigenvalues along the columns of U, and the one eigenvalue of all other directions.
 
         The columns of U must be orthonormal, and the diagonal one number.
         """

@@ -48,13 +48,13 @@ class SelfAdjoint(Wrapper):
 
 @dataclass(eq=False, repr=False)
 class Assumed(SelfAdjoint):
-    """A symmetric operator whose structure does not show the symmetry; made by `assume`."""
+    """An operator whose symmetry is assumed, as its structure does not show it; see `assume`."""
 
     positive_semidefinite: bool
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it is assumed."""
+        """Whether the operator is assumed to be positive semi-definite."""
         return self.positive_semidefinite
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -70,12 +70,13 @@ def assume(
 
     Args:
         operator: The operator, `[n, n]`.
-        symmetric: Declare that it equals its adjoint.
-        positive_semidefinite: Declare that it is symmetric and has no negative eigenvalue.
+        symmetric: Whether to declare that the operator equals its adjoint.
+        positive_semidefinite: Whether to declare that the operator is symmetric and has no negative
+            eigenvalue.
 
     Raises:
-        TypeError: If it is not an operator.
-        ValueError: If it is not square.
+        TypeError: If the argument is not an operator.
+        ValueError: If the operator is not square.
 
     Example:
         >>> import torch
@@ -153,14 +154,14 @@ def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
 class Permuted(Wrapper):
     r"""A square operator in a different order of rows and columns, $P^\top A P$.
 
-    $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three operators, it keeps the structure
-    of A: multiples of the identity are added to A, and inverses, roots and other functions are
-    computed for A.
+    $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three operators, this operator keeps
+    the structure of A: multiples of the identity are added to A, and inverses, roots and other
+    functions are computed for A.
 
     Args:
         operator: A, `[n, n]`.
-        order: The index in this operator of each row of A, `[n]`: a permutation of 0 … n−1. None if
-            the order is the same.
+        order: For each row of A, its index in this operator, `[n]`: a permutation of 0 … n−1. None
+            if the order is the same.
         layout: How named parameters correspond to the rows and columns. None if they do not.
 
     Raises:
