@@ -1,4 +1,4 @@
-"""How far confidence is from accuracy: calibration errors, and the curve of a reliability diagram.
+"""The difference between confidence and accuracy: calibration errors and reliability curves.
 
 Every function takes probabilities `[n, classes]`, or `[n]` of class 1 of a binary problem, and
 class indices `[n]`. In a binary problem, the confidence is the probability of the more probable
@@ -20,7 +20,7 @@ Probs = Float[Tensor, "n *classes"]
 Labels = Integer[Tensor, " n"]
 
 _STEPS = 24
-"""Number of bisections, which find the bandwidth of the smooth error to within 2⁻²⁴."""
+"""Number of bisection steps, which find the bandwidth of the smooth error to within 2⁻²⁴."""
 
 _NEAR_ONE = 0.999
 """Confidence above which the error probability is the sum of the other classes' probabilities."""
@@ -30,8 +30,8 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
     """Compute the expected calibration error (ECE), `Σ_b (n_b/n) |acc_b - conf_b|`.
 
     The bins are `num_bins` equal intervals `[lower, upper)` of the confidence; a confidence of 1
-    belongs to the last bin. (torchmetrics' `MulticlassCalibrationError` gives it a bin of its own;
-    for confidences below 1 both agree.) Sums are in float64.
+    belongs to the last bin. (torchmetrics' `MulticlassCalibrationError` puts a confidence of 1 in a
+    separate bin; otherwise, the two functions agree.) Sums are in float64.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -67,16 +67,16 @@ def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
 def _bin_gaps(
     probs: Tensor, labels: Tensor, num_bins: int
 ) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
-    """Each bin's fraction of the examples, and its gap `|acc_b - conf_b|`, 0 if it is empty."""
+    """Compute each bin's fraction of the examples, and its gap `|acc_b - conf_b|`, 0 if empty."""
     curve = reliability_curve(probs, labels, num_bins)
     return curve.fraction, (curve.accuracy - curve.confidence).abs().nan_to_num(nan=0.0)
 
 
 def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Compute the expected calibration error over bins with equally many examples.
+    """Compute the expected calibration error over bins with equal numbers of examples.
 
-    Examples are ranked by the probability of their most probable class. Equal confidences have
-    their mean rank and share a bin, so the order of the examples does not count. Arguments and
+    Examples are ranked by the probability of their most probable class. Equal confidences get the
+    mean of their ranks and share a bin, so the order of the examples does not matter. Arguments and
     errors are the same as for `ece`. The result is float64.
 
     Reference:
@@ -86,7 +86,7 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
     whole(num_bins, "num_bins")
     confidences, right = confidence_and_right(probs, labels)
     _, index, counts = confidences.unique(return_inverse=True, return_counts=True)
-    # Whole numbers are exact: a quotient of two of them has torch's default dtype.
+    # Integers are exact, whereas the quotient of two integers would have torch's default dtype.
     twice_mean_ranks = 2 * counts.cumsum(0) - counts
     bins = (twice_mean_ranks * num_bins // (2 * len(right))).clamp(max=num_bins - 1)[index]
     sums = torch.zeros(num_bins, dtype=torch.float64, device=bins.device)
@@ -120,9 +120,10 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
     """Compute the smooth expected calibration error, which needs no bins.
 
     For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
-    the Gaussian kernel of width σ reflected at 0 and 1, and the result is the σ with `smECE_σ = σ`.
-    It changes continuously with the probabilities and needs no number of bins. On small sets, it
-    has a smaller bias than `ece`, but the bias is not zero. The result is float64.
+    the Gaussian kernel of width σ, reflected at 0 and 1. The result is the σ for which
+    `smECE_σ = σ`. It changes continuously with the probabilities, and depends on no number of bins.
+    On small sets, it has a smaller bias than `ece`, but the bias is not zero. The result is
+    float64.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -150,14 +151,14 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
 
 
 def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
-    """The fixed point `smECE_σ = σ` of residuals on a grid of [0, 1], both ends included.
+    """Find the fixed point `smECE_σ = σ` of residuals on a grid of [0, 1], including both ends.
 
     Smoothing by the reflected Gaussian multiplies the k-th coefficient of the cosine series by
-    `exp(-(πkσ)²/2)`. `smECE_σ` falls as σ grows, so that bisection finds the fixed point.
+    `exp(-(πkσ)²/2)`. `smECE_σ` decreases as σ increases, so bisection finds the fixed point.
     """
     num_intervals = len(residuals) - 1
-    # Even about both ends: the discrete Fourier transform is then the cosine series. An end has
-    # its mirror image in itself and counts twice.
+    # Extend the residuals by reflection at both ends, so that the discrete Fourier transform is the
+    # cosine series. Each end is its own mirror image, and counts twice.
     doubled = residuals.clone()
     doubled[[0, -1]] *= 2
     spectrum = torch.fft.rfft(torch.cat([doubled, doubled[1:-1].flip(0)]))
@@ -169,7 +170,8 @@ def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
     for _ in range(_STEPS):
         sigma = (low + high) / 2
         damped = spectrum * (-(frequencies * sigma).square() / 2).exp()
-        # Values are sums over a grid cell, so the trapezoidal rule needs no width.
+        # The values are sums over a grid cell, so the trapezoidal rule needs no factor for the cell
+        # width.
         smoothed = torch.fft.irfft(damped, n=2 * num_intervals)[: num_intervals + 1].abs()
         error = smoothed.sum() - (smoothed[0] + smoothed[-1]) / 2
         is_below = error > sigma  # the fixed point is above sigma
@@ -185,7 +187,7 @@ class ReliabilityCurve(NamedTuple):
         edges: Borders of the bins, `[bins + 1]`, from 0 to 1.
         fraction: Fraction of the examples in each bin, `[bins]`, with sum 1.
         confidence: Mean probability of the most probable class, `[bins]`; NaN in empty bins.
-        accuracy: Fraction of right examples, `[bins]`; NaN in empty bins.
+        accuracy: Fraction of examples that are classified correctly, `[bins]`; NaN in empty bins.
     """
 
     edges: Float[Tensor, " bins_plus_one"]
@@ -221,29 +223,26 @@ def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> Relia
 def confidence_and_right(
     probs: Probs, labels: Labels
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The probability of each example's most probable class, and 1 where that is its label.
-
-    Both `[n]`, float64.
-    """
+    """Return each example's confidence, and 1 where the predicted class is the label."""
     probs, labels = check_classification(probs, labels)
     confidences, predictions = probs.double().max(dim=1)
     return confidences, (predictions == labels).double()
 
 
 def error_probability(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
-    """The probability that the most probable class is wrong, `1 - max_c p_c`, float64.
+    """Compute the probability that the most probable class is wrong, `1 - max_c p_c`, in float64.
 
-    Near 0 it is computed as the sum of the other classes' probabilities, which keep the digits that
-    float32 rounds away in a number near 1. So sure predictions keep their order.
+    Near 0, it is computed as the sum of the other classes' probabilities, because these have digits
+    that float32 rounds away in a number near 1. So confident predictions keep their order.
     """
     probs = probs.double()
     confidences, predictions = probs.max(dim=1)
     summed = probs.scatter(1, predictions[:, None], 0).sum(dim=1)
-    # Elsewhere the difference, so that equal confidences have equal error probabilities.
+    # Elsewhere, the difference is used, so that equal confidences have equal error probabilities.
     return torch.where(confidences > _NEAR_ONE, summed, 1 - confidences)
 
 
 def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "*n"]:
-    """Indices of equal intervals `[lower, upper)` of [0, 1]; 1 belongs to the last one."""
+    """Return indices of equal intervals `[lower, upper)` of [0, 1]; 1 belongs to the last one."""
     edges = torch.linspace(0, 1, num_bins + 1, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, edges, right=True).sub(1).clamp(0, num_bins - 1)

@@ -9,17 +9,17 @@ from torch import Tensor
 from laplace_debias.system.checks import real
 
 _ROW_SUM_TOLERANCE = 1e-4
-"""How far from 1 a row of float32 or float64 probabilities may sum."""
+"""The largest allowed difference from 1 of the sum of a row of float32 or float64 probabilities."""
 
 
 def check_probs(
     probs: Float[Tensor, "n *classes"], name: str = "probs"
 ) -> Float[Tensor, "n classes"]:
-    """Check probabilities and bring them into the form `[n, classes]`, float32 at least.
+    """Check probabilities, and convert them to the shape `[n, classes]` and at least float32.
 
-    Rows that miss a sum of 1 only by rounding pass as they are, unless they are in half precision:
-    their rounding errors are large, and they are divided by their sums. Entries above 1 only by
-    rounding are set to 1.
+    Rows whose sum differs from 1 only by rounding are not changed, unless they are in half
+    precision. The rounding errors of half precision are large, so these rows are divided by their
+    sums. Entries that exceed 1 only by rounding are set to 1.
     """
     _check_numbers(probs, name)
     if probs.ndim not in (1, 2):
@@ -62,7 +62,7 @@ def check_probs(
 def check_classification(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n classes"], Integer[Tensor, " n"]]:
-    """Check probabilities with their labels, and give them as `[n, classes]` and int64 `[n]`."""
+    """Check probabilities and labels, and return them as `[n, classes]` and int64 `[n]`."""
     check_tensor(labels, "labels")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(
@@ -93,7 +93,7 @@ def check_classification(
 
 
 def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
-    """Checks scores of examples, of which only the order counts, so that Inf is allowed."""
+    """Check the scores of examples; Inf is allowed, because only the order of scores matters."""
     _check_numbers(scores, name)
     if scores.ndim != 1:
         raise ValueError(
@@ -105,7 +105,7 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
 
 
 def check_score_pair(scores_id: Float[Tensor, " n"], scores_ood: Float[Tensor, " m"]) -> None:
-    """Checks the scores of ID and of OOD examples, which may differ in number."""
+    """Check the scores of ID and of OOD examples, which may differ in number."""
     check_scores(scores_id, "scores_id")
     check_scores(scores_ood, "scores_ood")
     check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
@@ -114,7 +114,7 @@ def check_score_pair(scores_id: Float[Tensor, " n"], scores_ood: Float[Tensor, "
 def check_same_device(
     first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], first_name: str, second_name: str
 ) -> None:
-    """Checks that two tensors are on one device."""
+    """Check that two tensors are on the same device."""
     if first.device != second.device:
         raise ValueError(
             f"`{first_name}` is on {first.device}, but `{second_name}` is on {second.device}. "
@@ -123,7 +123,7 @@ def check_same_device(
 
 
 def check_tensor(values: object, name: str) -> None:
-    """Checks that an argument is a tensor."""
+    """Check that an argument is a tensor."""
     if not isinstance(values, Tensor):
         raise TypeError(
             f"`{name}` is a {type(values).__name__}, but must be a tensor. Convert it with "
@@ -145,7 +145,7 @@ def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
 
 
 def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
-    """Check numbers of a regression, by name: finite, of one shape, on one device."""
+    """Check that the named tensors of a regression are finite, of one shape and on one device."""
     (first_name, first), *_ = tensors.items()
     for name, values in tensors.items():
         _check_numbers(values, name)
@@ -163,6 +163,6 @@ def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
 
 
 def check_level(level: float) -> None:
-    """Checks the level of an interval."""
+    """Check the level of an interval."""
     if not 0 < real(level, "level") < 1:
         raise ValueError(f"`level` is {level}. Pass a fraction between 0 and 1, for example 0.95.")

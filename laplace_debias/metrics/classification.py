@@ -1,8 +1,8 @@
-"""How good predicted class probabilities are: accuracy, NLL, Brier score, over-confidence.
+"""Metrics of predicted class probabilities: accuracy, NLL, Brier score, over-confidence.
 
-Every function takes probabilities `[n, classes]`, or `[n]` probabilities of class 1 of a binary
-problem, and class indices `[n]`; it returns a scalar tensor on their device, or with
-`reduction="none"` the value of each example. Half precision is computed in float32.
+Every function takes class indices `[n]` and probabilities `[n, classes]`, or `[n]` of class 1 of a
+binary problem. It returns a scalar tensor on their device, or the value of each example if
+`reduction="none"`. Half-precision inputs are converted to float32.
 """
 
 from typing import Literal
@@ -25,12 +25,12 @@ def accuracy(
 ) -> Float[Tensor, "..."]:
     """Compute the fraction of examples whose most probable class is the label.
 
-    If several classes are most probable, the one that `Tensor.argmax` returns counts.
+    If several classes are most probable, the class that `Tensor.argmax` returns is used.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
-        reduction: `"mean"`, or `"none"` for 1 or 0 of each example, `[n]`.
+        reduction: `"mean"`, or `"none"` for a 1 or 0 per example, `[n]`.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -56,7 +56,8 @@ def nll(
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
     log_probs = likelihoods.clamp(min=finfo(probs.dtype).tiny).log()[:, 0]
-    # The mean first: negation does not round, and the terms' order in memory stays.
+    # Take the mean before the negation. Negation does not round, and the order of the terms in
+    # memory does not change.
     return -reduced(log_probs, reduction)
 
 
@@ -68,8 +69,8 @@ def brier(
 ) -> Float[Tensor, "..."]:
     """Compute the Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`.
 
-    This is Brier's own definition, between 0 and 2. The common binary definition, the square of the
-    error of class 1 only, is half of it. Arguments and errors are the same as for `accuracy`.
+    This is Brier's own definition, between 0 and 2. The common binary definition, the squared error
+    of class 1 only, is half of this value. Arguments and errors are the same as for `accuracy`.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,
@@ -97,7 +98,7 @@ def overconfidence(
 
 
 def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
-    """The mean of the examples' values, or the values as they are."""
+    """Return the mean of the examples' values, or the values unchanged."""
     if reduction not in ("mean", "none"):
         raise ValueError(f'`reduction` is {reduction!r}. Use "mean" or "none".')
     return values.mean() if reduction == "mean" else values

@@ -65,9 +65,9 @@ def without_interval(function: Callable[..., Tensor]) -> Callable[[Tensor, Tenso
 def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     """Compute `aurc`, a mean to first order.
 
-    With the risk R and the coverage S at each example's confidence, an example with error e adds R
-    and the mean of `(e - R)/S` over the examples that are at most as confident: the influence
-    function of `E[R]`.
+    Let R be the risk and S the coverage at each example's confidence. The influence of an example
+    with error e on `E[R]` is R plus the mean of `(e - R)/S` over the examples that are at most as
+    confident as this example.
     """
     probs, labels = check_classification(probs, labels)
     _, right = confidence_and_right(probs, labels)
@@ -75,7 +75,7 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     order = error_probabilities.argsort()
     risks = risk_coverage_curve(probs, labels).risk
     answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
-    # Sums over the less confident examples and the example itself.
+    # The sums are over the less confident examples and the example itself.
     error_weights = (1 / answered).flip(0).cumsum(0).flip(0)
     offsets = risks - (risks / answered).flip(0).cumsum(0).flip(0)
 
@@ -229,7 +229,7 @@ EXACT_MATCH = Metric(
 
 
 def _auroc_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
-    """`auroc` with DeLong's placement values.
+    """Compute `auroc` with DeLong's placement values.
 
     Reference:
         DeLong, DeLong, Clarke-Pearson. Comparing the areas under two or more correlated receiver
@@ -271,7 +271,7 @@ def _average_precision_influences(
 
 
 def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
-    """`fpr95` with its influence function.
+    """Compute `fpr95` with its influence function.
 
     An OOD example below the threshold shifts the threshold down by a quantile of 1/n, where n is
     the number of OOD examples. This changes the false alarms along the ROC curve. The slope of the
@@ -363,7 +363,7 @@ OOD_METRICS = (
 
 
 def per_example(values: Float[Tensor, "n *outputs"]) -> Float[Tensor, " n"]:
-    """The mean over the outputs of each example."""
+    """Compute the mean over the outputs of each example."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values
 
 
@@ -379,12 +379,12 @@ def _gaussian_nll_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: fl
 
 
 def nll_statistic(log_probs: Float[Tensor, " n"]) -> Statistic:
-    """The mean of negative log-probabilities, in nats."""
+    """Build the statistic of the mean negative log-probability, in nats."""
     return _mean(-log_probs.double())
 
 
 def rmse_statistic(mean: Tensor, targets: Tensor) -> Statistic:
-    """`rmse`, the root of a mean."""
+    """Build the statistic of `rmse`, the root of a mean."""
     squares = (mean - targets).square().double()
     return Mean(squares.mean().sqrt().item(), per_example(squares), squared=True)
 
@@ -395,7 +395,7 @@ def _scaled_error_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: fl
 
 
 def width_statistic(values: Float[Tensor, "n *outputs"]) -> Statistic:
-    """The mean width of intervals."""
+    """Build the statistic of the mean width of intervals."""
     return _mean(values, lowest=0)
 
 

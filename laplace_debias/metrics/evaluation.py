@@ -48,10 +48,10 @@ def evaluate(
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
-        ood: By the name of each out-of-distribution set, the probabilities `[m, classes]` (or
-            `[m]`) predicted on it.
-        log_probs: Log-probabilities of the labels, `[n]`, for the NLL, if they are known to more
-            digits than `probs` has.
+        ood: The predicted probabilities `[m, classes]` (or `[m]`) of each out-of-distribution set,
+            by the name of the set.
+        log_probs: Log-probabilities of the labels, `[n]`, for the NLL, if they are known more
+            precisely than `probs`.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals.
 
@@ -59,10 +59,10 @@ def evaluate(
         `accuracy`, `nll` (nats), `brier`, `overconfidence`, `ece` (15 bins), `mean_entropy` (nats,
         of `probs`), `ece_equal_mass`, `smooth_ece`, `mce`, `classwise_ece` and `aurc`; for each
         out-of-distribution set `auroc_<name>`, `aupr_<name>` (OOD positive), `fpr95_<name>` and
-        `aupr_in_<name>` (ID positive). Each metric is a float with `.low` and `.high`: Wilson's
-        interval for a fraction, Hall's interval for a mean, and for areas the normal approximation
-        of the logit (AUROC: DeLong's). They are NaN for the calibration errors, for which no valid
-        interval is known.
+        `aupr_in_<name>` (ID positive). Each metric is a float with `.low` and `.high`, the ends of
+        its confidence interval: Wilson's interval for a fraction, Hall's interval for a mean, and a
+        normal approximation of the logit for an area (with DeLong's variance for the AUROC). The
+        ends are NaN for the calibration errors, for which no valid interval is known.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -100,17 +100,17 @@ def evaluate_multilabel(
 ) -> Report:
     """Evaluate predicted probabilities of independent labels: their calibration and OOD detection.
 
-    Every label of every example is one binary problem. Intervals take the examples as the random
-    sample, not the single labels. The accuracy is torchmetrics' `multilabel_accuracy` with
+    Every label of every example is one binary problem. For the intervals, the examples are the
+    random sample, not the single labels. The accuracy is torchmetrics' `multilabel_accuracy` with
     `average="micro"`.
 
     Args:
         probs: The probability that each label applies, `[n, labels]`.
         labels: Whether each label applies, 0 or 1, `[n, labels]`.
-        ood: By the name of each out-of-distribution set, the probabilities `[m, labels]` predicted
-            on it.
+        ood: The predicted probabilities `[m, labels]` of each out-of-distribution set, by the name
+            of the set.
         log_probs: Log-probabilities of each example's labels, `[n]`, summed over the labels, if
-            they are known to more digits than `probs` has.
+            they are known more precisely than `probs`.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals.
 
@@ -119,7 +119,7 @@ def evaluate_multilabel(
         fraction of examples with every label right), `nll` (nats, summed over an example's labels),
         `brier`, `overconfidence` and `ece` (15 bins) over all labels, `mean_entropy` (nats, summed
         over an example's labels), and the OOD metrics of `evaluate` for each out-of-distribution
-        set, by this entropy.
+        set, with this entropy as the score.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -172,8 +172,8 @@ def evaluate_regression(
         mean: `[n]` or `[n, outputs]`.
         standard_deviation: Positive, in the same shape, with the noise included.
         targets: Numbers in the same shape.
-        ood: By the name of each out-of-distribution set, the standard deviations predicted on it,
-            `[m]` or `[m, outputs]`.
+        ood: The predicted standard deviations of each out-of-distribution set, `[m]` or
+            `[m, outputs]`, by the name of the set.
         log_probs: Log-densities of the targets of each example, `[n]`, if outputs are correlated.
             Default: the sum over the outputs.
         intervals: Whether to compute confidence intervals.
@@ -185,7 +185,8 @@ def evaluate_regression(
         `width` (units of the targets), `scaled_error` (root mean square of the errors in standard
         deviations), `coverage` (the fraction of targets in the central interval of probability
         `level`; compare it with `level`), `quantile_calibration_error` (99 levels); and the OOD
-        metrics of `evaluate` for each out-of-distribution set, by the mean variance of an example.
+        metrics of `evaluate` for each out-of-distribution set, with the mean variance of an example
+        as the score.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -229,12 +230,12 @@ def evaluate_numbers(
         standard_deviation: Standard deviations of the predictive, not negative, in the same shape.
         targets: Numbers in the same shape.
         log_probs: Log-probabilities or log-densities of each example's targets, `[n]`.
-        ood: By the name of each out-of-distribution set, the standard deviations predicted on it,
-            `[m]` or `[m, outputs]`.
+        ood: The predicted standard deviations of each out-of-distribution set, `[m]` or
+            `[m, outputs]`, by the name of the set.
         levels: For each target, the smallest level of a central interval that contains it; None if
             the predictive has no distribution function.
         interval: Lower and upper ends of the predictive's central intervals of probability `level`;
-            None if it has no quantiles.
+            None if the predictive has no quantiles.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals, and the level of the predicted
             intervals.
@@ -243,8 +244,8 @@ def evaluate_numbers(
         `nll` (nats per example), `rmse` and `bias` as for `evaluate_regression`, also
         `scaled_error` if every standard deviation is positive, and `mae` (mean absolute error, in
         units of the targets). With `levels` also `coverage`, and with `interval` also `width`. The
-        OOD metrics of `evaluate` for each out-of-distribution set are by the mean variance of an
-        example.
+        score of the OOD metrics of `evaluate`, for each out-of-distribution set, is the mean
+        variance of an example.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -297,12 +298,13 @@ def evaluate_ood(
 ) -> Report:
     """Evaluate OOD detection by an arbitrary score.
 
-    A score must be higher if an example is more OOD, such as `entropy`, `max_probability` or the
-    epistemic part of `uncertainty`. Intervals and their level are those of `evaluate`.
+    The score must be higher on OOD examples than on ID examples. Such scores are `entropy`,
+    `max_probability` and the epistemic part of `uncertainty`. Intervals and their level are the
+    same as for `evaluate`.
 
     Returns:
-        `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` takes the report as paired with the
-        report of a different score for the same examples in the same order.
+        `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` can compare this report to the report
+        of a different score for the same examples in the same order.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -315,7 +317,7 @@ def evaluate_ood(
 
 
 def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str, Statistic]:
-    """`auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` of each OOD set's scores."""
+    """Compute `auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` for each OOD set."""
     statistics: dict[str, Statistic] = {}
     for name, scores in scores_ood.items():
         for metric in OOD_METRICS:
@@ -330,7 +332,7 @@ def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str,
 
 
 def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
-    """The NLL by log-probabilities of the labels."""
+    """Build the statistic of the NLL from the log-probabilities of the labels."""
     check_tensor(log_probs, "log_probs")
     if log_probs.shape != (num_examples,):
         raise ValueError(
@@ -344,7 +346,7 @@ def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Stat
 def _checked_sets(
     ood: Sets | None, probs: Tensor, check: Callable[[Tensor, str], Tensor], columns: str
 ) -> dict[str, Tensor]:
-    """OOD probabilities that fit those of the test set, whose columns are classes or labels."""
+    """Check that the OOD sets have the same columns (classes or labels) as the test set."""
     checked = {}
     for name, ood_probs in (ood or {}).items():
         checked[name] = check(ood_probs, f"ood[{name!r}]")

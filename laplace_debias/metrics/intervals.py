@@ -23,7 +23,7 @@ class Interval(float):
     high: float
 
     def __new__(cls, value: float, low: float = math.nan, high: float = math.nan) -> "Interval":
-        """An interval without ends if they are left out."""
+        """Make a metric with an interval, whose ends are unknown if they are left out."""
         interval = super().__new__(cls, value)
         interval.low = float(low)
         interval.high = float(high)
@@ -45,7 +45,7 @@ class Interval(float):
     def __str__(self) -> str:
         if not self.is_known:
             return f"{self.value:.4g}"
-        # As many digits as distinguish the ends to two of them.
+        # Show so many digits that the width of the interval has two significant digits.
         width = self.high - self.low
         digits = 4
         if 0 < width < math.inf:
@@ -54,12 +54,12 @@ class Interval(float):
 
 
 def normal_quantile(level: float) -> float:
-    """Half the width of an interval in standard errors: 1.96 for 0.95."""
+    """Return half the width of an interval in standard errors, such as 1.96 for the level 0.95."""
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
 
 
 def proportion_interval(successes: float, total: int, level: float) -> tuple[float, float]:
-    """Wilson's score interval for a probability.
+    """Compute Wilson's score interval for a probability.
 
     Reference:
         Wilson. Probable inference, the law of succession, and statistical inference. JASA, 1927.
@@ -69,7 +69,7 @@ def proportion_interval(successes: float, total: int, level: float) -> tuple[flo
     centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half_width = z / (1 + z**2 / total)
     half_width *= math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    # At shares of 0 and 1 the end is exactly there, but for rounding.
+    # At shares of 0 and 1, one end of the interval is exactly 0 or 1, except for rounding.
     low = 0.0 if successes == 0 else centre - half_width
     high = 1.0 if successes == total else centre + half_width
     return max(0.0, low), min(1.0, high)
@@ -78,9 +78,10 @@ def proportion_interval(successes: float, total: int, level: float) -> tuple[flo
 def paired_proportions_interval(
     difference: Float[Tensor, " n"], level: float
 ) -> tuple[float, float]:
-    """Interval for the difference of two probabilities on the same examples, each -1, 0 or 1.
+    """Compute an interval for the difference of two probabilities on the same examples.
 
-    The normal approximation, after half an example is added to each of the four cells.
+    The difference of each example is -1, 0 or 1. The interval is the normal approximation after
+    half an example is added to each of the four cells.
 
     Reference:
         Agresti, Min. Simple improved confidence intervals for comparing matched proportions.
@@ -101,9 +102,9 @@ def mean_interval(
 ) -> tuple[float, float]:
     """Compute an interval for a mean, to first order at least, corrected for skewness.
 
-    Hall's transformation of Student's t. The t interval of a skewed quantity, such as the NLL,
-    misses the mean above more often than below. This interval does not, to second order. NaN for
-    fewer than two examples.
+    The interval is Hall's transformation of Student's t. For a skewed quantity, such as the NLL,
+    the mean is above the t interval more often than below it. This interval corrects that to second
+    order. It is NaN for fewer than two examples.
 
     Reference:
         Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
@@ -135,16 +136,16 @@ def mean_interval(
 def area_interval(
     value: float, standard_error: float, smallest: int, level: float
 ) -> tuple[float, float]:
-    """Interval for a quantity in [0, 1], by the normal approximation of its logit.
+    """Compute an interval for a quantity in [0, 1] by a normal approximation of its logit.
 
-    At values of 0 and 1 there is no standard error. The interval is then Wilson's, for a proportion
-    of 0 or 1 in the smaller of the sets.
+    At values of 0 and 1, there is no standard error. The interval is then Wilson's interval for a
+    proportion of 0 or 1 in the smaller of the sets.
 
     Reference:
         Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,
         section 5.2.4.
     """
-    # A sum of many terms may end beyond by its rounding.
+    # The rounding errors of a long sum may lead to a value outside of [0, 1].
     if value <= 0 or value >= 1:
         return proportion_interval(smallest if value >= 1 else 0, smallest, level)
     if math.isnan(standard_error):
@@ -155,5 +156,5 @@ def area_interval(
 
 
 def _sigmoid(x: float) -> float:
-    """The logistic function, without overflow."""
+    """Compute the logistic function without overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

@@ -20,19 +20,19 @@ class Metric:
     Attributes:
         name: Name in reports.
         label: Name in tables and on axes.
-        statistic: Computes it from probabilities and labels, from scores of ID and OOD examples, or
-            from mean, standard deviation, targets and the level of the interval.
+        statistic: Computes the metric from probabilities and labels, from scores of ID and OOD
+            examples, or from mean, standard deviation, targets and the level of the interval.
         better: Whether `lower` or `higher` is better; `level` if the metric should equal the level
             of the interval that it measures; `ideal` if it should be a certain number (differences
-            are then between the distances from this number, and lower is better); None if nothing
-            is better.
+            are then between the distances from this number, and lower is better); None if no value
+            is better than another.
         unit: Unit of the values; "" for numbers between 0 and 1.
         interval: One sentence on what the interval of the metric means.
         meaning: One sentence on what the metric measures.
-        is_main: Whether the first table of a report has the metric. A table of all metrics always
-            has it.
+        is_main: Whether the first table of a report contains the metric. A table of all metrics
+            always contains it.
         over_labels: Whether the metric is also reported for several labels per example, as the mean
-            over an example's labels or as their sum; None if it is not.
+            or the sum over an example's labels; None if it is not reported.
     """
 
     name: str

@@ -1,14 +1,14 @@
-"""The metrics as classes of torchmetrics: they gather over batches and over processes.
+"""The metrics as torchmetrics classes, which accumulate over batches and processes.
 
-`from laplace_debias.metrics.modules import NLL`: not with the other metrics, because torchmetrics
-takes seconds to import. `update` takes a batch of the arguments of the function that the class is
-named after, such as `low`, `high` and `targets` for `IntervalCoverage`. The classes of OOD
-detection take the scores of a batch, and 1 for each OOD example and 0 for the others. `compute`
-gives the function's value on all examples of all processes. The classes are logged in Lightning as
-any metric of torchmetrics. `torchmetrics.regression.MeanSquaredError(squared=False)` is the root
-mean squared error.
+Import a class from this module, as in `from laplace_debias.metrics.modules import NLL`. The module
+is separate from the other metrics, because torchmetrics takes seconds to import. `update` takes a
+batch of the arguments of the function after which the class is named, such as `low`, `high` and
+`targets` for `IntervalCoverage`. The classes of OOD detection take the scores of a batch, and 1 for
+each OOD example and 0 for the others. `compute` returns the function's value on all examples of all
+processes. The classes can be logged in Lightning like any metric of torchmetrics.
+`torchmetrics.regression.MeanSquaredError(squared=False)` is the root mean squared error.
 
-All classes keep their inputs: the metrics of probabilities, for example, need 4 · (classes + 2)
+All classes store their inputs. For example, the metrics of probabilities need 4 · (classes + 2)
 bytes per example in float32.
 """
 
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class _OverBatches(Metric):
-    """A function of the tensors of all batches.
+    """A metric that is a function of the tensors of all batches.
 
     Attributes:
         _function: The metric as a function of these tensors.
@@ -80,14 +80,14 @@ class _OverBatches(Metric):
             getattr(self, f"given_{number}").append(tensor.detach())
 
     def _examples(self) -> list[Tensor]:
-        """The inputs of all batches; ValueError if there were none."""
+        """Return the inputs of all batches; raise ValueError if there were none."""
         batches = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
         if isinstance(batches[0], list) and not batches[0]:
             raise ValueError(f"{type(self).__name__} has no examples. Call `update` first.")
         return [dim_zero_cat(batch) for batch in batches]
 
     def compute(self) -> Float[Tensor, ""]:
-        """The function of the examples of all batches; ValueError if there were none."""
+        """Compute the metric on the examples of all batches; raise ValueError without any."""
         return self._function(*self._examples(), **self._options)
 
 
@@ -119,7 +119,7 @@ class _OfScores(_OverBatches):
         self._add(scores, is_ood)
 
     def forward(self, *batch: Tensor, **named: Tensor) -> Float[Tensor, ""]:
-        """Add a batch, and return its value; NaN if a kind of examples is missing in it."""
+        """Add a batch and return its value, which is NaN if the batch lacks ID or OOD examples."""
         self._is_in_forward = True
         try:
             return super().forward(*batch, **named)
@@ -127,7 +127,7 @@ class _OfScores(_OverBatches):
             self._is_in_forward = False
 
     def compute(self) -> Float[Tensor, ""]:
-        """The function of the examples of all batches; ValueError if a kind of them is missing."""
+        """Compute the metric on all batches; raise ValueError without both ID and OOD examples."""
         scores, is_ood = self._examples()
         if self._is_in_forward and len(is_ood.unique()) < 2:
             return torch.tensor(torch.nan, device=scores.device)
@@ -165,7 +165,7 @@ class _OfTransforms(_OverBatches):
     _num_inputs = 1
 
     def update(self, pit: Real) -> None:
-        """Add a batch of probability integral transforms, such as those of `gaussian_pit`."""
+        """Add a batch of probability integral transforms, such as the result of `gaussian_pit`."""
         check_pit(pit)
         self._add(pit)
 
@@ -177,7 +177,7 @@ def _metric_class(
     function: Callable[..., Tensor],
     **defaults: int,
 ) -> Any:
-    """The class of a metric of `METRICS`: its function over batches."""
+    """Make the class that computes a metric of `METRICS` over batches."""
     definition = METRICS[metric]
     return type(
         name,

@@ -1,7 +1,7 @@
-"""Detection of out-of-distribution (OOD) among in-distribution (ID) examples by a score.
+"""Detection of out-of-distribution (OOD) examples among in-distribution (ID) ones by a score.
 
-ID is the negative class (0), OOD the positive one (1): a good score, such as the entropy of the
-predictive, is higher on OOD examples. Only the order of the scores counts.
+ID is the negative class (0), and OOD is the positive class (1). A good score, such as the entropy
+of the predictive, is higher on OOD examples. Only the order of the scores matters.
 """
 
 import torch
@@ -25,7 +25,7 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
 
 
 def label_entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
-    """Entropy of each example in nats, summed over its labels, which are independent."""
+    """Compute the entropy of each example in nats, summed over its independent labels."""
     return entropy(probs.flatten()).view(probs.shape).sum(1)
 
 
@@ -51,7 +51,7 @@ def auroc(
     ranks_ood = ranks[target == 1]
     num_below = torch.searchsorted(ranks_id, ranks_ood)
     num_below_or_tied = torch.searchsorted(ranks_id, ranks_ood, right=True)
-    # In float64, so that perfect detection is exactly 1.
+    # Compute in float64, so that perfect detection is exactly 1.
     num_pairs = len(ranks_id) * len(ranks_ood)
     share = (num_below + num_below_or_tied).sum().double() / (2 * num_pairs)
     return share.to(torch.get_default_dtype())
@@ -75,8 +75,9 @@ def aupr_in(
 ) -> Float[Tensor, ""]:
     """Compute the average precision (AUPR) with the ID examples as positives.
 
-    It is `aupr` with the two sets exchanged and the order of the scores reversed: the fraction of
-    ID examples for a score without information. Scores and errors are the same as for `auroc`.
+    It is `aupr` with the two sets exchanged and the order of the scores reversed. For a score
+    without information, it is the fraction of ID examples. Scores and errors are the same as for
+    `auroc`.
     """
     ranks, target = _ranked(scores_id, scores_ood)
     return _average_precision(1 - ranks, 1 - target)
@@ -105,7 +106,7 @@ def fpr95(
 
 
 def _average_precision(ranks: Float[Tensor, " n"], target: Integer[Tensor, " n"]) -> Tensor:
-    """Compute `Σ_k (R_k - R_{k-1}) P_k`, in float64 so that a perfect score has exactly 1."""
+    """Compute `Σ_k (R_k - R_{k-1}) P_k` in float64, so that it is exactly 1 for a perfect score."""
     _, index, counts = ranks.unique(return_inverse=True, return_counts=True)
     positives = torch.zeros(len(counts), dtype=torch.float64, device=ranks.device)
     positives = positives.index_add(0, index, target.double()).flip(0)
@@ -117,10 +118,10 @@ def _average_precision(ranks: Float[Tensor, " n"], target: Integer[Tensor, " n"]
 def _ranked(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
-    """Scores as ranks in [0, 1], and whether each is of an OOD example (1) or not (0).
+    """Return scores as ranks in [0, 1], and 1 for each score of an OOD example, otherwise 0.
 
-    Ranks keep the order and the ties exactly. Scores outside [0, 1] would be logits for
-    torchmetrics, whose squashing makes large scores equal.
+    Ranks preserve the order and the ties exactly. torchmetrics would take scores outside of [0, 1]
+    for logits, and the sigmoid would make large scores equal.
     """
     check_score_pair(scores_id, scores_ood)
     if torch.finfo(torch.get_default_dtype()).bits < 32:

@@ -1,8 +1,8 @@
 """Metrics of Gaussian predictives of real numbers, and their intervals.
 
-Targets are `[n]` or `[n, outputs]`. A predictive is its mean and standard deviation of that shape,
-the noise included. Functions give a scalar over all targets, or with `reduction="none"` one value
-per target.
+Targets are `[n]` or `[n, outputs]`. A predictive is given by its mean and its standard deviation,
+both in the shape of the targets; the standard deviation includes the noise. Functions return a
+scalar over all targets, or one value per target if `reduction="none"`.
 """
 
 import math
@@ -57,7 +57,7 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
     """
     check_real({"mean": mean, "targets": targets})
     errors = mean - targets
-    # In half precision the square of an error above 256 would overflow.
+    # In half precision, the square of an error above 256 would overflow.
     errors = errors.to(torch.promote_types(errors.dtype, torch.float32))
     return errors.square().mean().sqrt()
 
@@ -114,7 +114,7 @@ def interval_coverage(
         low: Lower ends, `[n]` or `[n, outputs]`.
         high: Upper ends, of the same shape.
         targets: Numbers in the same shape.
-        reduction: `"mean"`, or `"none"` for 1 or 0 of each target.
+        reduction: `"mean"`, or `"none"` for a 1 or 0 per target.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -138,11 +138,11 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
 def interval_score(
     low: Real, high: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    r"""Compute Winkler's interval score: the width plus a penalty if the target is outside.
+    r"""Compute Winkler's interval score, the width plus a penalty if the target is outside.
 
     $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
     with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the
-    true distribution has the lowest mean.
+    true distribution has the lowest mean score.
 
     Args:
         low: Lower ends, `[n]` or `[n, outputs]`.
@@ -173,7 +173,7 @@ def pinball(
 
     $$\max(p\,(y - q),\ (p - 1)(y - q))$$
     in the units of the targets. It is proper: the p-quantile of the true distribution has the
-    lowest mean.
+    lowest mean loss.
 
     Args:
         quantile: The predicted quantile q of each target, `[n]` or `[n, outputs]`.
@@ -214,7 +214,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
     Args:
         pit: Probability integral transform of each target, in [0, 1], by `gaussian_pit` or by the
             distribution function of a different predictive.
-        num_levels: K levels `1/(K+1) … K/(K+1)`.
+        num_levels: K, the number of levels, which are `1/(K+1) … K/(K+1)`.
 
     Raises:
         TypeError: If `pit` is not a tensor.
@@ -233,7 +233,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
 
 
 def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = None) -> None:
-    """Checks a Gaussian predictive, with targets or without."""
+    """Check a Gaussian predictive, with or without targets."""
     tensors = {"mean": mean, "standard_deviation": standard_deviation}
     if targets is not None:
         tensors["targets"] = targets
@@ -247,7 +247,7 @@ def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = 
 
 
 def check_intervals(low: Real, high: Real, targets: Real | None = None) -> None:
-    """Checks the ends of intervals, with targets or without."""
+    """Check the ends of intervals, with or without targets."""
     tensors = {"low": low, "high": high}
     if targets is not None:
         tensors["targets"] = targets
@@ -260,7 +260,7 @@ def check_intervals(low: Real, high: Real, targets: Real | None = None) -> None:
 
 
 def check_pit(pit: Real) -> None:
-    """Checks probability integral transforms."""
+    """Check probability integral transforms."""
     check_real({"pit": pit})
     if pit.min() < 0 or pit.max() > 1:
         raise ValueError(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Report(dict[str, Interval]):
     """A mapping from names to metrics, each with its confidence interval.
 
-    A report keeps the contribution of each example, for `compare`. A copy as a plain `dict` or as
-    JSON contains only the numbers.
+    A report stores the contribution of each example for use in `compare`. A copy as a plain `dict`
+    or as JSON contains only the numbers.
 
     Attributes:
         level: Nominal coverage of the intervals.
@@ -67,7 +67,7 @@ class Report(dict[str, Interval]):
         ]
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """The header and a line for each metric."""
+        """Return the header and a line for each metric."""
         width = 4 if any(metric.is_known for metric in self.values()) else 2
         lines: list[tuple[str, ...]] = [("metric", "value", "low", "high")[:width]]
         for name, metric in self.items():
@@ -90,7 +90,7 @@ def report_of(
     level: float = 0.95,
     intervals: bool = True,
 ) -> Report:
-    """The report on statistics."""
+    """Build the report on statistics."""
     check_level(level)
     values = {
         name: statistic.interval(level) if intervals else Interval(statistic.value)
@@ -102,10 +102,10 @@ def report_of(
 def compare(a: Report, b: Report) -> Report:
     """Compare two reports by the paired differences a − b of their metrics.
 
-    Both methods predict the same easy and hard examples, so the difference is known better than
-    either metric: its interval may exclude 0 although the two intervals overlap. If a metric should
-    be a certain number (`overconfidence` and `bias` 0, `scaled_error` 1), the difference is between
-    the distances from this number.
+    Both methods predict the same easy and hard examples, so the difference is known more precisely
+    than either metric. The interval of the difference may exclude 0 although the intervals of the
+    two metrics overlap. If a metric should be a certain number (`overconfidence` and `bias` 0,
+    `scaled_error` 1), the difference is between the distances from this number.
 
     Args:
         a: The report of one method.
@@ -127,7 +127,7 @@ def compare(a: Report, b: Report) -> Report:
     """
     for name, report in (("a", a), ("b", b)):
         if not isinstance(report, Report):
-            raise TypeError(f"`{name}` is a {type(report).__name__}. Pass what `evaluate` returns.")
+            raise TypeError(f"`{name}` is a {type(report).__name__}. Pass results of `evaluate`.")
     if a.level != b.level:
         raise ValueError(
             f"`a` has the level {a.level}, but `b` has {b.level}. Evaluate both with the same "

@@ -1,4 +1,4 @@
-"""Selective prediction: the risk where the network answers only if it is confident."""
+"""Selective prediction: the risk if the network answers only when it is confident."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class RiskCoverageCurve(NamedTuple):
 
     Attributes:
         coverage: Fractions of the examples that are answered, `[n]`: 1/n, 2/n … 1.
-        risk: The error rate among them, `[n]`.
+        risk: The error rate among the answered examples, `[n]`.
     """
 
     coverage: Float[Tensor, " n"]
@@ -27,9 +27,10 @@ def risk_coverage_curve(
 ) -> RiskCoverageCurve:
     """Compute the error rate among the most confident examples, for every coverage.
 
-    Examples are ordered by the summed probability of the other classes, which is more precise near
-    a confidence of 1. Equally confident examples each count as their mean error, which is the
-    expectation over their order.
+    Examples are ordered by the summed probability of all classes except the most probable one,
+    because this sum is more precise than the confidence if the confidence is near 1. The error of
+    each example is replaced by the mean error of all equally confident examples, which is the
+    expectation over random orders.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -64,7 +65,7 @@ def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> F
 
 
 def mean_of_equals(keys: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """For each example the mean of the values of all that have its key."""
+    """Compute, for each example, the mean value of all examples with the same key."""
     _, index, counts = keys.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
     return (sums.index_add_(0, index, values) / counts)[index]

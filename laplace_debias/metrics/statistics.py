@@ -1,7 +1,8 @@
-"""A metric of one set of predictions: its value, its interval, its difference to another's.
+"""A metric of a set of predictions: its value, its interval, and its difference to a reference.
 
-The kind of its interval depends on the metric: a proportion, (to first order) a mean, or an area
-under a curve. Some metrics have none, because no interval is known that has its nominal coverage.
+The kind of interval depends on the metric, which is a proportion, a mean (to first order), or an
+area under a curve. Some metrics have no interval, because none is known that has its nominal
+coverage.
 """
 
 import math
@@ -28,7 +29,8 @@ class Statistic:
 
     Attributes:
         value: The metric.
-        influence: How much each example contributes, `[n]`; without an interval only n counts.
+        influence: How much each example contributes, `[n]`. Only the length is used if there is no
+            interval.
     """
 
     value: float
@@ -36,7 +38,7 @@ class Statistic:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of examples: of one set, or in and out of distribution."""
+        """The number of examples of the set, or the numbers in and out of distribution."""
         return (len(self.influence),)
 
     def interval(self, level: float) -> Interval:
@@ -66,11 +68,11 @@ class Proportion(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class Mean(Statistic):
-    """A mean over examples, to first order at least; `influence` are the values of a mean.
+    """A metric that is a mean over examples, at least to first order.
 
     Attributes:
-        lowest: A bound of the metric from below.
-        highest: A bound of the metric from above.
+        lowest: A lower bound of the metric.
+        highest: An upper bound of the metric.
         squared: Whether `influence` belongs to the metric's square, as for a root mean square.
         ideal: Best value of the metric, if neither lower nor higher is better. Differences are then
             between the distances from this value.
@@ -85,7 +87,7 @@ class Mean(Statistic):
         """The value with its confidence interval."""
         if self.squared:
             low, high = mean_interval(self.value**2, self.influence, level)
-            # NaN comes first: Python returns it then.
+            # NaN has to be the first argument, because `max` then returns it.
             return Interval(self.value, math.sqrt(max(low, 0.0)), math.sqrt(max(high, 0.0)))
         low, high = mean_interval(self.value, self.influence, level)
         return Interval(self.value, max(low, self.lowest), min(high, self.highest))
@@ -99,7 +101,7 @@ class Mean(Statistic):
         return Interval(difference, low, high)
 
     def _distance(self) -> tuple[float, Float[Tensor, " n"]]:
-        """The value, or its distance from the ideal, with each example's influence on it."""
+        """Return the value, or its distance from the ideal, and each example's influence on it."""
         slope = 1.0
         if self.squared:
             slope = 1 / max(2 * self.value, torch.finfo(torch.float64).tiny)

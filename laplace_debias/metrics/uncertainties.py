@@ -1,7 +1,7 @@
-"""The uncertainty of a predictive, and the part of it that is about the parameters.
+"""The uncertainty of a predictive, and the part that is due to the parameters.
 
-Every score is higher if the predictive is more uncertain, so that it can detect
-out-of-distribution examples; `auroc` and the like take such scores.
+Every score is higher if the predictive is more uncertain, so that it can detect out-of-distribution
+examples; `auroc` and similar metrics take such scores.
 """
 
 import math
@@ -21,17 +21,17 @@ from laplace_debias.system.shown import one_line
 class Uncertainty:
     """The total, aleatoric and epistemic uncertainty of each example.
 
-    Each has shape `[n]`, or `[n, outputs]` for a regression. For class probabilities all three are
-    in nats, for regression they are variances, in squared units of the targets. It unpacks into the
-    three.
+    Each of the three has shape `[n]`, or `[n, outputs]` for a regression. For class probabilities,
+    all three are in nats. For a regression, they are variances in squared units of the targets. The
+    object can be unpacked into the three tensors.
 
     Attributes:
         total: The entropy of the predictive, or its variance.
         aleatoric: Uncertainty that would remain if the parameters were known.
-        epistemic: The rest, which more training data would take away: the mutual information of
-            label and parameters (BALD), or the variance of the mean.
-        scores: By name the scores `[n]` that there are of class probabilities, each higher where
-            the predictive is less certain: `entropy`, `max_probability`, `mutual_information`,
+        epistemic: The remaining uncertainty, which more training data would reduce: the mutual
+            information of label and parameters (BALD), or the variance of the mean.
+        scores: The available scores `[n]` of class probabilities by name, each of which is higher
+            if the predictive is less certain: `entropy`, `max_probability`, `mutual_information`,
             `variance`, `instability`, `energy`, `max_logit`.
     """
 
@@ -81,15 +81,15 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
     checked = check_probs(probs.flatten(0, 1)).unflatten(0, (len(probs), -1))
     total = special.entr(checked.mean(0)).sum(-1)
     aleatoric = special.entr(checked).sum(-1).mean(0)
-    # Entropy is concave; only rounding makes a difference negative.
+    # Entropy is concave, so a difference can be negative only because of rounding.
     return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))
 
 
 def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
     """Compute one minus the probability of the most probable class.
 
-    The score is higher if the network is less certain. It is computed as the sum of the other
-    classes' probabilities near 0, so that confident predictions keep their order in float32.
+    The score is higher if the network is less certain. Near 0, it is computed as the sum of the
+    other classes' probabilities, so that confident predictions keep their order in float32.
     Argument and errors are the same as for `entropy`.
 
     Reference:
@@ -152,11 +152,11 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
 def instability(
     mean: Float[Tensor, "*n classes"], covariance: Float[Tensor, "*n classes classes"]
 ) -> Float[Tensor, "*n"]:
-    """Compute the log-probability that the runner-up outranks the predicted class.
+    """Compute the log-probability that the second most probable class outranks the predicted one.
 
     The result is `log Φ(-m / s)`, where m is the margin between the two largest mean logits and s
-    is its standard deviation. It is at most `log ½`. The logarithm also distinguishes decisions
-    that are all safe.
+    is its standard deviation. It is at most `log ½`. The logarithm also distinguishes between
+    decisions that are all very certain.
 
     Args:
         mean: Mean logits, `[..., C]`, of at least two classes.
@@ -229,7 +229,7 @@ def margin_instability(
     indices = torch.stack(leading_classes(means), -1).expand(*means.shape[:-1], 2)
     leading_means = means.double().gather(-1, indices)
     margins = leading_means[..., 0] - leading_means[..., 1]
-    # A tie is a tie whatever its variance.
+    # A tie counts as a tie, whatever the variance of its margin.
     ratios = torch.where(margins != 0, -margins / variances.clamp(min=0).sqrt(), 0)
     log_probs = special.log_ndtr(ratios)
     return (log_probs.logsumexp(0) - math.log(len(means))).to(means.dtype)
