@@ -152,7 +152,7 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
 def instability(
     mean: Float[Tensor, "*n classes"], covariance: Float[Tensor, "*n classes classes"]
 ) -> Float[Tensor, "*n"]:
-    """Compute the log-probability that the second most probable class outranks the predicted one.
+    """Compute the log-probability that the runner-up outranks the predicted class.
 
     The result is `log Φ(-m / s)`, where m is the margin between the two largest mean logits and s
     is its standard deviation. It is at most `log ½`. The logarithm also distinguishes between

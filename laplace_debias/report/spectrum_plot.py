@@ -20,10 +20,10 @@ _BAND = 2
 def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
     """Draw a spectral density with a band of two standard errors.
 
-    The density has a logarithmic axis over the six decades below its peak: in the spectra of
-    networks nearly all eigenvalues lie next to zero, and those that matter are few. On the
-    logarithmic scale of eigenvalues, the fractions that it cannot show as they are (zero, negative)
-    stand in the picture.
+    The axis of the density is logarithmic and covers the six decades below the peak, because nearly
+    all eigenvalues of networks are close to zero, and only a few matter. If the scale of the
+    eigenvalues is logarithmic, it cannot show zero and negative eigenvalues, so their fractions are
+    written in the picture.
     """
     grid, values, error = (
         values.detach().to("cpu", torch.float64).numpy()
@@ -62,9 +62,10 @@ def spectrum_figure(
 
     Args:
         eigenpairs: The leading eigenpairs of a matrix.
-        trace: Its whole trace.
-        density: The density of its other eigenvalues, with a logarithmic axis; None to draw none.
-        matrix: Its name.
+        trace: The trace of the whole matrix.
+        density: The density of the other eigenvalues, with a logarithmic axis; None to leave it
+            out.
+        matrix: The name of the matrix.
     """
     figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
     num_panels = 1 if density is None else 2
@@ -93,7 +94,7 @@ def spectrum_figure(
         return figure
     (by_value,) = others
     plot_spectral_density(density, by_value)
-    # The eigenvalues that were taken out before the density was estimated.
+    # Draw the eigenvalues that were removed before the density was estimated.
     marks = values[values > 0]
     by_value.plot(
         marks,

@@ -1,6 +1,6 @@
 """The style of pictures, and how they are saved.
 
-Neither this file nor the pictures use pyplot, so the user's state is untouched.
+Neither this file nor the pictures use pyplot, so its global state is not changed.
 """
 
 import os

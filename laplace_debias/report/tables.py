@@ -24,10 +24,11 @@ _MOST_COLUMNS = 1000
 def print_table(rows: Sequence[Row], title: str) -> None:
     """Print a table to the terminal.
 
-    Real numbers have three decimals; those that would vanish, or have more than six digits before
-    the point, appear in scientific notation, missing values and None as a dash.
+    Real numbers have three decimals. They are in scientific notation if they would round to zero,
+    or if they have more than six digits before the point. Missing values and None are shown as a
+    dash.
     """
-    # Here, as CSV and Markdown do without it.
+    # Imported here, because CSV and Markdown do not need it.
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -43,7 +44,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         table.add_column(Text(column), justify="right" if is_numeric else "left")
     for line in lines:
         table.add_row(*(Text(_formatted(cell)) for cell in line))
-    # In a file or a pipe a row is one line, however wide.
+    # In a file or a pipe, a row is one line, however long.
     width = None if sys.stdout.isatty() else _MOST_COLUMNS
     Console(width=width).print(table)
 
@@ -51,7 +52,8 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write a table as CSV, with real numbers in full precision.
 
-    The file appears at once and whole; missing parent folders are made. Texts are `not_a_formula`.
+    The file is written atomically, and missing parent folders are created. Texts are passed through
+    `not_a_formula`.
     """
     columns, lines = _cells(rows)
     with (
@@ -64,16 +66,16 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 
 
 def not_a_formula(value: Any) -> Any:
-    """Return a cell of a CSV file that a spreadsheet does not read as a formula.
+    """Return a cell of a CSV file so that a spreadsheet does not read it as a formula.
 
-    Such texts begin with `=`, `+`, `-` or `@`; numbers with a sign stay as they are.
+    A text is changed if it begins with `=`, `+`, `-` or `@`, unless it is a number with a sign.
     """
     computed = isinstance(value, str) and re.match(r"[=+@-](?![\d.]*$)", value)
     return f"'{value}" if computed else value
 
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
-    """The names of the columns, and rows of plain values."""
+    """Return the names of the columns, and rows of plain values."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     values = ([row.get(column) for column in columns] for row in rows)
     return columns, [

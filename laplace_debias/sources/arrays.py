@@ -24,7 +24,7 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
             if not isinstance(archive, Mapping):
                 raise ValueError("it contains one array without a name")
             return dict(archive)
-    # Damaged bytes raise errors of any type in the readers of zip files and of headers.
+    # If the file is damaged, the readers of zip files and headers may raise errors of any type.
     except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(
@@ -40,9 +40,9 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
 def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     """Read the splits of a `.npz` file.
 
-    Arrays are `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val` and `y_val`; or `x` and
-    `y`, which the seed splits. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]` are
-    images, normalised by mean and std; floats are taken as they are.
+    The arrays are `x_train`, `y_train`, `x_test`, `y_test` and, optionally, `x_val` and `y_val`; or
+    `x` and `y`, which are split by the seed. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]`
+    are images, which are normalised by mean and std. Floats are not changed.
     """
     arrays = read_archive(path)
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
@@ -129,20 +129,20 @@ def as_inputs(x: np.ndarray, source: str) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x))
     check_numbers(x, f"x of {source}")
     if x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2:
-        # Whole numbers may be tokens, which an embedding looks up.
+        # Keep whole numbers, because they may be tokens for an embedding.
         return torch.from_numpy(x.astype(np.int64))
     return torch.from_numpy(x.astype(np.float32))
 
 
 def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
-    """Return how inputs are made of pixels, or None if they are not images."""
+    """Return the normalisation of pixels to inputs, or None if the inputs are not images."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return Pixels.from_settings(settings) or Pixels()
     if x.ndim != 4 or x.shape[1] not in (1, 3) or x.dtype.kind != "f":
         return None
     if Pixels.from_settings(settings) is not None:
         return Pixels.from_settings(settings)
-    # The smallest and the largest value are taken for black and white, which are not known.
+    # Black and white are not known, so the smallest and the largest value are used.
     first_images = x[:1000]
     low = float(first_images.min())
     high = float(first_images.max())

@@ -34,16 +34,16 @@ class Changed:
             offset += len(batch[0])
 
     def changed(self, batch: Any, offset: int) -> tuple[Tensor, Tensor]:
-        """Change the inputs of a batch, whose first example has the index `offset`."""
+        """Change the inputs of a batch; the index of its first example is `offset`."""
         x, y = batch
         return self._change(x, offset), y
 
 
 class Corruption:
-    """A corruption of images at a severity, like that of CIFAR-10-C.
+    """A corruption of images at a given severity, as in CIFAR-10-C.
 
-    The pixels that an image was made of are corrupted, at the size that the network takes. The
-    results are kept up to 1 GiB, because some corruptions take longer than the network.
+    The pixels of an image are corrupted after it was resized for the network. Up to 1 GiB of
+    results is cached, because some corruptions take longer than the network.
     """
 
     def __init__(self, pixels: Pixels, severity: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class Corruption:
         self._kept: dict[int, UInt8[Tensor, "batch channels height width"]] = {}
 
     def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
-        """The images corrupted, of which the first is number `offset`."""
+        """Corrupt images, the first of which has the index `offset`."""
         corrupted = self._kept.get(offset)
         if corrupted is None or len(corrupted) != len(x):
             pixels = self._pixels.pixels(x)
@@ -69,7 +69,7 @@ def shuffled_patches(
 ) -> Tensor:
     """Shuffle the 4 × 4 patches of each image.
 
-    The first of the images is number `offset`.
+    The first image has the index `offset`.
     """
     height, width = (side // _GRID for side in x.shape[2:])
     if not height or not width:
@@ -77,7 +77,7 @@ def shuffled_patches(
             f"Images of {x.shape[2]} × {x.shape[3]} pixels are too small for 4 × 4 patches. Use "
             "larger images."
         )
-    # Pixels beyond the grid, at the right and at the bottom, stay where they are.
+    # Pixels beyond the grid, at the right and at the bottom, are not moved.
     inner = x[:, :, : _GRID * height, : _GRID * width]
     patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
     patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)

@@ -1,8 +1,9 @@
 """Deterministic image corruptions at five severities, after CIFAR-10-C.
 
-Thirteen of the benchmark's nineteen kinds, with the severity constants of CIFAR-10-C; lengths are
-in pixels for images of any size. Two differences from the published files: `fog` is value noise
-instead of the diamond-square fractal, and the random numbers are different.
+The module has thirteen of the benchmark's nineteen kinds, with the severity constants of
+CIFAR-10-C. Lengths are in pixels, whatever the size of the image. There are two differences from
+the published files: `fog` is value noise instead of the diamond-square fractal, and the random
+numbers are different.
 
 Reference:
     Hendrycks & Dietterich (2019), Benchmarking Neural Network Robustness to Common Corruptions and
@@ -34,11 +35,11 @@ def corrupt(
     seed: int = 0,
     offset: int = 0,
 ) -> UInt8[Tensor, "n channels height width"]:
-    """Corrupt each image by one random type of corruption, like the paper.
+    """Corrupt each image by one random kind of corruption, as in the paper.
 
-    Image n of the call is number `offset + n`; its kind and its random numbers depend on that
-    number and `seed` only, so the result does not depend on the batch size, and an image has the
-    same kind and random numbers at every severity: severities are compared on the same draw.
+    Image n of the call has the index `offset + n`. Its kind of corruption and its random numbers
+    depend only on this index and on `seed`. So the result does not depend on the batch size, and
+    severities are compared on the same draw.
 
     Reference:
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).
@@ -109,7 +110,8 @@ def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
     columns = np.arange(x.shape[1])
     blurred = np.zeros_like(x)
     for step, weight in zip(steps, weights / weights.sum(), strict=True):
-        # The edge is repeated beyond the image, as a moving camera would see more of the same.
+        # Repeat the edge beyond the image, because a moving camera would probably see more of the
+        # same.
         moved_rows = (rows + round(step * np.sin(angle))).clip(0, x.shape[0] - 1)
         moved_columns = (columns + round(step * np.cos(angle))).clip(0, x.shape[1] - 1)
         blurred += weight * x[moved_rows[:, None], moved_columns]
@@ -153,7 +155,7 @@ def value_noise(height: int, width: int, octave: int, rng: Generator) -> np.ndar
 
 
 def _brightness(x: Image, severity: int, rng: Generator) -> Image:
-    # The value of HSV is the largest channel; hue and saturation stay as they are.
+    # The value of HSV is the largest channel; hue and saturation do not change.
     value = x.max(axis=2, keepdims=True)
     brighter = np.minimum(value + (0.05, 0.1, 0.15, 0.2, 0.3)[severity - 1], 1.0)
     return np.where(value > 0.0, x * brighter / np.where(value > 0.0, value, 1.0), brighter)
@@ -195,4 +197,4 @@ KINDS: Mapping[str, Kind] = {
         *(_fog, _brightness, _contrast, _pixelate, _jpeg_compression),
     )
 }
-"""Kinds of corruption that change any image, even a grey or tiny one, more at higher severity."""
+"""Kinds of corruption that change every image, even if grey or tiny, and more so if more severe."""

@@ -1,4 +1,4 @@
-"""Data by name, before the network is loaded."""
+"""Data from a name or a path, which is found before the network is loaded."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,8 +25,8 @@ _OF_TABLES = ("target", "features", "standardise")
 def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Splits]]:
     """Find the data of the settings, without reading the images of a folder.
 
-    Returns how many outputs a network of it has, None if that is not known, and a function that
-    makes the splits for a network.
+    Returns the number of outputs of a network for this data (None if it is not known), and a
+    function that makes the splits for a network.
     """
     if settings.data is None:
         raise ValueError(f"No data was specified. Pass --data with {_KINDS}.")
@@ -77,7 +77,7 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
 
     `train` and `test` are required; `validation`, `ood` (by name) and `classes` are optional. Each
     part is a data set, a `DataLoader` or a list of batches `(x, y)`; the batches of `ood` need no
-    targets. A data set, and a plain `DataLoader` of one, is read in the same order each time.
+    targets. A data set, or a plain `DataLoader` of a data set, is read in the same order each time.
     """
     content = called(path, imported(path, "data"), {}, "data")
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):
@@ -95,7 +95,7 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
         ood=content.get("ood") or {},
         num_targets=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
-        # Inputs come normalised, and only the settings have the mean and std.
+        # The inputs are already normalised, so mean and std are known only from the settings.
         pixels=Pixels.from_settings(settings),
     )
 
@@ -108,7 +108,7 @@ def _opened(
     likelihood: Likelihood,
     model: nn.Module,
 ) -> Splits:
-    """The splits of an image folder as the network takes them."""
+    """Return the splits of an image folder in the form that the network takes."""
     file_by_class = {label: file for split in files.values() for file, label in split}
     view, notes = view_of(settings, model, file_by_class.values())
     was_whole = "all" in files
@@ -136,8 +136,8 @@ def _opened(
 def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple[Path, int]]]]:
     """List the images of a folder by split and class.
 
-    Returns the classes, and files and labels of `train`, `val` and `test`; only of `all` where
-    there are no splits. No image is decoded.
+    Returns the classes, and the files and labels of `train`, `val` and `test`, or of `all` if there
+    are no splits. No image is decoded.
     """
     folders: dict[str, Path] = {}
     for split, names in SPLIT_NAMES.items():
@@ -178,7 +178,7 @@ def _first_names(names: list[str]) -> str:
 
 
 def _classes_in(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
-    """Class folders, and all images with their labels, by class and then by path."""
+    """Return the class folders, and all images with their labels, sorted by class and path."""
     folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     files: list[tuple[Path, int]] = []
     for label, path in enumerate(folders):

@@ -1,4 +1,4 @@
-"""Further inputs for the network: out-of-distribution sets, data to predict."""
+"""Further inputs for the network: out-of-distribution sets, or data to predict."""
 
 import reprlib
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def read_further_inputs(
 ) -> FurtherInputs:
     """Read inputs from a folder of images, a `.npz` file, a table or an import path.
 
-    They are of a `shape`, for a network that was trained on `splits`.
+    The inputs must have the shape `shape`, and the network was trained on `splits`.
     """
     if is_import_path(str(source)):
         examples = called(str(source), imported(str(source), option), {}, option)
@@ -114,8 +114,8 @@ def _from_archive(
     if splits.columns is not None and x.ndim == 2:
         x = splits.columns.standardised(x.double().numpy())
         notes = (
-            f"{option}: the columns of {path} are taken as those of the training table, in its "
-            "units.",
+            f"{option}: the columns of {path} are assumed to be those of the training table, in "
+            "the same units.",
         )
     return FurtherInputs(_unlabelled(x, pixels), notes=notes)
 

@@ -1,4 +1,4 @@
-"""Folders of images, decoded when fetched."""
+"""Folders of images, which are decoded when they are fetched."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _GREY = ("1", "L", "LA")
 class View:
     """The conversion of a picture to a network's input.
 
-    `resized` maps Pillow images; with `any_size` pictures of different sizes are made equal.
+    `resized` maps Pillow images; if `any_size` is true, it makes pictures of different sizes equal.
     """
 
     resized: Callable[[Any], Any]
@@ -59,7 +59,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One image, normalised, float32 [C, H, W], and its label."""
+        """Return a normalised image, float32 [C, H, W], and its label."""
         file, label = self.files[index]
         image = opened(file, self.view.is_grey)
         if not self.view.any_size and index:
@@ -87,10 +87,10 @@ def opened(file: Path, is_grey: bool = False) -> Any:
     """Decode a picture."""
     try:
         with PIL.Image.open(file) as picture:
-            if picture.mode[0] in "IF":  # Pillow would clip them
+            if picture.mode[0] in "IF":  # Pillow would clip the values.
                 raise ValueError("more than 8 bits per pixel")
             return picture.convert("L" if is_grey else "RGB")
-    # On broken bytes Pillow's decoders raise errors of any type.
+    # If the file is damaged, Pillow's decoders may raise errors of any type.
     except Exception as error:
         raise _unreadable(file, error) from error
 
@@ -118,7 +118,7 @@ def images_below(folder: Path) -> list[Path]:
 
 
 def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
-    """Whether the network takes one channel, by its first convolution, mean and std, or files."""
+    """Whether the network takes one channel, by its first convolution, mean and std, or the files."""
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first in (1, 3):
         return first == 1
@@ -129,15 +129,15 @@ def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) 
 def view_of(
     settings: SourceSettings, model: nn.Module, files: Iterable[Path]
 ) -> tuple[View, tuple[str, ...]]:
-    """Return how pictures become the inputs of a network, and notes for the reader.
+    """Return the conversion of pictures to the inputs of a network, and notes for the reader.
 
-    A network of timm has a configuration (`timm.data.resolve_data_config`), which image_size, mean
-    and std of the settings replace. Torchvision's published weights have one, too. The files show
+    A timm network has a configuration (`timm.data.resolve_data_config`), and so have the published
+    weights of torchvision. The settings `image_size`, `mean` and `std` override it. The files show
     whether the images are grey.
     """
     overrides: dict[str, Any] = {}
     if settings.image_size is not None:
-        # The network takes the size of the settings: no border is cut off.
+        # The size in the settings is the size of the inputs, so no border is cut off.
         overrides = {"img_size": settings.image_size, "crop_pct": 1.0}
     for name in ("mean", "std"):
         if getattr(settings, name) is not None:
@@ -171,7 +171,7 @@ def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
     from torchvision.transforms import Compose
 
     config = resolve_data_config(overrides, model=model)
-    # Without normalisation, which the prefetcher would do: the pixels are also needed as bytes.
+    # `use_prefetcher` leaves out the normalisation, because the pixels are also needed as bytes.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])
     pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))

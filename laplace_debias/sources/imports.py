@@ -23,7 +23,7 @@ def check_input(value: str | Path, option: str) -> None:
     """Require a file, a folder or an import path's module, without importing anything.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such file, folder or module.
     """
     text = str(value)
     if option == "model" or is_import_path(text):
@@ -34,7 +34,7 @@ def check_input(value: str | Path, option: str) -> None:
 
 
 def _check_module(name: str, path: str, option: str) -> None:
-    """Require a top-level module, which the working directory may hold."""
+    """Require a top-level module, which may be in the working directory."""
     _make_working_directory_importable()
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         raise ValueError(_no_module(path, option, name))

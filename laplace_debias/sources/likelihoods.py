@@ -27,7 +27,7 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
     """Return the likelihood of `--task`, or None without this option.
 
     Raises:
-        ValueError: If an import path leads to no likelihood.
+        ValueError: If the object at an import path is not a likelihood.
     """
     task = settings.task
     if task is None:
@@ -49,8 +49,8 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
 def likelihood_of_array(targets: np.ndarray) -> Likelihood:
     """Infer the likelihood of targets from their type and shape.
 
-    Whole numbers `[N]` are classes, whole numbers `[N, K]` labels, other numbers a regression's
-    targets.
+    Whole numbers `[N]` are classes, whole numbers `[N, K]` are labels, and other numbers are the
+    targets of a regression.
     """
     if targets.dtype.kind == "f":
         return Gaussian()
@@ -58,10 +58,10 @@ def likelihood_of_array(targets: np.ndarray) -> Likelihood:
 
 
 def likelihood_of_batch(targets: Tensor, outputs: Tensor | None) -> Likelihood:
-    """Infer the likelihood of targets from their shape and that of the outputs.
+    """Infer the likelihood of targets from the shapes of the targets and of the outputs.
 
     Raises:
-        ValueError: If it cannot be inferred.
+        ValueError: If the likelihood cannot be inferred.
     """
     if targets.is_floating_point():
         return Gaussian()

@@ -18,31 +18,32 @@ from laplace_debias.sources.likelihoods import task_name
 class Loaded:
     """A trained network and its data.
 
-    Every loader can be read any number of times, gives the same examples in the same order each
+    Every loader can be read any number of times, yields the same examples in the same order each
     time, and leaves them on the CPU.
 
     Attributes:
         model: The network, in evaluation mode, on its device.
         further_models: The same network with the weights of other trainings, to predict with
             all of them.
-        likelihood: The likelihood of its outputs.
+        likelihood: The likelihood of the network's outputs.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
-        num_train: N, the number of training examples in all; `train` may have fewer
-            (`train_examples`), which then represent all.
+        num_train: N, the total number of training examples. `train` may have fewer
+            (`train_examples`), which then represent all of them.
         validation: Examples that the network was not trained on, to tune on; None if there are
             none.
-        test: Examples to judge it on.
+        test: Examples on which to evaluate the network.
         ood: Out-of-distribution examples by name.
         shifts: The test examples again, corrupted, by severity 1 … 5.
-        classes: Names of the classes, in the order of the outputs; None if they have none.
-        picture: From one input `[C, H, W]` as the network takes it to what a person sees, `[H, W,
-            3]`; None where inputs are not images.
-        row: From one input to a table's columns by name, in its units; None where there are none.
-        read: From a path and its name in messages to more inputs of the network; None where none
-            can be read.
-        target: A table's column that the network predicts.
+        classes: Names of the classes, in the order of the outputs; None if they have no names.
+        picture: Converts an input of the network, `[C, H, W]`, to a picture for people,
+            `[H, W, 3]`; None if inputs are not images.
+        row: Converts an input to the columns of a table by name, in the units of the table; None if
+            the data is not a table.
+        read: Reads further inputs of the network from a path, which has a name for messages; None
+            if no inputs can be read.
+        target: The column of a table that the network predicts.
         input_name: Name of an input, in the singular: `image`, `row` or `example`.
-        notes: Notes on network and data, sentences.
+        notes: Sentences about the network and the data.
     """
 
     model: nn.Module
@@ -71,8 +72,8 @@ class Loaded:
         """Read a saved posterior for the network.
 
         Raises:
-            ValueError: If it was fitted with a likelihood of a different name. Also raises the
-                errors of `Laplace.load`.
+            ValueError: If the posterior was fitted with a likelihood of a different name. Also
+                raises the errors of `Laplace.load`.
         """
         own_likelihood = self.likelihood if self.likelihood.name is None else None
         la = Laplace.load(path, model or self.model, likelihood=own_likelihood)

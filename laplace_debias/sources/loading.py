@@ -1,4 +1,4 @@
-"""From settings to a trained network and its data."""
+"""The loader of a trained network and its data, as the settings specify."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,11 +33,11 @@ def load(settings: SourceSettings) -> Loaded:
     Raises:
         ValueError: If network, weights or data are missing, damaged, or do not belong together.
         ConnectionError: If a download fails.
-        ImportError: If a package that reads them is missing.
+        ImportError: If a package is missing that is needed to read the network or the data.
         OSError: If a file cannot be read.
     """
     device = _device_from(settings.device)
-    # Initial weights of networks leave torch's global generator where it is.
+    # Creating a network draws initial weights, but must not change torch's global generator.
     with torch.random.fork_rng(devices=[]):
         num_outputs, open_data = find_data(settings)
         model, notes = build(settings, num_outputs)
@@ -106,7 +106,7 @@ def load(settings: SourceSettings) -> Loaded:
 def _ood_sets(
     settings: SourceSettings, splits: Splits, shape: tuple[int, ...] | None
 ) -> Mapping[str, tuple[Batches, tuple[str, ...]]]:
-    """Out-of-distribution sets by name, each with notes."""
+    """Return out-of-distribution sets by name, each with notes."""
     ood_sets: dict[str, tuple[Batches, tuple[str, ...]]] = {}
     for name, examples in splits.ood.items():
         batches, _ = batches_of(examples, settings, "ood_examples")
@@ -131,7 +131,7 @@ def _ood_sets(
 
 
 def _images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixels:
-    """How images are made of pixels, where inputs are images of one or three channels."""
+    """Return the normalisation of pixels; the inputs must be images of one or three channels."""
     if splits.pixels is None or shape is None:
         raise ValueError(
             f"{option} needs images and their normalisation. If your own loaders yield images, "
@@ -146,7 +146,7 @@ def _images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixel
 
 
 def _device_from(name: str) -> torch.device:
-    """The device of a name; `auto` is a GPU where there is one."""
+    """Return the device of a name; `auto` is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -162,10 +162,10 @@ def _device_from(name: str) -> torch.device:
 def _likelihood(
     model: nn.Module, batch: Any, splits: Splits, chosen: Likelihood | None
 ) -> Likelihood:
-    """The likelihood of the outputs, after a check that they fit the data."""
+    """Return the likelihood of the outputs, after checking that they fit the data."""
     likelihood = chosen or splits.likelihood
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-        # Dicts of a collator: `Laplace` reads and checks them.
+        # The batches are dicts of a collator, which `Laplace` reads and checks.
         if likelihood is None:
             raise ValueError("The task cannot be inferred. Pass --task.")
         return likelihood

@@ -1,4 +1,4 @@
-"""Networks by name: import path, timm, torchvision."""
+"""Networks from an import path, timm or torchvision."""
 
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
 
 
 def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
-    """An architecture of timm or torchvision."""
+    """Build an architecture of timm or torchvision."""
     name = settings.timm or settings.torchvision or ""
     pretrained = settings.pretrained
     if settings.checkpoint is None and not pretrained:
@@ -63,7 +63,7 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
             f"There is no {library} architecture {name!r}.{nearest(name, names)} Check the name."
         )
     arguments = dict(settings.model_args)
-    # Published weights have the classes that they were trained on.
+    # Published weights keep the number of classes with which they were trained.
     if num_outputs is not None and not pretrained:
         arguments.setdefault("num_classes", num_outputs)
     try:

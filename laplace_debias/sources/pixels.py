@@ -34,7 +34,7 @@ class Pixels:
     def picture(
         self, image: Float[Tensor, "channels height width"]
     ) -> UInt8[Tensor, "height width 3"]:
-        """Convert one input to a picture; without 3 channels, the first one in grey."""
+        """Convert an input to a picture; without 3 channels, show the first channel in grey."""
         pixels = self.pixels(image)
         return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
 

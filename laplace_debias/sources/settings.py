@@ -1,6 +1,6 @@
 """The options of network and data that all commands share.
 
-Nothing here imports torch, so that the command line answers at once.
+This module does not import torch, so that the command line starts quickly.
 """
 
 import difflib
@@ -204,8 +204,9 @@ class SourceSettings:
     def without_effect(self) -> dict[str, str]:
         """Return the options that have no effect under these settings, and the reasons.
 
-        A file of settings may serve several commands, so it may have them; on the command line
-        they raise an error. Options that never have an effect on a command are its `unused`.
+        A settings file may contain such options, because several commands may share the file. On
+        the command line, they raise an error. Options that never have an effect on a command are
+        listed in its `unused`.
         """
         return {}
 

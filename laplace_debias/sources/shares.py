@@ -1,4 +1,4 @@
-"""Batches that several processes share, by parts of batches or by whole batches."""
+"""Batches that are divided among processes, either each batch into parts or batch by batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +19,9 @@ from laplace_debias.system.ranks import process_group
 def share(batches: Batches, model: nn.Module) -> Batches:
     """Return this process's part of every batch.
 
-    The union of the processes' k-th batches is the k-th batch of one process. Batches of a loader
-    of the commands are read in part; of others each process reads all and keeps its part.
+    The k-th batches of all processes together are the k-th batch of a single process. From a loader
+    of the commands, each process reads only its part. From any other loader, each process reads all
+    examples and keeps its part.
     """
     ranks = process_group()
     if ranks.size == 1:
@@ -32,7 +33,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
         )
         return with_batches(loader, loader.dataset, sampler)
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
-    # In a list the positions of examples are known.
+    # If the batches are a list, the positions of the examples are known.
     return list(mine) if isinstance(batches, list | tuple) else mine
 
 
@@ -59,10 +60,10 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[Batch]:
 
 
 def _is_plain(batches: Any) -> bool:
-    """Whether this is a loader whose batches are runs of its data set."""
+    """Whether the batches are a loader that reads its data set in order."""
     return (
         isinstance(batches, DataLoader)
-        # An `__iter__` of its own may yield other batches.
+        # A subclass with its own `__iter__` may yield other batches.
         and type(batches).__iter__ is DataLoader.__iter__
         and type(batches.batch_sampler) is BatchSampler
         and type(batches.sampler) is SequentialSampler
@@ -84,7 +85,7 @@ class _Cut:
         for batch in self._batches:
             read_batch = self._read(batch)
             if was_too_small:
-                # The parts of the batches that follow would be taken for those of this one.
+                # The parts of later batches would be mistaken for parts of this batch.
                 raise ValueError(
                     "A batch before the last one has fewer examples than there are processes "
                     f"({self._size}). Use larger batches, or start fewer processes."

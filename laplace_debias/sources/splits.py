@@ -1,4 +1,4 @@
-"""Training, validation and test splits of data, and their batches."""
+"""Training, validation and test splits of data, and the batches of the splits."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ ExampleSource = Dataset[Any] | Iterable[Any]
 """Examples one by one, or batches of them."""
 
 SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""The names that a folder or a file of each split may have."""
+"""The names that the folder or the file of each split may have."""
 USUAL_BATCH = 64
 
 
@@ -42,7 +42,7 @@ class Columns:
     target: str
 
     def row(self, x: Float[Tensor, " columns"]) -> dict[str, float]:
-        """Return an input's columns by name, in the units of the table."""
+        """Return the columns of an input by name, in the units of the table."""
         values = x.double().numpy() * self.std + self.mean
         return dict(zip(self.names, values.tolist(), strict=True))
 
@@ -94,10 +94,10 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The splits of data, before it is batched.
+    """The splits of data before batching.
 
-    With `was_whole` validation and test examples were chosen here, by the seed. `num_targets` is
-    the number of classes, of labels or of target columns.
+    If `was_whole` is true, the data was not split, and validation and test examples were chosen by
+    the seed. `num_targets` is the number of classes, of labels or of target columns.
     """
 
     train: ExampleSource
@@ -124,7 +124,7 @@ class Splits:
 
 @dataclass(frozen=True, eq=False)
 class Examples(Dataset[tuple[Tensor, Tensor]]):
-    """Examples in memory; images of bytes are normalised when fetched."""
+    """Examples in memory; images that are bytes are normalised when they are fetched."""
 
     inputs: Tensor
     targets: Tensor
@@ -139,7 +139,7 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Several of them; `DataLoader` calls it for a batch."""
+        """Return several examples; `DataLoader` calls this method for a batch."""
         x = self.inputs[indices]
         x = x if self.pixels is None else self.pixels.inputs(x)
         return list(zip(x, self.targets[indices], strict=True))
@@ -153,12 +153,12 @@ def split_by_seed(
     Train a network on the first part of the split, so that the other two parts are held out.
 
     Args:
-        number: How many examples there are, in the order of the file, of a folder's sorted paths.
-        seed: The seed of the choice, `--seed`.
+        number: The number of examples, in the order of the file or of the sorted paths of a folder.
+        seed: The seed of the random choice, as for `--seed`.
         held_out: Fraction of the examples in the second part, and also in the third part.
 
     Returns:
-        Indices to train on, to tune on and to judge on: disjoint, in ascending order.
+        The disjoint indices for training, tuning and evaluation, each in ascending order.
 
     Raises:
         ValueError: If a part would be empty.
@@ -197,9 +197,9 @@ def batches_of(
 ) -> tuple[Batches, int | None]:
     """Return batches in a fixed order, and the number of examples.
 
-    `limit` names the setting with the number of examples that are taken; the number that is
-    returned includes those left out, and is None if it is not known. With `mixed` the seed draws
-    the order.
+    `limit` is the name of the setting with the number of examples to use. The returned number
+    includes the examples that are left out, and is None if it is not known. If `mixed` is true, the
+    order is drawn by the seed.
     """
     name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
     max_examples = None if limit is None else getattr(settings, limit)
@@ -219,7 +219,7 @@ def batches_of(
     number = len(dataset)
     if number == 0:
         raise ValueError(f"The {name} is empty. Add at least one example.")
-    # The number of examples of OOD sets is one for all, and some may be smaller.
+    # The same limit applies to all OOD sets, and some of them may be smaller.
     if max_examples is not None and max_examples > number and limit != "ood_examples":
         raise ValueError(
             f"{limit} is {max_examples}, but the {name} has only {number} examples. Pass a "
@@ -232,7 +232,7 @@ def batches_of(
         Subset(dataset, indices.tolist()),
         batch_size=size or USUAL_BATCH,
         num_workers=workers,
-        # Its own, so that reading draws nothing from torch's global one.
+        # A separate generator, so that reading does not advance torch's global generator.
         generator=torch.Generator().manual_seed(settings.seed),
         **options,
     )
@@ -240,25 +240,25 @@ def batches_of(
 
 
 def _is_reorderable(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's batches are those of its data set, in an order of its sampler."""
+    """Whether a loader yields the batches of its data set, so that they can be reordered."""
     sampler = loader.sampler
     return (
         isinstance(sampler, RandomSampler | SequentialSampler)
         and loader.batch_size is not None
-        # An `__iter__` of its own may yield other examples than the data set has.
+        # A subclass with its own `__iter__` may yield examples that are not in the data set.
         and type(loader).__iter__ is DataLoader.__iter__
         and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
     )
 
 
 def _number_of_examples(loader: DataLoader[Any]) -> int | None:
-    """The number of training examples that a loader draws from; None if nothing says it."""
+    """Return the number of examples from which a loader draws, or None if it is not known."""
     number = None
     is_of_sampler = True
     try:
         number = dataset_size(loader)
     except ValueError:
-        # A sampler that draws with replacement, or a part of the data in each pass.
+        # The sampler draws with replacement, or draws only a part of the data in each pass.
         is_of_sampler = False
     if number is None and is_of_sampler and type(loader.batch_sampler) is BatchSampler:
         number = len(loader.sampler) if isinstance(loader.sampler, Sized) else None
@@ -270,7 +270,7 @@ def _number_of_examples(loader: DataLoader[Any]) -> int | None:
 def _unchanged(
     batches: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
-    """Batches of a user's own, which cannot be put into another order."""
+    """Return batches of the user, which cannot be reordered."""
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(

@@ -27,7 +27,7 @@ MOST_CLASSES = 20
 
 
 def table_files(path: Path) -> dict[str, Path] | None:
-    """Find the tables of a path by split, or None if it is not a table.
+    """Return the tables of a path by split, or None if the path is not a table.
 
     A single table without splits has the key `all`.
     """
@@ -77,7 +77,7 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
     target = _target(tables, files, settings)
     kinds = {table[target].dtype.kind for table in tables.values()}
     if len(kinds - set("iufb")) > 0 and len(kinds) > 1:
-        # A file in which all names of classes are numbers, beside others in which some are not.
+        # In one file, all class names look like numbers, but in another file, some do not.
         tables = {split: read_table(path, [target]) for split, path in files.items()}
     features = settings.features or tuple(
         name for name in next(iter(tables.values())).columns if name != target
@@ -143,7 +143,7 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
 
 
 def _likelihood(column: Any, chosen: Likelihood | None, name: str) -> Likelihood:
-    """The likelihood of a target's training rows, by their type if none was chosen."""
+    """Return the likelihood of a target, inferred from its training rows if none was chosen."""
     if chosen is not None:
         return chosen
     if column.dtype.kind == "f":
@@ -158,7 +158,7 @@ def _likelihood(column: Any, chosen: Likelihood | None, name: str) -> Likelihood
 
 
 def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None:
-    """The classes of a target's training rows; None if it is a number."""
+    """Return the classes of a target's training rows, or None if the target is a number."""
     task = task_name(likelihood)
     if likelihood.targets == "labels":
         raise ValueError("A table can have only one target. For several labels, use a .npz file.")

@@ -17,7 +17,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 
 
 def with_weights(model: nn.Module, path: Path) -> nn.Module:
-    """Copy a network, with the weights of a different checkpoint."""
+    """Copy a network, and load the weights of a different checkpoint into the copy."""
     copied = copy.deepcopy(model)
     load_weights(copied, path)
     return copied
@@ -26,8 +26,9 @@ def with_weights(model: nn.Module, path: Path) -> nn.Module:
 def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     """Load a checkpoint into a model, strictly and in place.
 
-    A state dict may lie under `state_dict`, `model` and the like. Prefixes of wrappers (`module.`,
-    `_orig_mod.`, `model.`) that all its names have, and the model's have not, are taken off.
+    The state dict may be an entry such as `state_dict` or `model`. Prefixes of wrappers (`module.`,
+    `_orig_mod.`, `model.`) are removed if all names of the state dict have them and the names of
+    the model do not.
     """
     if not path.is_file():
         raise ValueError(f"The checkpoint {path} does not exist. Check the path.")
@@ -69,9 +70,10 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
 def _pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # Bytes that are no pickle raise errors of any type in torch's reader.
+    # If the file is not a pickle, torch's reader may raise errors of any type.
     except Exception as error:
-        # Torch names what it does not unpickle; other files it cannot read at all.
+        # Torch names the object that it refuses to unpickle. Any other error means that it cannot
+        # read the file.
         if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
                 f"{path} contains pickled Python objects, which could run code, so it is not "
@@ -83,7 +85,7 @@ def _pickled(path: Path) -> Any:
 
 
 def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict in the content of a file."""
+    """Return the state dict in the content of a file."""
     while isinstance(content, Mapping):
         tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
         nested = [k for k in _NESTS if isinstance(content.get(k), Mapping)]

@@ -218,7 +218,7 @@ def test_arrays_of_further_inputs_are_in_the_units_of_the_table(here):
         ood={"csv": "rows.csv", "npz": "rows.npz"},
     )
     torch.testing.assert_close(every(found.ood["npz"])[0], every(found.ood["csv"])[0])
-    assert any("in its units" in note for note in found.notes)
+    assert any("in the same units" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

@@ -63,7 +63,7 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
 
 
 def _bins(probs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-    """Bins of the confidence that have examples, and the accuracy's 95 % interval in each."""
+    """Return the non-empty bins of the confidence, with 95 % intervals of the accuracy."""
     curve = reliability_curve(torch.from_numpy(probs), torch.from_numpy(labels), _BINS)
     bins = pd.DataFrame(
         {
@@ -107,7 +107,7 @@ def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
 def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
     """Plot the error rate of the most confident examples against their fraction.
 
-    Examples of equal confidence each count as their mean error.
+    The error of each example is replaced by the mean error of all equally confident examples.
     """
     panel = Panel(f"risk-coverage-{data}")
     ax = panel.axes[0]
@@ -118,7 +118,7 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
             continue
         probs, labels = map(torch.from_numpy, predictions)
         curve = risk_coverage_curve(probs, labels)
-        # The error rate of a handful of examples says nothing.
+        # The error rate of a few examples is too imprecise to show.
         first = min(_FEWEST_KEPT, len(labels)) - 1
         share = curve.coverage.numpy()[first:]
         risk = curve.risk.numpy()[first:]
@@ -173,9 +173,10 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
 
 
 def _interval_levels(run: Run, method: str) -> np.ndarray | None:
-    """For each target of the test set the smallest level of an interval that contains it.
+    """Return, for each target of the test set, the smallest level of an interval that contains it.
 
-    A table states it if the predictive is not normal, and is without it if that is not known.
+    If the predictive is not normal, the levels are read from the table of predictions, which lacks
+    them if they are not known.
     """
     level = run.column(method, run.test.name, "interval_level")
     if level is not None:
@@ -204,7 +205,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
         order = np.argsort(deviation, kind="stable")
         groups = np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
         if np.ptp(deviation) < 1e-9 * deviation.max():
-            groups = [order]  # the same everywhere: there is nothing to sort by
+            groups = [order]  # The standard deviation is constant, so there is nothing to sort by.
         predicted = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
         observed = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
         panel.assign(key, *ax.plot(predicted, observed, lw=1.2, markersize=4.5, **look.marked))
@@ -230,7 +231,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
 
 
 def _residuals(run: Run, method: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Residuals on the test set and their predicted standard deviations."""
+    """Return the residuals on the test set and the predicted standard deviations."""
     names = ("target", "mean", "standard_deviation")
     target, mean, deviation = (run.column(method, run.test.name, name) for name in names)
     if target is None or mean is None or deviation is None:

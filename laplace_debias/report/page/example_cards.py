@@ -54,7 +54,7 @@ class Card:
 
 @dataclass(frozen=True)
 class CardGroup:
-    """Examples under a title, with a text on how to read them."""
+    """Examples under a title, with a text that explains how to read them."""
 
     title: str
     reads: str
@@ -77,7 +77,7 @@ def example_groups(run: Run) -> list[CardGroup]:
 
 
 def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
-    """An example, with the predictions of some methods by their labels."""
+    """Make the card of an example, with the predictions of the given methods."""
     picture, is_small = _picture(run.folder.example(record.index))
     guesses = []
     if run.has_numbers:
@@ -110,7 +110,7 @@ def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
 
 
 def _picture(path: Path) -> tuple[str, bool]:
-    """A picture as an address, made smaller where it is large, and whether it is small."""
+    """Return a picture as a data URL, made smaller if it is large, and whether it is small."""
     if not path.is_file():
         return "", False
     try:
@@ -129,7 +129,7 @@ def _picture(path: Path) -> tuple[str, bool]:
 
 
 def _names(run: Run, label: Any) -> str:
-    """The class, or those of several labels that apply."""
+    """Return the name of the class, or the names of the labels that apply."""
     labels = [label]
     if isinstance(label, list):
         labels = [number for number, applies in enumerate(label) if applies]

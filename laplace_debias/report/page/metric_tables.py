@@ -16,7 +16,7 @@ from laplace_debias.runs.wording import SCORE_LABELS, decimals, in_order, most_d
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of a table with its interval and verdict, each a text that may be empty."""
+    """A number of a table with its interval and verdict, as texts that may be empty."""
 
     value: str
     interval: str = ""
@@ -25,9 +25,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class MetricTable:
-    """Metrics of methods, which are compared with the one labelled `reference`.
+    """Metrics of methods, which are compared with the method that has the label `reference`.
 
-    A column is a metric and the set that it is on; the latter is empty for the test set.
+    A column is a metric and the set on which it was computed; the set is empty for the test set.
     """
 
     columns: Sequence[tuple[Metric, str]]
@@ -41,7 +41,7 @@ def main_table(run: Run) -> MetricTable:
 
 
 def full_tables(run: Run, data: str) -> list[MetricTable]:
-    """Make tables of every metric of a set; for an OOD set one table per score."""
+    """Make tables of every metric of a set; for an OOD set, make one table per score."""
     rows = run.rows[run.rows["set_name"] == data]
     scores: list[str | None] = [name for name in SCORE_LABELS if (rows["score"] == name).any()]
     metrics = [(data, metric) for metric in in_order(rows["metric"])]
@@ -57,7 +57,7 @@ def difference_tables(run: Run) -> list[MetricTable]:
 
 
 def _main_columns(run: Run) -> list[tuple[str, str]]:
-    """Pairs of a set and a metric."""
+    """Return pairs of a set and a metric."""
     test = run.test.name
     names = in_order(run.rows[run.rows["set_name"] == test]["metric"])
     main_names = [name for name in names if METRICS[name].is_main] or names
@@ -71,11 +71,11 @@ def _table(
     reference: str | None = None,
     score: str | None = None,
 ) -> MetricTable:
-    """Metrics of every method, or what they differ by from a reference."""
+    """Make a table of the metrics of every method, or of their differences from a reference."""
     labels = {method.key: method.label for method in run.methods}
     compared_with = next(iter(labels)) if reference is None else reference
     all_differences = run.differences[run.differences["reference"] == compared_with]
-    # A method is compared only with those before it.
+    # A method is compared only with the methods before it.
     compared = labels.keys() if reference is None else set(all_differences["method"])
     methods = [method for method in run.methods if method.key in compared]
     keys = [method.key for method in methods]
@@ -107,7 +107,7 @@ def _table(
 def rows_of_metric(
     rows: pd.DataFrame, data: str, metric: str, score: str | None = None
 ) -> pd.DataFrame:
-    """The rows of a metric on a set by method, by default of the score that is shown first."""
+    """Return the rows of a metric on a set, by method; the default score is the first one."""
     rows = rows[(rows["set_name"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
     scores = set(rows["score"].dropna())
     score = score or next((name for name in ("entropy", "variance") if name in scores), None)
@@ -126,7 +126,7 @@ def _cells(
     max_places = most_decimals(shown.abs().max(axis=None))
     row_places = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
     places = min(max_places, int(statistics.median(row_places)))
-    if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
+    if is_difference:  # Readers look for the sign, so no end of an interval may become 0.000.
         smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
         while places < max_places and smallest < 0.5 * 10.0**-places:
             places += 1
@@ -146,7 +146,7 @@ def _cells(
 def _verdicts(
     differences: pd.DataFrame, metric: Metric, reference_metrics: pd.DataFrame
 ) -> dict[str, str]:
-    """The verdicts on the methods whose difference from the reference has an interval."""
+    """Return the verdicts on methods whose difference from the reference has an interval."""
     values_by_metric = dict(
         zip(reference_metrics["metric"], reference_metrics["value"], strict=True)
     )
@@ -167,5 +167,5 @@ def _verdict(low: float, high: float, better: str | None) -> str:
     direction = "higher" if low > 0 else "lower"
     if better not in ("higher", "lower", "ideal"):
         return direction
-    # For a metric with an ideal the difference is that of the distances from it.
+    # For a metric with an ideal value, the difference is between the distances from this value.
     return "better" if direction == better.replace("ideal", "lower") else "worse"

@@ -27,10 +27,10 @@ _COLOURS = (
 )
 _MARKERS = "osD^vPX"
 _STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-# The settings of matplotlib in which panels are made and finished.
+# The settings of matplotlib with which panels are created and finished.
 SETTINGS: Any = {
     "svg.fonttype": "none",
-    # Labels of methods and sets are other people's: no dollar of theirs is mathematics.
+    # Users choose the labels of methods and sets, so a dollar sign does not begin a formula.
     "text.parse_math": False,
     "axes.unicode_minus": True,
     "hatch.linewidth": 0.6,
@@ -44,7 +44,7 @@ SETTINGS: Any = {
 class Look:
     """The colour, marker and dashes of a method.
 
-    Methods are distinct without colour, too. Marker and dashes are matplotlib's.
+    Methods can also be told apart without colour. Marker and dashes are in matplotlib's notation.
     """
 
     key: str
@@ -60,7 +60,7 @@ class Look:
 
 
 class Point(NamedTuple):
-    """A place in a figure that shows its values: units of the SVG, from the top left."""
+    """A place in a figure that shows its values, in units of the SVG from the top left."""
 
     x: float
     y: float
@@ -70,9 +70,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished figure; `alt` describes it to readers who do not see it.
+    """A finished figure; `alt` describes it to readers who cannot see it.
 
-    `points` are places that show their values; `method` is None where it shows several methods.
+    `points` are places that show their values; `method` is None if the figure shows several
+    methods.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Picture:
 
 
 def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
-    """Return the looks of methods by key, which are the same in every figure."""
+    """Return the look of each method by its key; it is the same in every figure."""
     styles = zip(
         itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_STYLES), strict=False
     )
@@ -96,10 +97,11 @@ def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
 
 
 class Panel:
-    """A picture in the making, of axes that share the x-axis; sizes in inches.
+    """A picture that is being drawn, of axes that share the x-axis. Sizes are in inches.
 
-    The name makes inner names the same at each drawing. Without margins matplotlib's constrained
-    layout chooses them, which lets low axes collapse, depending on the labels of their ticks.
+    Names within the SVG are derived from the name of the picture, so that they are the same each
+    time it is drawn. If no margins are given, matplotlib's constrained layout chooses them. This
+    layout may collapse low axes, depending on their tick labels.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Panel:
         self._noted: list[tuple[Axes, str, float, float, str]] = []
 
     def assign(self, method: str, *artists: Artist) -> None:
-        """Assign artists to a method: the page shows and hides them with it."""
+        """Assign artists to a method; the page shows and hides them together with the method."""
         for artist in artists:
             artist.set_gid(f"method:{method}:{next(self._numbers)}")
 
@@ -138,7 +140,7 @@ class Panel:
     def finish(
         self, title: str, alt: str, *, method: str | None = None, note: str = ""
     ) -> Picture | None:
-        """Draw the figure; None without places that have texts."""
+        """Draw the figure; return None if no place has a text."""
         if not self._noted:
             return None
         buffer = io.StringIO()
@@ -163,7 +165,7 @@ class Panel:
 
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic with at most six numbers: powers of ten where numbers are long."""
+    """Make an axis logarithmic with at most six numbers, or powers of ten if numbers are long."""
     step = max(1, int(np.ceil(np.log10(high / low) / 6))) if high > low > 0 else 1
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
     few = high > low > 0 and high / low < 30

@@ -73,7 +73,7 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the run folder that a page is drawn from."""
+    """Read the run folder from which a page is drawn."""
     folder = RunFolder(path)
     record = folder.read_complete_record()
     measurements = folder.read_measurements()
@@ -86,7 +86,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _frame(rows: Sequence[MetricRow], kind: type[MetricRow]) -> pd.DataFrame:
-    """Rows as a data frame, whose values and ends of intervals are floats."""
+    """Convert rows to a data frame whose values and ends of intervals are floats."""
     columns = [column.name for column in dataclasses.fields(kind)]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in rows], columns=columns)
     numbers = {name: pd.to_numeric(frame[name]) for name in ("value", "low", "high")}

@@ -71,13 +71,14 @@ def first_picture(pictures: Sequence[Picture]) -> Picture | None:
 def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
     """Draw histograms of the uncertainty on the test set and on a different set.
 
-    Heights are square roots of shares, so that rare values are visible next to the many near zero.
+    Heights are square roots of shares, so that rare values are visible beside the many values near
+    zero.
     """
     score = "epistemic" if run.has_numbers else "entropy"
     rows = []
     for key in methods:
         columns = [run.column(key, name, score) for name in (run.test.name, data)]
-        # The mean over several outputs.
+        # If there are several outputs, show their mean.
         pair = [x.reshape(len(x), -1).mean(1) for x in columns if x is not None]
         if len(pair) == 2:
             rows.append((key, *pair))
@@ -215,7 +216,7 @@ def sweep(run: Run, look: Look) -> Picture | None:
 
 
 def _leave_out_what_hides_the_best(ax: Axes, value: np.ndarray, better: str | None) -> None:
-    """Limits that show the valley where some values are many times the best."""
+    """Set limits that show the valley if some values are many times the best value."""
     finite = value[np.isfinite(value)]
     if better != "lower" or len(finite) < 4:
         return

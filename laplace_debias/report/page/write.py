@@ -48,13 +48,13 @@ _MARKERS = {
 def write_page(folder: str | os.PathLike[str]) -> Path:
     """Write `pictures/NAME.svg` and `report.html` of a complete run folder.
 
-    The page is one file without anything from outside. A part that the run does not have is left
-    out. The same folder gives the same page.
+    The page is a single file that loads nothing else. Parts for which the run has no data are left
+    out. The same folder always gives the same page.
     """
     run = read_run(folder)
     by_key = looks(run.methods)
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
-        # Only the widths of such letters are guessed: the browser has fonts of its own.
+        # Missing glyphs only make text widths inexact, because the browser has its own fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         shown = drawn(run, by_key)
         text = _page(run, by_key, shown)
@@ -75,7 +75,7 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
         lstrip_blocks=True,
     )
     environment.filters |= {"inline": _inline, "duration": duration, "size": size}
-    # Numbers and their percent signs stay on one line.
+    # Keep numbers and their percent signs on one line.
     environment.filters["tidy"] = lambda text: text.replace(" %", "\u00a0%")
     config = run.folder.config
     main = main_table(run)
@@ -108,16 +108,16 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
 
 
 def _swatch(look: Look) -> dict[str, str]:
-    """How the legend draws a method: colour, dashes and marker of a small SVG, 32 × 12."""
+    """Return the colour, dashes and marker of a method for a small SVG of the legend, 32 × 12."""
     dashes = "" if look.dashes == "-" else " ".join(str(2 * length) for length in look.dashes[1])
     return {"colour": _themed(look.colour), "dashes": dashes, "marker": _MARKERS[look.marker]}
 
 
 def _inline(picture: Picture) -> Markup:
-    """The `<svg>` element of a picture.
+    """Return the `<svg>` element of a picture.
 
-    Its texts are in the page's font. Its inner names, which have to differ from those of every
-    other picture, begin with the picture's name. Parts that belong to a method have
+    Its texts are in the page's font. Names within the element begin with the picture's name,
+    because they have to be unique on the page. Parts that belong to a method have the attribute
     `data-method`. Colours of the theme are CSS variables.
     """
     text = picture.svg[picture.svg.index("<svg") :]
@@ -139,7 +139,7 @@ def _inline(picture: Picture) -> Markup:
     body = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: _themed(match[0]), body)
     body = re.sub(r">\s*\n\s*<", ">\n<", body)
     start = Markup('<svg {} role="img" aria-label="{}" tabindex="0">')
-    # The body is matplotlib's, which has escaped the texts.
+    # The body was written by matplotlib, which has escaped the texts.
     return start.format(Markup(box[0]), picture.alt) + Markup(body)
 
 
