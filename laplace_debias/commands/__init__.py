@@ -1,10 +1,10 @@
-"""The commands, one file each, with `Settings` and a function `run`.
+"""The commands; each has a file with a class `Settings` and two functions.
 
 `run(settings)` prints what it does and its results.
 `as_json(settings, result)` returns the object that `--json` prints instead.
 
-A command's file imports what needs torch within its functions, so that its options are read before
-that. A new command is a file here and a line in `COMMANDS`.
+The file of a command imports modules that need torch only within functions, so that options are
+read before torch is imported. A new command needs a file in this package and a line in `COMMANDS`.
 """
 
 COMMANDS = {

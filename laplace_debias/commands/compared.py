@@ -52,7 +52,8 @@ def results_of(path: Path) -> dict[str, Any]:
 def print_results(path: Path, has_page: bool = True) -> None:
     """Print the table of a run and its conclusion.
 
-    Intervals are left out where a terminal is too narrow for them; files and pipes have them.
+    Intervals are left out if the terminal is too narrow for them. Files and pipes always contain
+    them.
     """
     folder = RunFolder(path)
     record = folder.read_record()
@@ -75,9 +76,9 @@ def print_results(path: Path, has_page: bool = True) -> None:
 def _rows(
     record: RunRecord, measurements: Measurements, with_intervals: bool = True
 ) -> list[dict[str, str]]:
-    """A row for each method: metrics on the test set, and how well OOD sets are detected.
+    """Return a row for each method, with metrics on the test set and of the detection of OOD sets.
 
-    OOD sets are separated by the entropy, for a regression by the variance.
+    The OOD score is the entropy, or the variance for a regression.
     """
     by_key = {(row.method, row.set_name, row.metric, row.score): row for row in measurements.rows}
     table = []

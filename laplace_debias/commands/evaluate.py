@@ -45,7 +45,7 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and why."""
+        """Return options that have no effect with these settings, and the reasons."""
         return {} if self.posterior else {"examples": "there is no --posterior"}
 
 
@@ -59,7 +59,7 @@ def run(settings: Settings) -> dict[str, Any]:
     from laplace_debias.system.ranks import process_group
 
     for path in settings.posterior:
-        file.read(path)  # Before the data, which can take minutes.
+        file.read(path)  # Read the file before the data, which can take minutes.
     loaded = load(settings)
     methods = [NETWORK]
     if loaded.validation is not None and loaded.likelihood.activation is not None:
@@ -85,13 +85,13 @@ def run(settings: Settings) -> dict[str, Any]:
         if process_group().rank == 0:
             print_results(folder, has_page=False)
         results = results_of(folder)
-        # The first process removes the folder when all have read it.
+        # The first process removes the folder after all processes have read it.
         process_group().exchange(None)
         return results
 
 
 def _keys(posteriors: Sequence[Path]) -> dict[str, Path]:
-    """Name each posterior by letters that a path and a page can have; equal names get a number."""
+    """Name posteriors by characters that are valid in paths and pages; equal names get a number."""
     keys: dict[str, Path] = {}
     for path in posteriors:
         key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")

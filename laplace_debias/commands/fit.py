@@ -29,7 +29,8 @@ class Settings(SourceSettings):
         fisher: The labels at which the curvature is computed: the exact expectation over labels, an
             estimate of it by sampled labels (`mc`) or random signs (`signs`), or the true labels
             (`empirical`).
-        joint: Combine a layer's weight and bias in one block. Not for `lowrank`, `full` and `gp`.
+        joint: Combine a layer's weight and bias in one block. The option is not for `lowrank`,
+            `full` and `gp`.
         inducing: The number of inducing examples for `gp`. By default, all examples are used.
         sharing: The approximation for weights that several positions share, in convolutions and
             sequences.
@@ -39,7 +40,8 @@ class Settings(SourceSettings):
         folds: The number of folds of `mode=crossfit`, 2 by default.
         overwrite: Replace an existing file.
         resume: A folder to which the fit saves its state once a minute. The same command resumes an
-            interrupted fit from there. The state is removed when the posterior has been saved.
+            interrupted fit from this folder. The state is removed when the posterior has been
+            saved.
         plan: Print the memory and time that the fit would need, and fit nothing.
     """
 
@@ -93,7 +95,7 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and why."""
+        """Return options that have no effect with these settings, and the reasons."""
         return dict.fromkeys(("resume", "overwrite"), "`plan` fits nothing") if self.plan else {}
 
 

@@ -18,7 +18,7 @@ def check_output(path: Path, overwrite: bool) -> None:
 
 
 def not_for(command: str, *names: str) -> dict[str, str]:
-    """Return the options that have no effect in a command on one posterior, and why."""
+    """Return the options that have no effect in a command on one posterior, and the reasons."""
     return NOT_COMPARED | dict.fromkeys(names, f"`{command}` does not use these examples")
 
 
@@ -29,6 +29,6 @@ def save(la: Any, output: Path) -> None:
 
 
 def print_notes(loaded: Any) -> None:
-    """Print notes on a network and its data, a line each."""
+    """Print each note on a network and its data on a separate line."""
     for note in loaded.notes:
         print(note)

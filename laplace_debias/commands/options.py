@@ -1,15 +1,15 @@
-"""Read the settings of a command, a dataclass, from its options and from files.
+"""The parser of a command's settings, which fills a dataclass from options and files.
 
-The help, the types and the defaults are those of the dataclass; each field's text is that of its
-docstring's `Attributes`. Further facts are class attributes, all of which may be missing:
+The types and the defaults are those of the dataclass; the help text of a field is its entry in the
+`Attributes` of the docstring. The following class attributes are optional:
 
-- `option_names`: names on the command line by field, where they differ;
-- `repeated`: by field, the field of type list that takes an option which is given again;
-- `groups`: headings of the help, each with fields; `metavars`: what stands for values there;
-- `unused`: fields that the command has no use for, with the reason; the help leaves them out;
+- `option_names`: names on the command line by field, if they differ from the field;
+- `repeated`: by field, the field of type list that takes further values if an option is repeated;
+- `groups`: headings of the help, each with fields; `metavars`: placeholders of values in the help;
+- `unused`: fields that the command does not use, with the reason; the help leaves them out;
 - `usage`: examples that end the help; `needed_by_most`: fields that most calls need.
 
-Nothing here imports torch: help and mistakes are answered at once.
+This module does not import torch, so that help and errors are printed quickly.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class Option:
         field: Name of the field.
         name: Name on the command line, without dashes.
         kind: Type of its value.
-        default: Value where it is not given; `dataclasses.MISSING` if it is required.
+        default: Value if the option is not given; `dataclasses.MISSING` if it is required.
         text: Description.
         metavar: Placeholder of its value in the help.
     """
@@ -77,14 +77,14 @@ class Option:
 
     @property
     def container(self) -> Any:
-        """`dict`, `list` or `tuple` for containers, or else the type itself."""
+        """`dict`, `list` or `tuple` for containers, otherwise the type itself."""
         kinds = [kind for kind in _members(self.kind) if kind is not NoneType]
         return get_origin(kinds[0]) or kinds[0]
 
 
 @dataclass
 class OptionValues:
-    """The values that were read so far, and which of them the command line sets."""
+    """The values that were read so far, and the fields that were set on the command line."""
 
     values: dict[str, Any] = field(default_factory=dict)
     on_line: set[str] = field(default_factory=set)
@@ -95,8 +95,8 @@ class CommandLine(Generic[Settings]):
 
     Args:
         settings: The class of its settings.
-        program: How the command is called.
-        summary: Its purpose, a sentence.
+        program: The words with which the command is called.
+        summary: The purpose of the command, a sentence.
     """
 
     def __init__(self, settings: type[Settings], program: str, summary: str) -> None:
@@ -132,7 +132,7 @@ class CommandLine(Generic[Settings]):
     # ------------------------------------------------------------------------- reading
 
     def _read(self, words: Sequence[str]) -> OptionValues:
-        """Files first, in their order, then the options of the line."""
+        """Read the files first, in their order, and then the options of the command line."""
         pairs = list(self._pairs(words))
         option_values = OptionValues()
         for name, text in pairs:
@@ -144,7 +144,7 @@ class CommandLine(Generic[Settings]):
         return option_values
 
     def _pairs(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Names of options and their texts, as `--name=text`, `--name text` or only `--name`."""
+        """Yield option names and texts, from `--name=text`, `--name text` or only `--name`."""
         remaining = list(words)
         while remaining:
             word = remaining.pop(0)
@@ -166,7 +166,7 @@ class CommandLine(Generic[Settings]):
         return option is not None and option.container is bool
 
     def _form(self, name: str) -> str:
-        """How an option is written, for messages."""
+        """Return the form in which an option is written, for messages."""
         option = self._by_name.get(name)
         metavar = "VALUE" if option is None else option.metavar
         if name == "config":
@@ -207,7 +207,7 @@ class CommandLine(Generic[Settings]):
         option_values.values[option.field] = value
 
     def _entries(self, option: Option, text: str) -> Any:
-        """The entries of a mapping, from `KEY=VALUE` or from JSON or YAML."""
+        """Return the entries of a mapping, from `KEY=VALUE` or from JSON or YAML."""
         if text.lstrip().startswith("{"):
             return text
         key, equals, value = text.partition("=")
@@ -259,7 +259,10 @@ class CommandLine(Generic[Settings]):
         raise ValueError(message)
 
     def _unused_lines(self, settings: Settings, on_line: set[str]) -> list[str]:
-        """A line for each reason why options of a file have no effect; those of the line raise."""
+        """Return a line per reason for which options of a file have no effect.
+
+        An option of the command line that has no effect raises an error.
+        """
         reasons: dict[str, str] = dict(getattr(self._settings, "unused", {}))
         reasons |= getattr(settings, "without_effect", dict)()
         names_by_reason: dict[str, list[str]] = {}
@@ -278,7 +281,7 @@ class CommandLine(Generic[Settings]):
     # ------------------------------------------------------------------------- printing
 
     def _as_yaml(self, values: Mapping[str, Any]) -> str:
-        """The settings as a file that `--config` reads."""
+        """Format the settings as a file that `--config` can read."""
         import yaml
 
         content = {
@@ -310,7 +313,7 @@ class CommandLine(Generic[Settings]):
         return "\n".join(lines) + "\n"
 
     def _by_heading(self) -> dict[str, list[Option]]:
-        """The options that the help has, by headings; those without one come first."""
+        """Return the options of the help by headings; options without a heading come first."""
         groups = _groups(self._settings)
         listed = {name for names in groups.values() for name in names}
         hidden = {
@@ -330,7 +333,7 @@ class CommandLine(Generic[Settings]):
 
 
 def _options(settings: type) -> Iterator[Option]:
-    """The fields of settings as options."""
+    """Yield the fields of settings as options."""
     kinds = get_type_hints(settings)
     texts = _texts(settings)
     names: Mapping[str, str] = getattr(settings, "option_names", {})
@@ -350,7 +353,7 @@ def _options(settings: type) -> Iterator[Option]:
 
 
 def _texts(settings: type) -> dict[str, str]:
-    """Texts of attributes in docstrings, those of a class before those of its bases."""
+    """Read the texts of attributes in docstrings; a class overrides its bases."""
     texts: dict[str, str] = {}
     for cls in reversed(settings.__mro__):
         _, _, section = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition(
@@ -365,9 +368,9 @@ def _texts(settings: type) -> dict[str, str]:
 
 
 def _groups(settings: type) -> dict[str, list[str]]:
-    """Fields by heading: under each those of a class before those of its bases.
+    """Return the fields by heading; the fields of a class precede the fields of its bases.
 
-    Headings of a class that its bases do not have stand before the last three of these.
+    New headings of a class are placed before the last three headings of its bases.
     """
     groups: dict[str, list[str]] = {}
     for cls in reversed(settings.__mro__):
@@ -386,7 +389,7 @@ def _groups(settings: type) -> dict[str, list[str]]:
 
 
 def _entry(option: Option, width: int) -> list[str]:
-    """An option's lines in the help."""
+    """Return the lines of an option in the help."""
     separator = "" if option.metavar.startswith(".") or not option.metavar else " "
     text = option.text
     if option.default is dataclasses.MISSING:
@@ -415,7 +418,7 @@ def _lines(form: str, text: str, width: int) -> list[str]:
 
 
 def _metavar(kind: Any, default: Any = None) -> str:
-    """The placeholder of a value in the help; empty for a flag that is off by default."""
+    """Return the placeholder of a value in the help; empty for a flag that is off by default."""
     if kind is bool and default is False:
         return ""
     (first, *_) = [member for member in _members(kind) if member is not NoneType]
@@ -431,7 +434,7 @@ def _metavar(kind: Any, default: Any = None) -> str:
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
-    """The types of a union; the type itself for others."""
+    """Return the types of a union, or the type itself if it is not a union."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
@@ -439,7 +442,7 @@ def converted(value: Any, kind: Any) -> Any:
     """Convert a text of the command line, or a value of a file, to a type.
 
     Raises:
-        UnexpectedValueError: If it is none; the text says what was expected.
+        UnexpectedValueError: If the value cannot be converted. The text says what was expected.
     """
     members = _members(kind)
     if len(members) > 1:
@@ -476,7 +479,7 @@ def _as_member(value: Any, members: Sequence[Any]) -> Any:
 
 
 def _as_sequence(value: Any, kind: Any) -> list[Any]:
-    """Entries from `1,2`, from `[1, 2]`, or from a list of a file."""
+    """Return the entries of `1,2`, of `[1, 2]`, or of a list in a file."""
     entries = value
     if isinstance(value, str):
         entries = _yaml(value) if value.lstrip().startswith("[") else value.split(",")
@@ -517,7 +520,7 @@ def _as_dataclass(value: Any, kind: Any) -> Any:
 
 
 def _as_scalar(value: Any, kind: Any) -> Any:
-    """A text, number, path or truth value."""
+    """Convert a value to a text, number, path or truth value."""
     if kind is Any:
         return _number_or_value(_yaml(value) if isinstance(value, str) else value)
     if kind is bool:
@@ -536,7 +539,7 @@ def _as_scalar(value: Any, kind: Any) -> Any:
 
 
 def _number_or_value(value: Any) -> Any:
-    """Numbers such as 1e-3, which YAML takes for texts, as numbers."""
+    """Convert texts such as 1e-3 to numbers, because YAML takes them for texts."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -548,7 +551,7 @@ def _number_or_value(value: Any) -> Any:
 
 
 def _yaml(text: str, path: str | None = None) -> Any:
-    """The content of YAML, which includes JSON."""
+    """Parse YAML, which includes JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -567,7 +570,7 @@ def _yaml(text: str, path: str | None = None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value of settings as YAML has it."""
+    """Convert a value of settings to plain YAML data."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):

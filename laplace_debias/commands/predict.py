@@ -61,23 +61,24 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and why."""
+        """Return options that have no effect with these settings, and the reasons."""
         return {} if self.inputs is None else {"test_examples": "--inputs are predicted instead"}
 
 
 def run(settings: Settings) -> Any:
     """Predict, write the table, and return it as a pandas data frame.
 
-    Its columns are `name` (of images in a folder, their path) or `row` (their number, from 0); the
-    `label` or `target` of test data; and
+    The columns are `name` (the path of an image in a folder) or `row` (the index of the input, from
+    0); the `label` or `target` of test data; and
 
-    - for classification `prediction`, `probability_CLASS` and `entropy` (nats), for one logit
-      `probability` and `entropy`, for several labels `probability_NUMBER` and `entropy`; then the
-      posterior's scores, where it has them: `mutual_information` (nats), `variance` of the logits
-      and `instability` of the decision (`method=glm`), as `Laplace.uncertainty` has them;
-    - for regression, in the target's unit, `mean`, `standard_deviation`, which includes the noise,
-      `lower` and `upper`, the ends of its 95 % interval, and `epistemic`, the standard deviation
-      without the noise, with `_NUMBER` behind them where there are several targets.
+    - for classification, `prediction`, `probability_CLASS` and `entropy` (nats); for one logit,
+      `probability` and `entropy`; for several labels, `probability_NUMBER` and `entropy`. These are
+      followed by the posterior's scores, as far as they are available: `mutual_information` (nats),
+      `variance` of the logits and `instability` of the decision (`method=glm`), as in
+      `Laplace.uncertainty`;
+    - for regression, in the unit of the target, `mean`, `standard_deviation` (including the noise),
+      `lower` and `upper` (the ends of the 95 % interval), and `epistemic` (the standard deviation
+      without the noise). If there are several targets, `_NUMBER` is appended to these names.
     """
     import pandas
 
@@ -90,7 +91,7 @@ def run(settings: Settings) -> Any:
     from laplace_debias.system.ranks import process_group
 
     check_output(settings.output, settings.overwrite)
-    # Before the data, which can take minutes.
+    # Check the files before reading the data, which can take minutes.
     file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)

@@ -68,7 +68,7 @@ class Settings(SourceSettings):
         check_at_least(self, 2, "examples")
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and why."""
+        """Return options that have no effect with these settings, and the reasons."""
         if self.from_run is not None:
             names = [field.name for field in fields(self)]
             reason = "`--from` draws the page of a completed run"
@@ -112,7 +112,7 @@ def run(settings: Settings) -> Path:
         )
         if further_models:
             methods += (ENSEMBLE, MIXTURE)
-        # The folder is given in addition to the file that `--config` takes.
+        # The folder is passed in addition to the file for `--config`.
         left_out = {"output", "from_run", "overwrite", "json"}
         config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
         folder = assess(

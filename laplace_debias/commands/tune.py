@@ -74,9 +74,9 @@ def run(settings: Settings) -> "Tuning":
     from laplace_debias.sources.shares import share
 
     output = settings.output or settings.posterior
-    # Without an output the posterior is meant to go back into its own file.
+    # If there is no output, the tuned posterior replaces the original file.
     check_output(output, settings.overwrite or settings.output is None)
-    # Before the data, which can take minutes.
+    # Read the file before the data, which can take minutes.
     file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
