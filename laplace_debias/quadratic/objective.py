@@ -32,10 +32,10 @@ class Objective:
 
     Attributes:
         value: The loss.
-        gradient: Its gradient, `[D]`.
-        matrix: Its curvature, `[D, D]`.
+        gradient: The gradient of the loss, `[D]`.
+        matrix: The curvature of the loss, `[D, D]`.
         position: The parameters, `[D]`.
-        decayed: The entries that weight decay acts on, `[D]`; see `decay_mask`.
+        decayed: The entries on which weight decay acts, `[D]`; see `decay_mask`.
     """
 
     value: Float[Tensor, ""]
@@ -94,14 +94,14 @@ def objective(
         value=value * scale,
         gradient=gradient * scale,
         matrix=matrix,
-        # A copy, since the model may be trained on.
+        # Copy the parameters, because the training of the model may continue.
         position=network.join([p.clone() for p in network.parameters], batched=False),
         decayed=decay_mask(network.parameters),
     )
 
 
 def _copy_of_values(model: nn.Module) -> nn.Module:
-    """Copy a model with its values, since it may be trained on; quantised ones stay shared."""
+    """Copy a model with its values, as training may continue; quantised values are shared."""
     plain = unwrapped(model)
     copied = shared_copy(plain)
     for module, copied_module in zip(plain.modules(), copied.modules(), strict=True):
@@ -114,7 +114,7 @@ def _copy_of_values(model: nn.Module) -> nn.Module:
 
 
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
-    """Mark the entries of the flattened parameters that weight decay, β of Eq. 1, acts on.
+    """Mark the entries of the flattened parameters on which weight decay (β of Eq. 1) acts.
 
     It acts on weights, which have more than one dimension, but not on biases and not on the scales
     of normalisations.

@@ -37,9 +37,9 @@ class Cut:
         """Evaluate the polynomial at points of the plane, without a product.
 
         Args:
-            *coordinates: For each of the k directions its coordinates, of shapes that broadcast:
-                `cut(a)` on a line, `cut(a[:, None], b)` on a grid `[len(a), len(b)]`; numbers for
-                one point.
+            *coordinates: The coordinates along each of the k directions, in shapes that can be
+                broadcast: `cut(a)` for points on a line, `cut(a[:, None], b)` for a grid
+                `[len(a), len(b)]`, numbers for a single point.
 
         Returns:
             A value for every point.
@@ -92,9 +92,9 @@ class Quadratic:
     $$q(\theta) = L + g^\top (\theta - \theta_0)
     + \tfrac12 (\theta - \theta_0)^\top H (\theta - \theta_0)$$
 
-    Build quadratics from one mini-batch, from several or from the full set, and compare them along
-    the same directions. Directions are vectors `[D]`, or columns `[D, k]`, of any length: slope and
-    curvature are per unit of length, as for normalised directions.
+    Build quadratics from one mini-batch, from several mini-batches or from the full set, and
+    compare them along the same directions. Directions are vectors `[D]`, or columns `[D, k]`, of
+    any length. Slopes and curvatures are per unit of length, as if the directions were normalised.
 
     Args:
         value: L, the loss at θ₀, a number.
@@ -152,8 +152,8 @@ class Quadratic:
         r"""Build the quadratic model of a loss on data, at the network's parameters (Eq. 1, 2).
 
         Value and gradient take one pass over the data, and every product with the curvature takes
-        another pass. The model is not changed, and may be trained on: the quadratic has a copy of
-        its values.
+        another pass. The model is not changed, and you may continue to train it, because the
+        quadratic has a copy of its parameters.
 
         Args:
             model: A deterministic model, in eval mode.
@@ -166,10 +166,10 @@ class Quadratic:
                 (parameters of more than one dimension), and not on biases or on the scales of
                 normalisations.
             num_data: The number of examples, if known; see `GGN`.
-            reduction: `"mean"` or `"sum"` over examples, for a function that does not say it
-                itself; see `GGN`.
+            reduction: `"mean"` or `"sum"` over examples, for a loss that does not specify it; see
+                `GGN`.
             progress: Whether to show a progress bar.
-            batch: A function from what the data yields to `(inputs, targets)`; see `GGN`.
+            batch: A function from a batch of the data to `(inputs, targets)`; see `GGN`.
 
         Raises:
             ValueError: If the curvature is unknown. Also raises the errors of `GGN`.
@@ -201,7 +201,8 @@ class Quadratic:
 
         Args:
             weight_decay: β ≥ 0. For a prior precision δ on N examples, pass δ/N.
-            on: The parameters on which it acts, for example all but the biases; all if not given.
+            on: A mask of the parameters on which weight decay acts, such as all but the biases.
+                Default: all parameters.
 
         Raises:
             ValueError: If β is negative or not finite, or the mask does not fit.
@@ -226,7 +227,7 @@ class Quadratic:
         )
 
     def __call__(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
-        """q(θ) at one position `[D]` or at many `[D, k]`; one product each."""
+        """Compute q(θ) at a position `[D]`, or at k positions `[D, k]`; one product each."""
         offset = self._offset(theta)
         product = self.matrix @ offset
         return self.value + (_inner(self.gradient, offset) + _inner(offset, product) / 2)
@@ -244,8 +245,9 @@ class Quadratic:
 
         Args:
             direction: `[D]`, or k of them `[D, k]`.
-            at: θ, for all directions `[D]` or one for each `[D, k]` (the iterates of CG, say),
-                at one product each; θ₀ if not given, at none.
+            at: θ, `[D]` for all directions, or `[D, k]` with a position per direction, such as the
+                iterates of CG. Each position needs one product. Default: θ₀, which needs no
+                product.
 
         Returns:
             A number, or `[k]`; in units of the loss per unit of length.
@@ -268,7 +270,7 @@ class Quadratic:
         """Compute the curvatures dᵀHd along unit vectors d (Eq. 10).
 
         Args:
-            direction: `[D]`, or k of them `[D, k]`; one product each.
+            direction: `[D]`, or k of them `[D, k]`. Each direction needs one product.
 
         Returns:
             A number, or `[k]`; in units of the loss per squared unit of length.
@@ -286,13 +288,13 @@ class Quadratic:
     ) -> Cut:
         """Restrict the quadratic to a line or (hyper)plane, given by directions.
 
-        This needs one product per direction, and one for a position other than θ₀. Evaluating the
-        result at any number of points then needs no more products (the plane of Figure 1: six
-        numbers).
+        This needs one product per direction, and one more product if the position is not θ₀. The
+        result can then be evaluated at any number of points without further products (the plane of
+        Figure 1 consists of six numbers).
 
         Args:
-            directions: V, `[D]` or `[D, k]`, used as they are: a step of 1 is a step of V's
-                length.
+            directions: V, `[D]` or `[D, k]`. They are not normalised, so a step of 1 is a step of
+                the length of V.
             at: θ, `[D]`. Default: θ₀.
 
         Returns:
@@ -337,7 +339,7 @@ class Quadratic:
 
         Raises:
             ValueError: If the method is unknown, the damping is negative, or an option of `"cg"` is
-                passed with a different method; if the damped matrix is found not to be positive
+                passed with a different method; or if the damped matrix turns out not to be positive
                 definite, so that there is no minimum.
             FloatingPointError: If a product is not finite.
         """
