@@ -25,8 +25,8 @@ class LaplaceModel(Model):
     """A fitted regression as BoTorch's `Model`, for acquisition functions.
 
     The posterior at q points is the Gaussian of the linearised network's outputs there, including
-    the covariances between points. Gradients flow back to the points if they require them, as in
-    `optimize_acqf`; the Jacobians of the q points are then kept.
+    the covariances between points. Gradients flow back to points that require them, as in
+    `optimize_acqf`; the Jacobians of the q points are then kept in memory.
 
     Args:
         la: A fitted `Laplace` with a `Gaussian` likelihood, from points `[B, d]` to `[B, C]`.
@@ -55,7 +55,7 @@ class LaplaceModel(Model):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The shape of a batch of models: empty, since this is a single one."""
+        """The shape of a batch of models, which is empty, because this is a single model."""
         return torch.Size()
 
     def posterior(
@@ -65,18 +65,18 @@ class LaplaceModel(Model):
         observation_noise: bool | Tensor = False,
         posterior_transform: PosteriorTransform | None = None,
     ) -> Posterior:
-        """The posterior over the outputs at the points.
+        """Compute the posterior over the outputs at the points.
 
         Args:
             X: Points, `[..., q, d]`.
-            output_indices: Which outputs. Default: all outputs.
+            output_indices: Indices of the outputs. Default: all outputs.
             observation_noise: Whether to add the noise σ².
             posterior_transform: A transform of the posterior.
 
         Raises:
             ValueError: If the number of outputs is not `num_outputs`. Also raises the errors of
                 `Laplace.functional`.
-            NotImplementedError: If a noise is passed for each point.
+            NotImplementedError: If `observation_noise` is a tensor with a noise for each point.
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
@@ -97,7 +97,7 @@ class LaplaceModel(Model):
             mean = mean[..., columns]
             covariance = covariance[..., rows[:, None], rows]
         # The Cholesky decomposition of a linear operator adds jitter if the covariance is singular,
-        # as it is at equal points.
+        # for example because two points are equal.
         operator = to_linear_operator(covariance)
         if mean.shape[-1] == 1:
             normal = MultivariateNormal(mean[..., 0], operator)
@@ -149,17 +149,17 @@ class LaplaceModel(Model):
         *,
         propagate_grads: bool = True,
     ) -> "ConditionedModel":
-        """Condition on observations at points that are drawn from the posterior there.
+        """Condition the model on observations that are drawn from its posterior at given points.
 
         Args:
             X: Points, `[..., q, d]`.
             sampler: A sampler of BoTorch, whose number of samples is the number of fantasies.
-            observation_noise: None, since the noise of a regression is its sigma.
-            propagate_grads: `qMultiStepLookahead` passes it. It changes nothing, because gradients
-                always flow back through the fantasies.
+            observation_noise: Must be None, because the noise of a regression is its sigma.
+            propagate_grads: Accepted because `qMultiStepLookahead` passes it. It has no effect,
+                because gradients always flow back through the fantasies.
 
         Raises:
-            NotImplementedError: For an observation noise.
+            NotImplementedError: If an observation noise is passed.
         """
         if observation_noise is not None:
             raise NotImplementedError(
@@ -175,11 +175,12 @@ class LaplaceModel(Model):
 
 
 class ConditionedModel(LaplaceModel):
-    r"""A `LaplaceModel` with additional observations, on which its Gaussian is conditioned.
+    r"""A `LaplaceModel` whose Gaussian is conditioned on additional observations.
 
-    With the covariance K of the outputs at the points and at the observed points, the mean is
-    $m + K_{xo}(K_{oo} + \sigma^2 I)^{-1}(y - m_o)$. This is the update of the Gaussian over the
-    parameters (also of its mean) with the linearised network, and is exact for any curvature.
+    The mean is $m + K_{xo}(K_{oo} + \sigma^2 I)^{-1}(y - m_o)$, where K is the covariance of the
+    outputs at the points (x) and at the observed points (o). This is the update of the Gaussian
+    over the parameters, including its mean, for the linearised network. It is exact for any
+    curvature.
 
     Args:
         la: The fitted regression.
@@ -266,7 +267,8 @@ def joint_moments(
     differentiable = X.requires_grad and torch.is_grad_enabled()
     sets = X.reshape(-1, *X.shape[-2:])
     if sets.shape[1] == 1:
-        # Sets of one point have no covariance between points, so one pass is enough for all.
+        # If each set is a single point, there are no covariances between points, so one pass is
+        # enough for all sets.
         mean, covariance = la.functional(sets[:, 0], differentiable=differentiable)
         mean = mean.unsqueeze(1)
     else:

@@ -1,4 +1,4 @@
-"""A posterior at the end of a training run: fitted, tuned and evaluated on the run's loaders."""
+"""A posterior that is fitted, tuned and evaluated on a run's loaders at the end of training."""
 
 import itertools
 from collections.abc import Mapping, Sized
@@ -37,9 +37,10 @@ def copy_in_eval_mode(network: nn.Module) -> nn.Module:
 
 
 def _shared(loader: Any) -> Any:
-    """Return a loader of which several processes read every example of the run once.
+    """Return a loader with which the processes together read every example of the run once.
 
-    The samplers of training repeat examples, so that all processes have equally many.
+    The samplers of training repeat examples, so that all processes have the same number of
+    examples.
     """
     num_ranks = process_group().size
     batches = getattr(loader, "batch_sampler", None)
@@ -47,7 +48,7 @@ def _shared(loader: Any) -> Any:
     if num_ranks == 1 or not isinstance(getattr(loader, "dataset", None), Sized):
         return loader
     if batch_size is None:
-        # The data set or a sampler of the user's own makes the batches.
+        # The data set or a sampler of the user creates the batches.
         return loader
     indices = _indices_of_run(loader)
     dataset = loader.dataset if indices is None else Subset(loader.dataset, indices)
@@ -55,10 +56,10 @@ def _shared(loader: Any) -> Any:
 
 
 def _indices_of_run(loader: Any) -> list[int] | None:
-    """Return the examples that the run draws from; None for the whole data set.
+    """Return the indices of the examples from which the run draws; None for the whole data set.
 
-    In a training run of several processes, the loader's sampler is within another one, which
-    divides the examples. A weighted sampler draws from the whole data set.
+    In a training run of several processes, the loader's sampler is wrapped in another sampler,
+    which divides the examples among processes. A weighted sampler draws from the whole data set.
     """
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
@@ -70,7 +71,8 @@ def _indices_of_run(loader: Any) -> list[int] | None:
     if not isinstance(sampler, DistributedSampler):
         indices_by_rank = ranks.exchange(list(sampler))
         return sorted(set(itertools.chain.from_iterable(indices_by_rank)))
-    # The data set, or Lightning's wrapper of a sampler, whose entries are the sampler's indices.
+    # `inner` is the data set, or Lightning's wrapper of a sampler, whose entries are the sampler's
+    # indices.
     inner: Any = sampler.dataset
     wrapped = getattr(inner, "_sampler", None)
     if wrapped is None or isinstance(wrapped, WeightedRandomSampler):
@@ -79,9 +81,9 @@ def _indices_of_run(loader: Any) -> list[int] | None:
 
 
 def _num_data(loader: Any, mode: str) -> int | None:
-    """Return the number of training examples for a fit that would ask for `num_data=`.
+    """Return the number of training examples for a fit that would otherwise need `num_data=`.
 
-    The callbacks have no such argument.
+    The callbacks do not have this argument.
 
     Returns:
         The number of examples that the loader draws from; None if the fit counts the examples, or
@@ -93,7 +95,7 @@ def _num_data(loader: Any, mode: str) -> int | None:
         return None
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
-        # It may draw with replacement, so its length is not always the number of examples.
+        # The sampler may draw with replacement, so its length need not be the number of examples.
         return len(dataset)
     if mode == "full" and not getattr(batches, "drop_last", False):
         return None
@@ -132,7 +134,7 @@ class PosteriorAtEnd:
         return Laplace(network, self.likelihood, **self.options)
 
     def check_size(self, train_loader: Any) -> None:
-        """Require, before the training, that the number of training examples will be known.
+        """Require, before the training, that the number of training examples can be determined.
 
         Raises:
             ValueError: If the fit reads only a part of data whose size the loader does not
@@ -151,8 +153,8 @@ class PosteriorAtEnd:
         """Fit, tune and evaluate a posterior.
 
         Returns:
-            Numbers to log by name, and the evaluation on the validation data, which were used for
-            tuning. Without tuning there are no numbers and no evaluation.
+            Numbers to log by name, and the evaluation on the validation data that were used for
+            tuning. Without tuning, there are no numbers and no evaluation.
         """
         train_loader = _shared(train_loader)
         la.fit(train_loader, mode=self.mode, num_data=_num_data(train_loader, self.mode))

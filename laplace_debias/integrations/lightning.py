@@ -47,7 +47,7 @@ class LaplaceCallback(Callback):
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
-        path: The file that the posterior was saved to; None before the end of training.
+        path: The file to which the posterior was saved; None before the end of training.
 
     Raises:
         ValueError: If the module has no such network, there is no validation loader, or there are
@@ -100,14 +100,14 @@ class LaplaceCallback(Callback):
         numbers, _ = self._settings.fit(la, _training_loader(trainer), validation_loader)
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
-        # Before it is saved, which may fail after a long training.
+        # Set this before saving, which may fail after a long training.
         self.laplace = la
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
         self.path = path
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
-        """The network within the module."""
+        """Return the network within the module."""
         if self._network_name is None:
             return pl_module
         try:
@@ -124,21 +124,21 @@ class LaplaceCallback(Callback):
 
 
 def _training_loader(trainer: Trainer) -> Any:
-    """Return the only training loader, with batches as the run's precision has them."""
+    """Return the only training loader, with batches converted to the precision of the run."""
     loader = _single_loader(trainer.train_dataloader, "training")
     return _converted(loader, trainer.precision_plugin.convert_input)
 
 
 def _validation_loader(trainer: Trainer) -> Any:
-    """Return the only validation loader, with batches as the run's precision has them.
+    """Return the only validation loader, with batches converted to the precision of the run.
 
     Raises:
-        ValueError: If the run has none, or several.
+        ValueError: If the run has no validation loader, or several.
     """
     if not trainer.enable_validation:
         raise ValueError(NO_VALIDATION_DATA)
     if trainer.val_dataloaders is None:
-        # Lightning makes the loader for the first validation, which may never come.
+        # Lightning creates the loader for the first validation, which may not have taken place.
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
     loader = _single_loader(trainer.val_dataloaders, "validation")
     return _converted(loader, trainer.precision_plugin.convert_input)
@@ -146,7 +146,7 @@ def _validation_loader(trainer: Trainer) -> Any:
 
 @dataclass(frozen=True)
 class _Converted:
-    """Batches of a loader that is no `DataLoader`, converted one by one.
+    """Batches of a loader that is not a `DataLoader`, which are converted one by one.
 
     Attributes:
         loader: The loader.
@@ -162,7 +162,7 @@ class _Converted:
 
 @dataclass(frozen=True)
 class _ConvertedCollation:
-    """A function that collates a batch, and converts it. Processes of a loader can pickle it.
+    """A function that collates a batch and converts it; it can be pickled for worker processes.
 
     Attributes:
         collate: Collates a batch.
@@ -184,7 +184,7 @@ def _converted(loader: Any, convert: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Converted(loader, convert)
     converted = copy.copy(loader)
-    # The processes of an iterator that is kept collate as before.
+    # Discard a persistent iterator, because its worker processes would collate as before.
     converted._iterator = None
     converted.collate_fn = _ConvertedCollation(loader.collate_fn, convert)
     return converted

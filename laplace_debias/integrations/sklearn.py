@@ -36,7 +36,7 @@ LOSSES: dict[str, Loss] = {
     "binary": F.binary_cross_entropy_with_logits,
     "regression": F.mse_loss,
 }
-"""The mean loss that a network is trained with, by likelihood."""
+"""The mean loss with which a network is trained, by likelihood."""
 
 
 class _LaplaceEstimator(BaseEstimator):
@@ -67,7 +67,7 @@ class _LaplaceEstimator(BaseEstimator):
         self.random_state = random_state
 
     def _check_arguments(self) -> None:
-        """Raise an error for arguments that no data could make valid."""
+        """Raise an error for arguments that would be invalid for any data."""
         whole(self.epochs, "epochs")
         whole(self.batch_size, "batch_size")
         if isinstance(self.prior_precision, str) and self.prior_precision != "evidence":
@@ -114,7 +114,7 @@ class _LaplaceEstimator(BaseEstimator):
     def _trained_network(
         self, X: np.ndarray, y: np.ndarray, num_outputs: int
     ) -> tuple[nn.Module, str]:
-        """Return a copy of the network in eval mode, trained if it has to be, and its likelihood.
+        """Return a copy of the network in eval mode, trained if necessary, and its likelihood.
 
         Args:
             X: Inputs, `[n, ...]`.
@@ -123,7 +123,8 @@ class _LaplaceEstimator(BaseEstimator):
         """
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         devices = range(torch.cuda.device_count())
-        # In joblib's threads, another estimator would draw from the same generator meanwhile.
+        # Hold the lock, because an estimator in another of joblib's threads would draw from the
+        # same generator.
         with GLOBAL_GENERATOR, torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             network = self.network
@@ -168,7 +169,7 @@ class _LaplaceEstimator(BaseEstimator):
 
     @abstractmethod
     def _likelihood(self, row_shape: tuple[int, ...], num_outputs: int) -> str:
-        """Return the likelihood's name for a network whose outputs for a row have this shape."""
+        """Return the likelihood's name for a network whose output for one row has this shape."""
 
     def _fit_laplace(
         self,
@@ -217,9 +218,9 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     you pass is not changed: `fit` copies it.
 
     Args:
-        network: A trained module; with `optimizer`, a module that `fit` trains from its current
-            weights, or a function from `(num_features, num_outputs)` to a new module; or a skorch
-            net, which `fit` trains if it has no history. scikit-learn's `clone` keeps the weights
+        network: A trained module, or a skorch net, which `fit` trains if it has no history. With
+            `optimizer`, a module that `fit` trains from its current weights, or a function from
+            `(num_features, num_outputs)` to a new module. scikit-learn's `clone` keeps the weights
             of a module and discards the training of a skorch net.
         optimizer: A function from parameters to a torch optimizer, such as
             `functools.partial(torch.optim.Adam, lr=1e-2)`. Default: the network is already trained.
@@ -295,7 +296,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         probs = predictive.probs.double()
         if isinstance(predictive, Bernoulli):
             probs = torch.stack([1 - probs, probs], 1)
-        # Sums that are 1 only in the network's dtype make scikit-learn's metrics warn.
+        # Normalise in float64, because scikit-learn's metrics warn if sums are 1 only in the
+        # network's dtype.
         return (probs / probs.sum(1, keepdim=True)).cpu().numpy()
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
@@ -423,12 +425,12 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the mean of the targets, `[n]` or `[n, C]` like the `y` passed to `fit`.
+        """Return the mean of the targets, `[n]` or `[n, C]`, like the `y` that was passed to `fit`.
 
         Args:
             X: Inputs.
-            return_std: Whether to return standard deviations in addition, of the same shape. They
-                include the noise σ.
+            return_std: Whether to also return standard deviations, in the same shape. They include
+                the noise σ.
         """
         inputs = self._inputs(X)
         predictive = self.laplace_.predict(inputs)
@@ -455,8 +457,8 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         num_targets = mean.numel() // num_rows
         size = num_rows * num_targets
         joint = covariance.double().cpu().reshape(size, size)
-        # Not Cholesky: a covariance of many rows is singular up to the network's rounding, which a
-        # small noise does not exceed.
+        # Cholesky might fail: the covariance of many rows is singular up to the network's rounding
+        # errors, and a small noise may be smaller than these errors.
         variances, directions = eigh((joint + joint.mT) / 2, "the functional covariance")
         root = directions * variances.clamp_min(0).sqrt()
         noise = self.laplace_.sigma.double().cpu().expand(num_targets).repeat(num_rows)
@@ -469,19 +471,19 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return samples.reshape(num_rows, num_targets, n_samples)
 
     def _as_targets(self, values: Tensor) -> np.ndarray:
-        """Return values per target, in the shape that `y` had."""
+        """Return values per target, in the shape of the `y` that was passed to `fit`."""
         array = values.double().cpu().numpy().reshape(len(values), -1)
         return array[:, 0] if self._y_is_vector else array
 
 
 def _is_skorch_net(network: Any) -> bool:
-    """Whether an object is a skorch net, which requires that skorch has been imported."""
+    """Whether an object is a skorch net, which is possible only if skorch has been imported."""
     skorch = sys.modules.get("skorch")
     return skorch is not None and isinstance(network, skorch.NeuralNet)
 
 
 def _criterion_type(net: Any) -> type:
-    """Return the class of a skorch net's loss, which the net has as a class or an instance."""
+    """Return the class of a skorch net's loss, which the net stores as a class or an instance."""
     return net.criterion if isinstance(net.criterion, type) else type(net.criterion)
 
 
@@ -494,7 +496,7 @@ def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
 
 
 def _check_numbers(X: np.ndarray) -> None:
-    """Require numbers, because scikit-learn lets pandas' categories of text and dates pass."""
+    """Require numbers, because scikit-learn accepts dates and pandas categories of text."""
     if X.dtype.kind not in "biuf":
         raise ValueError(
             f"X contains values of type {X.dtype}, but the network takes numbers. Encode "

@@ -29,15 +29,15 @@ __all__ = ["LaplaceCallback"]
 class LaplaceCallback(TrainerCallback):
     """A callback that fits, tunes, logs and saves a posterior when training ends.
 
-    The posterior is fitted to the weights at the end of training; with
-    `load_best_model_at_end=True`, these are the best weights. It is written by `save_pretrained`,
-    with a model card, into the folder of the checkpoint with these weights, or into `output_dir` if
-    there is no such checkpoint. Metrics on the evaluation data are logged as `eval_laplace_nll` and
-    others, with `eval_network_nll` and others for the network without the posterior. The model's
-    modes are not changed: a copy that shares its parameters is used.
+    The posterior is fitted to the weights at the end of training, which are the best weights if
+    `load_best_model_at_end=True`. `save_pretrained` writes it, with a model card, to the folder of
+    the checkpoint with these weights, or to `output_dir` if there is no such checkpoint. Metrics on
+    the evaluation data are logged as `eval_laplace_nll` and others, with `eval_network_nll` and
+    others for the network without the posterior. The model's modes are not changed: a copy that
+    shares its parameters is used.
 
     Args:
-        trainer: The trainer that the callback is added to.
+        trainer: The trainer to which the callback is added.
         likelihood: The likelihood; see `Laplace`.
         mode: How much of the training data to use; see `Laplace.fit`.
         tune: Whether to tune and evaluate on the evaluation data.
@@ -45,7 +45,7 @@ class LaplaceCallback(TrainerCallback):
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
-        folder: The folder that the posterior was saved to; None before the end of training.
+        folder: The folder to which the posterior was saved; None before the end of training.
 
     Raises:
         TypeError: If `trainer` has a different type.
