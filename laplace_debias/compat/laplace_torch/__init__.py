@@ -2,7 +2,7 @@
 
 Code that was written for laplace-torch runs with one changed import:
 `from laplace_debias.compat.laplace_torch import Laplace, marglik_training`. Arguments and methods
-without an equivalent raise an error. The reference of this module lists them, with what to use.
+without an equivalent raise an error. The reference of this module lists them, with replacements.
 """
 
 from laplace_debias.compat.laplace_torch.marglik import marglik_training

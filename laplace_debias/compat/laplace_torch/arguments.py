@@ -1,4 +1,4 @@
-"""The arguments of laplace-torch, by their names, and the options here that they stand for."""
+"""The arguments of laplace-torch by name, and the corresponding options of this package."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -25,9 +25,9 @@ LINKS = ("probit", "mc", *BRIDGES)
 
 
 def checked_name(argument: str, value: str, names: Collection[str]) -> str:
-    """Return the supported name that a string or an enumeration's member equals.
+    """Return the supported name that equals a string or a member of an enumeration.
 
-    The members of laplace-torch's enumerations are strings, but `torch.load` refuses them.
+    The members of laplace-torch's enumerations are strings, but `torch.load` does not accept them.
     """
     for name in names:
         if value == name:
@@ -38,7 +38,7 @@ def checked_name(argument: str, value: str, names: Collection[str]) -> str:
 
 
 def check_applies(argument: str, option: str, required: str, value: str) -> None:
-    """Require the only value of an option to which another argument applies."""
+    """Require that an option has the only value to which another argument applies."""
     if value != required:
         raise ValueError(
             f'`{argument}` applies only to {option}="{required}", got {value!r}. Remove '
@@ -47,7 +47,7 @@ def check_applies(argument: str, option: str, required: str, value: str) -> None
 
 
 def check_has_layers(structure: str) -> None:
-    """Require a structure in which each layer can have a prior precision of its own."""
+    """Require a structure in which each layer can have its own prior precision."""
     if structure not in ("kron", "diag"):
         raise NotImplementedError(
             '`prior_structure="layerwise"` requires hessian_structure="kron" or "diag", got '
@@ -75,7 +75,7 @@ def fisher_of_backend(backend: type | str | None, backend_kwargs: Mapping[str, A
 
 
 def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
-    """Return the names that the parameters of a layer have in a network."""
+    """Return the names of the parameters of a layer within a network."""
     of_layer = set(layer.parameters())
     return [name for name, parameter in network.named_parameters() if parameter in of_layer]
 

@@ -56,10 +56,10 @@ def marglik_training(
         hessian_structure: `"kron"`, `"full"` or `"diag"`.
         backend: A backend of laplace-torch, or its name; see `Laplace`.
         optimizer_cls: The class of the optimizer of the weights.
-        optimizer_kwargs: Options of the optimizer. The prior takes the place of `weight_decay`,
-            which is 0.
-        scheduler_cls: The class of a schedule of the learning rate, with a step after each batch.
-        scheduler_kwargs: Options of the schedule.
+        optimizer_kwargs: Options of the optimizer. `weight_decay` is set to 0, because the prior
+            replaces it.
+        scheduler_cls: The class of a learning-rate scheduler, which takes a step after each batch.
+        scheduler_kwargs: Options of the scheduler.
         n_epochs: The number of epochs.
         lr_hyp: The learning rate of prior precision and noise.
         prior_structure: `"layerwise"` for one prior precision per block, or `"scalar"`.

@@ -1,7 +1,6 @@
 """Priors with a precision per parameter: the posterior, its evidence, and the best precisions.
 
-They take the place of the prior precision of a fit, which has a diagonal or the full curvature
-matrix.
+Such a prior replaces the prior precision of a fit whose curvature is diagonal or the full matrix.
 """
 
 import torch
@@ -18,7 +17,7 @@ from laplace_debias.operators import LinearOperator, Permuted
 
 
 class ParameterwisePrior:
-    """A prior precision per parameter, in place of the prior precision of a fit.
+    """A prior precision per parameter, which replaces the prior precision of a fit.
 
     Args:
         precisions: The prior precisions, `[D]`.
@@ -29,7 +28,7 @@ class ParameterwisePrior:
         self._latest: tuple[FittedPosterior, Laplace] | None = None
 
     def check_size(self, parameters: ParameterBlocks, hessian_structure: str) -> None:
-        """Require as many precisions as parameters, and a structure that can have them."""
+        """Require as many precisions as parameters, and a structure that supports them."""
         size = len(self.precisions)
         if hessian_structure not in ("diag", "full") or size != parameters.size:
             raise ValueError(
@@ -40,10 +39,10 @@ class ParameterwisePrior:
             )
 
     def posterior(self, fitted: FittedPosterior) -> Laplace:
-        """Return the posterior of a fit with these precisions, and the mean of the fit's prior.
+        """Return the posterior of a fit with these precisions, and with the fit's prior mean.
 
-        The posterior of the latest fit is kept. Its noise and its temperature cannot be changed, so
-        change those of the fit.
+        The posterior of the latest fit is cached. Do not change its noise or its temperature;
+        change those of the fit instead.
         """
         latest = self._latest
         if latest is None or latest[0] is not fitted:
@@ -90,12 +89,12 @@ def best_precisions(
     r"""Compute the prior precision of each parameter that maximises the marginal likelihood.
 
     With a diagonal precision h of the data and the distance d from the prior's mean, the optimum is
-    the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has none.
+    the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has no optimum.
 
     Args:
         fitted: The fit, with a diagonal curvature.
-        shared: The prior precision that is best for all parameters together, for those without
-            curvature.
+        shared: The prior precision that is best for all parameters together. Parameters without
+            curvature get this precision.
     """
     h = _data_precision(fitted)
     squared_distances = fitted.posterior.displacement.double().square()
@@ -108,7 +107,7 @@ def best_precisions(
 def _data_precision(
     fitted: FittedPosterior,
 ) -> Float[Tensor, " parameters"] | Float[Tensor, "parameters parameters"]:
-    """Compute the precision that the data add to the prior's: a vector, or a matrix if full."""
+    """Compute the precision that the data add to the prior: a vector, or a full matrix."""
     posterior = fitted.posterior
     curvature: LinearOperator = posterior.curvature
     if posterior.order is not None:

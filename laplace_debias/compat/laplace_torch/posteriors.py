@@ -1,4 +1,4 @@
-"""A `Laplace` with the arguments, methods and shapes of laplace-torch's."""
+"""A `Laplace` with the arguments, methods and shapes of laplace-torch."""
 
 import tempfile
 from collections.abc import Mapping
@@ -54,20 +54,21 @@ class Laplace:
     Args:
         model: The trained network. It is not changed: draws of the parameters are evaluated on a
             copy.
-        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`: a network with one
-            output, fitted to pairs `[B, 2, ...]` and the index of the preferred input.
+        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`. With
+            `"reward_modeling"`, the network has one output, and is fitted to pairs `[B, 2, ...]`
+            and the index of the preferred input.
         subset_of_weights: `"last_layer"`, `"all"` or `"subnetwork"`.
         hessian_structure: `"kron"`, `"full"`, `"diag"`, `"lowrank"` or `"gp"`.
         sigma_noise: Standard deviation of a regression's noise.
-        prior_precision: One number, one per block (laplace-torch's layers), or for `"diag"` and
-            `"full"` one per parameter.
+        prior_precision: One number, or one per block (a layer in laplace-torch). For `"diag"` and
+            `"full"`, it may also be one number per parameter.
         prior_mean: One number, or one per parameter.
         temperature: T.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
-        subnetwork_indices: For `"subnetwork"`: indices of entries.
+        subnetwork_indices: For `"subnetwork"`: indices of entries of the flattened parameters.
         last_layer_name: Name of the last layer. Default: it is found automatically.
-        n_subset: For `"gp"`: how many training examples span the posterior. Default: all.
-        independent_outputs: For `"gp"`: whether each output has a Gaussian process of its own.
+        n_subset: For `"gp"`: the number of training examples that span the posterior. Default: all.
+        independent_outputs: For `"gp"`: whether each output has its own Gaussian process.
         backend: A backend of laplace-torch, or its name. Names that end with `GGN` mean the exact
             Fisher matrix, and names that end with `EF` mean the empirical Fisher matrix.
         backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
@@ -152,17 +153,17 @@ class Laplace:
             independent_outputs=independent_outputs,
             batch=batch_hook(likelihood),
         )
-        # In place of the prior precision of the fit. Before the first fit of a last layer, nothing
-        # determines whether several precisions are those of its parameters or of its blocks.
+        # This prior replaces the prior precision of the fit. Before the first fit of a last layer,
+        # it is not known whether several precisions are per parameter or per block.
         self._prior: ParameterwisePrior | None = None
         self.prior_precision = prior_precision
 
     @property
     def posterior(self) -> Posterior:
-        """The `laplace_debias.Laplace` that does the work, with the current prior.
+        """The underlying `laplace_debias.Laplace`, with the current prior.
 
-        It can be replaced by another one of the same network, likelihood and structure, which
-        brings its own prior.
+        You can replace it by another posterior of the same network, likelihood and structure. The
+        prior of the new posterior is then used.
         """
         state = self._fit.state
         if self._prior is None or not isinstance(state, FittedPosterior):
@@ -219,10 +220,10 @@ class Laplace:
             generator: Seeds the draws.
 
         Returns:
-            For classification probabilities `[B, C]`. For regression the mean `[B, C]` and with
-            `"glm"` the covariance `[B, C, C]`, with `diagonal_output` the variances `[B, C]`, with
-            `joint` the mean `[B·C]` and the covariance `[B·C, B·C]`; with `"nn"` mean and variances
-            over the draws, `[B, C]`.
+            For classification, the probabilities `[B, C]`. For regression, the mean `[B, C]` and,
+            with `"glm"`, the covariance `[B, C, C]`. With `diagonal_output`, these are the mean and
+            the variances `[B, C]`; with `joint`, the mean `[B·C]` and the covariance `[B·C, B·C]`;
+            with `"nn"`, the mean and the variances over the draws, `[B, C]`.
         """
         pred_type = self._checked_pred_type(pred_type)
         link_approx = checked_name("link_approx", link_approx, LINKS)
@@ -313,7 +314,7 @@ class Laplace:
     ) -> Float[Tensor, ""]:
         """Set the prior precision and noise if given, and compute the log marginal likelihood.
 
-        It is differentiable in both of them.
+        The result is differentiable in the prior precision and the noise.
         """
         fitted = self._fit.fitted
         log_factor = torch.zeros((), dtype=torch.float64, device=fitted.posterior.mean.device)
@@ -483,7 +484,7 @@ class Laplace:
 
     @property
     def scatter(self) -> Float[Tensor, ""]:
-        """Squared distance of the parameters to the prior mean, times the prior precision.
+        """The squared distance of the parameters to the prior mean, times the prior precision.
 
         With `independent_outputs`, each output has a copy of the parameters.
         """
@@ -512,7 +513,7 @@ class Laplace:
 
     @property
     def log_det_ratio(self) -> Float[Tensor, ""]:
-        """The log-determinant of the posterior precision, minus the one of the prior precision."""
+        """The log-determinant of the posterior precision minus that of the prior precision."""
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     @property
@@ -587,7 +588,7 @@ class Laplace:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of an object that has the same options as this one.
+        """Load a `state_dict` of an object that has the same options as this object.
 
         Raises:
             ValueError: If the state was not made by `state_dict`, belongs to a different model, or
@@ -595,8 +596,8 @@ class Laplace:
         """
         if STATE not in state_dict:
             raise ValueError(
-                f"The state has the entries {sorted(state_dict)}. Pass what `state_dict` of this "
-                "class returned. A state of laplace-torch cannot be loaded."
+                f"The state has the entries {sorted(state_dict)}. Pass the result of `state_dict` "
+                "of this class. A state of laplace-torch cannot be loaded."
             )
         for name, value in self._options.items():
             # A state of an earlier version does not name the last layer.

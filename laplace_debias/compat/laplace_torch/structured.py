@@ -1,4 +1,4 @@
-"""The classes of laplace-torch that determine a structure and a subset of the weights."""
+"""The classes of laplace-torch for each structure and subset of the weights."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from laplace_debias.compat.laplace_torch.posteriors import Laplace
 
 
 class StructuredLaplace(Laplace):
-    """A `Laplace` with a structure and a subset of the weights that its class determines.
+    """A `Laplace` whose class determines the structure and the subset of the weights.
 
     Args:
         model: The trained network.
