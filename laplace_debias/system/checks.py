@@ -1,4 +1,4 @@
-"""Checks of arguments, each of which is checked once, in a public function."""
+"""Checks of arguments; each argument is checked once, in a public function."""
 
 import operator
 import reprlib
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
-    """Read an argument as an `int`, of any integer type but bool.
+    """Convert an argument of any integer type except bool to an `int`.
 
     float64 represents all integers up to 2**53.
     """
@@ -55,7 +55,7 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
 def checked_weights(
     weights: Sequence[float] | Tensor | float | None, name: str
 ) -> Float[Tensor, " n"] | None:
-    """Convert weights to a float64 vector on the CPU, or None to None.
+    """Convert weights to a float64 vector on the CPU; None stays None.
 
     Weights must be at least 0, and not all of them 0.
     """
@@ -72,7 +72,7 @@ def checked_weights(
 
 
 def check_is(value: object, name: str, *kinds: Any) -> None:
-    """Require an argument of one of some types."""
+    """Require that an argument has one of the given types."""
     if not isinstance(value, kinds):
         allowed = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
         raise TypeError(
@@ -107,7 +107,7 @@ def check_no_autocast(device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 def check_extra(extra: str, *packages: str) -> None:
-    """Require the packages that an extra of this one installs."""
+    """Require the packages that an extra of this package installs."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(
@@ -117,6 +117,6 @@ def check_extra(extra: str, *packages: str) -> None:
 
 @contextmanager
 def imports_of_extra(extra: str, *packages: str) -> Iterator[None]:
-    """Require the packages that an extra of this one installs, before their import in the block."""
+    """Require the packages of an extra of this package before the block imports them."""
     check_extra(extra, *packages)
     yield

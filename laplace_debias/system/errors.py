@@ -2,7 +2,7 @@
 
 
 class RankError(RuntimeError):
-    """An error for a different rank that has failed or disappeared.
+    """An error that is raised because a different rank has failed or disappeared.
 
-    It stands for an error whose type is not available on this rank.
+    It replaces an error whose type is not available on this rank.
     """

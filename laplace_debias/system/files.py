@@ -21,15 +21,15 @@ from torch import Tensor
 def written_atomically(
     path: str | os.PathLike[str], *, make_folders: bool = True
 ) -> Iterator[Path]:
-    """Give a temporary path in the folder, which replaces `path` if the block succeeds.
+    """Yield a temporary file in the same folder, which replaces `path` if the block succeeds.
 
-    The content reaches the disk before it takes the place. A symbolic link stays: the file that it
-    leads to is replaced. A file that is replaced keeps its permissions. Threads and processes may
-    write one path at once: the last one to finish wins.
+    The content is flushed to the disk before it replaces the file. If `path` is a symbolic link,
+    the file to which it points is replaced. The new file gets the permissions of the old one.
+    Several threads and processes may write to the same path at once; the last one to finish wins.
 
-    After an exception what stood at `path` still stands there, and nothing else is left. A process
-    that is killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`. The path
-    leads to an empty file, to be written or overwritten in place.
+    After an exception, `path` is unchanged, and the temporary file is removed. A process that is
+    killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`. The temporary file
+    is empty at first, and the block writes or overwrites it in place.
     """
     target = check_target(path, make_folders=make_folders)
     try:
@@ -46,7 +46,7 @@ def written_atomically(
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        # Another file may have failed, which was to be copied here.
+        # The error may belong to another file that was to be copied here.
         if error.filename not in (None, str(temporary)):
             raise
         raise _explained(error, path) from error
@@ -55,9 +55,9 @@ def written_atomically(
 
 
 def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) -> Path:
-    """Require that a file can be written to a path, before the work that goes into it.
+    """Require that a file can be written to a path, before its content is computed.
 
-    Returns the file that the path leads to along symbolic links.
+    Returns the file to which the path leads after all symbolic links.
     """
     target = Path(os.path.realpath(path))
     if os.path.isdir(target):
@@ -90,7 +90,7 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
 
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """The error of the same type, whose text is only a sentence."""
+    """Return an error of the same type, whose text explains it in sentences."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
         f"{path} cannot be written ({reason}). Choose a different path, or free some space on "
@@ -116,7 +116,7 @@ STORED_DTYPES = {
 }
 """The dtypes that a file may have, by their names in the safetensors format."""
 _BLANK = "0" * 64
-# Quotes within names and texts are escaped: this stands in one place of a header.
+# Quotes within names and texts are escaped, so this pattern matches only once in a header.
 _CHECKSUM = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')
 
 
@@ -127,8 +127,9 @@ class DamagedFileError(ValueError):
 def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write a file in place; equal contents give equal bytes.
 
-    Not by the library, which writes texts in no fixed order and needs memory for all tensors once
-    more; this needs it for one of them, on the CPU. No text may be called `checksum`.
+    The safetensors library is not used, because it writes texts in no fixed order and needs memory
+    for a copy of all tensors. This function needs memory for a copy of one tensor, on the CPU. No
+    text may have the name `checksum`.
     """
     entries: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
     # Wide entries come first, so that each tensor is aligned.
@@ -194,7 +195,7 @@ _MOST_SHOWN_DIFFERENCES = 5
 
 
 def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Describe the settings that differ, as in `seed was 0, is now 1; ...`."""
+    """Describe the settings that differ, such as `seed was 0, is now 1; ...`."""
     earlier_leaves = _leaves(earlier)
     present_leaves = _leaves(present)
     lines = []
@@ -215,7 +216,7 @@ def _shortened(value: Any) -> str:
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Collect settings within settings by their names, e.g. `methods.laplace.examples`."""
+    """Collect nested settings by their full names, such as `methods.laplace.examples`."""
     if not isinstance(values, Mapping):
         return {prefix: values}
     leaves: dict[str, Any] = {}

@@ -1,9 +1,10 @@
 """The temporary gathering of parameters that are sharded over processes.
 
-A sharded parameter becomes whole by a collective operation, which all processes must join. They
-read different data, so that they need their parameters in different orders and numbers of times.
-So whoever needs one first announces its number, and all processes join for the first number that is
-announced, until each has what it needs. Processes that need none wait, and join for the others.
+A sharded parameter is gathered by a collective operation, which all processes must join. The
+processes read different data, so they need parameters in different orders and different numbers of
+times. So a process that needs a parameter announces the parameter's number, and all processes
+gather the first number that was announced, until each process has its parameter. Processes that
+need no parameter wait, and join the gatherings of the others.
 """
 
 import weakref
@@ -17,7 +18,7 @@ from torch import Tensor
 IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
 """Whether this process works independently, even though there is a process group."""
 
-# Announced in place of the number of a parameter.
+# Announced by processes that need no parameter.
 _WAITS = -1
 
 
@@ -31,7 +32,7 @@ class _Gatherings:
         self.device = torch.device("cpu")
 
     def number(self, parameter: Tensor) -> int | None:
-        """Return the number of a parameter; None if it has none."""
+        """Return the number of a parameter, or None if it has no number."""
         number = self.numbers.get(id(parameter))
         if number is not None and self.parameters[number]() is parameter:
             return number
@@ -44,7 +45,7 @@ class _Gatherings:
             self.device = parameter.device
 
     def join(self, number: int) -> tuple[int, Tensor | None]:
-        """Announce a number, and gather the first announced one; `_WAITS` if all processes wait."""
+        """Announce a number, and gather the first announced parameter; `_WAITS` if all wait."""
         mine = torch.tensor([number], device=self.device)
         announced = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(announced, mine)
@@ -66,7 +67,7 @@ def _gatherings() -> _Gatherings:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a `DTensor`, of which each process holds a part."""
+    """Whether a tensor is a `DTensor`, each process having a part of it."""
     return hasattr(tensor, "full_tensor")
 
 

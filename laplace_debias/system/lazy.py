@@ -1,6 +1,6 @@
 """Packages, functions and registries whose contents are imported when they are first used.
 
-The command line reads a command's options without importing torch.
+With these, the command line reads the options of a command without importing torch.
 """
 
 import importlib
@@ -44,11 +44,11 @@ def function_from(module: str, name: str) -> Callable[..., Any]:
 class LazyRegistry(MutableMapping[str, type[Entry]]):
     """Classes by their names; each is imported when it is first looked up.
 
-    The names can be listed without an import, which is what options of the command line need.
+    The names can be listed without an import, as the options of the command line require.
 
     Args:
         package: The package that has the classes.
-        paths: For each name the module within the package and the class, `module.Class`.
+        paths: The module within the package and the class, `module.Class`, by name.
     """
 
     def __init__(self, package: str, paths: Mapping[str, str]) -> None:

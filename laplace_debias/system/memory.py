@@ -1,4 +1,4 @@
-"""Memory: sizes of slices, the bytes that are available and in use, and errors of allocation."""
+"""Memory: sizes of slices, available and used bytes, and allocation errors."""
 
 import weakref
 from collections import defaultdict
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Factors of the sizes of slices and of the default bound, by kind of device. Slices of a processor
-# stay in its cache; on a GPU a call costs microseconds, however little it does.
+# Factors of the sizes of slices and of the default bound, by kind of device. On a CPU, slices
+# should fit in the cache. On a GPU, slices should be large, because each call takes microseconds.
 ROOM = defaultdict(lambda: 16, cpu=1)
 
-# Messages of torch's allocators and of NVIDIA's libraries. The CPU's raises a plain RuntimeError.
+# Messages of torch's allocators and of NVIDIA's libraries. The CPU allocator raises a plain
+# RuntimeError.
 _MESSAGES = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-# Files of Linux.
+# Files of Linux that report memory.
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,8 +27,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be allocated.
 
-    The model did not cause it. A handler that takes any exception for "the model cannot do this"
-    must raise it again.
+    The model did not cause such an error. A handler that takes any exception to mean that the model
+    does not support an operation must raise this error again.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -37,10 +38,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def available_memory(device: torch.device | None = None) -> int | None:
     """Return the bytes that can still be allocated, or None if unknown.
 
-    For a GPU these are its free bytes, and those that torch's allocator has reserved without using
-    them. For the CPU these are the bytes that Linux reports as available, but at most those within
-    the limit of the process's control group (version 2), as containers have it; cached files count
-    as available.
+    For a GPU, these are the free bytes plus the bytes that torch's allocator has reserved but does
+    not use. For the CPU, these are the bytes that Linux reports as available, within the limit of
+    the process's control group (version 2), as in a container. Cached files count as available.
     """
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -51,7 +51,7 @@ def available_memory(device: torch.device | None = None) -> int | None:
         with suppress(OSError, LookupError):
             kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]
             limits.append(1024 * int(kibibytes))
-        # Without a limit it is "max".
+        # Without a limit, the file contains "max".
         with suppress(OSError, LookupError, ValueError):
             limit = int((_CGROUP / "memory.max").read_text())
             stat = (_CGROUP / "memory.stat").read_text()
@@ -71,9 +71,9 @@ def check_memory(
 
     Args:
         needed: Bytes that are needed.
-        available: Bytes that are available; None if that is not known.
+        available: Bytes that are available; None if the number is not known.
         subject: Subject and verb of the error message, such as `"The fit takes"`.
-        less_memory: The options that take less memory.
+        less_memory: Text that names the options that need less memory.
 
     Raises:
         ValueError: If more bytes are needed than are available.
@@ -92,13 +92,13 @@ def shown_size(num_bytes: int) -> str:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """A context that counts the bytes of tensors that are made within it.
+    """A context that counts the bytes of the tensors that are created within it.
 
-    Memory that an operation only uses while it runs is not counted.
+    Memory that an operation uses only while it runs is not counted.
 
     Attributes:
         live: Bytes of the tensors that are alive.
-        peak: Largest number of these bytes so far.
+        peak: The largest value of `live` so far.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and count the storages that it made."""
+        """Run an operation, and count the storages that it created."""
         for argument in tree_leaves((args, kwargs)):
             self._register(argument, is_new=False)
         result = func(*args, **(kwargs or {}))

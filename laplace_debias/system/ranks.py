@@ -1,11 +1,11 @@
-"""Processes that share their work: sums over them, and errors on all of them.
+"""Processes that share their work: sums over the processes, and errors on all of them.
 
-`process_group()` returns the ranks of torch's process group. Without one it returns `ALONE`, whose
-methods return their arguments.
+`process_group()` returns the ranks of torch's process group. Without a process group, it returns
+`ALONE`, whose methods return their arguments.
 
-All ranks make the same exchanges in the same order. A rank with an error makes one more exchange
-with it, which the others receive in place of the value that they wait for, at the end of a pass at
-the latest. The group's own timeout detects a rank that is gone.
+All ranks make the same exchanges in the same order. A rank that fails makes one more exchange with
+its error. The other ranks receive the error instead of the value for which they wait, at the latest
+at the end of a pass. A rank that has disappeared is detected by the timeout of the process group.
 """
 
 import os
@@ -23,21 +23,22 @@ from laplace_debias.system.errors import RankError
 from laplace_debias.system.gathering import IS_ALONE, join_others
 
 Key = TypeVar("Key", bound=Hashable)
-# Some tensors for each key; None stands for a missing one.
+# Some tensors for each key; None is a missing tensor.
 TensorsByKey = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
 
 
-# Errors of a rank that are raised as such on the others.
+# Types of errors of a rank that are raised with the same type on the other ranks.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
 }
-# An event of the collective call, set once the others have left it and need no error any more.
+# An event of the collective call, which is set after the other ranks have left the call and need no
+# error.
 _VERB: ContextVar[Event | None] = ContextVar("verb", default=None)
 
 
 class Ranks:
-    """The processes that share the work: this base class is a single one."""
+    """The processes that share the work; this base class is a single process."""
 
     rank = 0
     size = 1
@@ -45,7 +46,7 @@ class Ranks:
     def exchange(self, value: Any) -> list[Any]:
         """Collect a value of every rank, in their order.
 
-        If a rank has failed, this raises its error with its number, or `RankError`.
+        If a rank has failed, its error is raised with the number of the rank, or `RankError`.
         """
         return [value]
 
@@ -56,7 +57,7 @@ class Ranks:
         """
 
     def from_rank(self, value: Any, rank: int) -> Any:
-        """Return the value of one rank; raises what `exchange` raises."""
+        """Return the value of one rank; raise the same errors as `exchange`."""
         return self.exchange(value if rank == self.rank else None)[rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -86,7 +87,10 @@ class Group(Ranks):
         self.size = dist.get_world_size()
 
     def exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
-        """Collect a value of every rank; a rank with an error sends that, and raises no other's."""
+        """Collect a value of every rank; a rank with an error sends the error instead.
+
+        A rank that sends an error does not raise the errors of other ranks.
+        """
         join_others()
         failure = None if error is None else (type(error).__name__, str(error))
         by_rank: list[Any] = [None] * self.size
@@ -101,7 +105,7 @@ class Group(Ranks):
         return [value_of_rank for _, value_of_rank in by_rank]
 
     def require_same(self, **marks: Any) -> None:
-        """Require that marks are the same on all ranks, by their texts."""
+        """Require that marks have the same text on all ranks."""
         texts = {n: str(mark() if callable(mark) else mark) for n, mark in marks.items()}
         by_rank = self.exchange({name: " ".join(text.split()) for name, text in texts.items()})
         for name, first_text in by_rank[0].items():
@@ -167,7 +171,7 @@ class Group(Ranks):
 
 
 def process_group() -> Ranks:
-    """Return the ranks that share the work: those of torch's process group, or `ALONE`."""
+    """Return the ranks of torch's process group, which share the work, or `ALONE`."""
     if IS_ALONE.get() or not dist.is_available() or not dist.is_initialized():
         return ALONE
     if dist.get_world_size() == 1:
@@ -177,7 +181,7 @@ def process_group() -> Ranks:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Work only on this process's data, even if there is a process group.
+    """Work only on the data of this process, even if there is a process group.
 
     Outside of this context, the methods that read data (`fit`, `tune`, `evaluate`, `save`,
     curvature operators) must be called on every rank, and work on the data of all ranks together.
@@ -209,9 +213,9 @@ def check_joined() -> None:
 
 @contextmanager
 def collective(verb: str) -> Iterator[None]:
-    """Make a call on all ranks: an error of one is raised on all.
+    """Make a call on all ranks; an error on one rank is raised on all of them.
 
-    A collective call within another one belongs to that.
+    A collective call within another collective call is a part of it.
     """
     ranks = process_group()
     if not isinstance(ranks, Group) or _VERB.get() is not None:
@@ -232,7 +236,7 @@ def collective(verb: str) -> Iterator[None]:
         ranks.exchange(None)
     except BaseException as error:
         if not has_left.is_set():
-            # On a rank that stops here, the error itself is what counts.
+            # This rank raises its own error, so an error of the exchange is ignored.
             with suppress(RankError):
                 ranks.exchange(None, error)
         raise
@@ -251,7 +255,7 @@ def refuse_ranks(subject: str, advice: str) -> None:
 
 
 def _leave() -> None:
-    """Note that the ranks part: an error that follows on one of them reaches no other."""
+    """Note that the ranks separate; a later error on one rank is not sent to the others."""
     has_left = _VERB.get()
     if has_left is not None:
         has_left.set()
@@ -272,7 +276,7 @@ def _collective_errors() -> Iterator[None]:
 
 
 def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:
-    """Allocate another rank's tensor, on a device of the same kind: collectives differ by kind."""
+    """Allocate another rank's tensor on the same kind of device, which collectives require."""
     if spec is None:
         return None
     shape, dtype, kind = spec

@@ -1,8 +1,8 @@
-"""Checks of settings, which a command makes before torch is imported."""
+"""Checks of settings that a command makes before torch is imported."""
 
 
 def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Require settings of at least a bound, or None."""
+    """Require that settings are None or at least `least`."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:

@@ -29,7 +29,7 @@ def one_line(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value; of a vector its length and both ends, of a matrix the shape."""
+    """Format a value; a vector by its length and both ends, a matrix by its shape."""
     if isinstance(value, Tensor):
         if value.ndim != 1 or not len(value):
             return _short(value.item()) if value.numel() == 1 else str(list(value.shape))
@@ -76,18 +76,18 @@ def _line(tag: str, cells: Sequence[object]) -> str:
     return f"<tr>{texts}</tr>"
 
 
-# Packages whose frames may lie between the user's line and the one that warns.
+# Packages whose frames may be between the user's line and the line that warns.
 _PASSED_PACKAGES = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "jaxtyping"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at a line of the user's code: the nearest one outside of this package."""
+    """Warn at the nearest line of code outside of this package."""
     frame: FrameType | None = sys._getframe(1)
     # Level 1 is this function.
     level = 2
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        # Functions that beartype makes have names of no file.
+        # Functions that beartype creates have no real file name.
         if module not in _PASSED_PACKAGES and not frame.f_code.co_filename.startswith("<@beartype"):
             break
         frame = frame.f_back

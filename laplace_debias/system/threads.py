@@ -1,10 +1,10 @@
-"""Locks, shared settings, and torch's global generator, which threads of a process share.
+"""Locks and settings for state that the threads of a process share.
 
-Nothing here is needed where each call works on tensors and copies of its own. It is needed for what
-torch keeps once for all threads: the level of forward-mode differentiation, and the generator on
-the CPU. A `DataLoader` draws from that: a seed
-for its workers in every pass, even without any; a seed for `shuffle=True`; and what its data set
-draws to augment.
+Nothing in this module is needed if each call works on its own tensors and copies. It is needed for
+the state that all threads share in torch: the level of forward-mode differentiation, and the global
+generator on the CPU. A `DataLoader` draws from this generator: a seed for its workers in every
+pass, even if it has no workers; a seed for `shuffle=True`; and the random numbers with which its
+data set augments examples.
 """
 
 import threading
@@ -41,17 +41,17 @@ leaves this level discards the tangents of all other threads, without an error.
 """
 
 GLOBAL_GENERATOR = threading.RLock()
-"""Lock that is held while torch's global generator has another state.
+"""Lock that is held while torch's global generator has a different state.
 
-This is the time in which a batch is read, or in which an estimator of scikit-learn trains.
+It is held while a batch is read, or while a scikit-learn estimator is trained.
 """
 
 
 class Randomness:
-    """A context in which random numbers replace torch's global generator.
+    """A context in which random numbers come from a given generator, not torch's global one.
 
-    The global generator is afterwards as if nothing had been drawn. Another thread that draws from
-    it meanwhile does not get its own sequence. `random` and NumPy's generators are not changed.
+    Afterwards, the global generator has the same state as before. A thread that draws from it in
+    the meantime does not get the usual sequence. `random` and NumPy's generators are not changed.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -69,28 +69,29 @@ class Randomness:
         GLOBAL_GENERATOR.release()
 
 
-# For all shared settings: it is locked only for the moment of a change.
+# A single lock for all shared settings, which is held only during a change.
 _SETTINGS = threading.RLock()
 
 
 class SharedSetting:
     """A setting of the process that several threads may change at once.
 
-    A context manager that saves a value, sets another and restores the first is wrong here: when
-    two threads overlap, the second one saves what the first one has set, and restores that for
-    good. So the first thread to come sets, and the last one to leave restores.
+    A context manager that saves the old value, sets a new value and restores the old one would be
+    wrong. If two threads overlap, the second thread would save the value that the first thread has
+    set, and would restore that value permanently. So the first thread to enter sets the value, and
+    the last thread to leave restores it.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
         self._make = make
-        # By the thread, how many contexts it has entered that have not been left.
+        # The number of contexts that each thread has entered but not left.
         self._holders = Counter[int]()
         self._entered: tuple[AbstractContextManager, Context] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Make the setting for the duration of a context."""
-        # A context that was abandoned is left by whichever thread frees it.
+        # An abandoned context may be left by a different thread, the one that frees it.
         thread = threading.get_ident()
         self._enter(thread)
         try:
@@ -99,13 +100,14 @@ class SharedSetting:
             self._leave(thread)
 
     def is_made_by_this_thread(self) -> bool:
-        """Whether the thread that calls it is within the setting, and not only another one."""
+        """Whether the calling thread itself, not only a different thread, is within the setting."""
         return threading.get_ident() in self._holders
 
     def _enter(self, thread: int) -> None:
         with _SETTINGS:
             if self._entered is None:
-                # Another thread may be the one to leave: context variables must not mind.
+                # A different thread may leave the setting, so it is entered in a copied context, in
+                # which the other thread can leave it.
                 manager = self._make()
                 context = copy_context()
                 context.run(manager.__enter__)
