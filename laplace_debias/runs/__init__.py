@@ -1,4 +1,4 @@
-"""The records of a run of `assess`: their schema, and the folder that holds them."""
+"""The records of a run of `assess`: their schema, and the folder that contains them."""
 
 from laplace_debias.system.checks import check_extra
 

@@ -47,7 +47,8 @@ _OURS = (
     "examples",
     "pictures",
     "state",
-    # The last one that is removed: without it the others are somebody else's files.
+    # `run.json` is removed last, because without it, the other files would not be recognised as a
+    # run.
     "run.json",
 )
 
@@ -55,13 +56,13 @@ _OURS = (
 class RunFolder:
     """A folder with a run.
 
-    With several processes the first one writes, and the others wait for it.
+    If there are several processes, the first process writes, and the others wait for it.
 
     Attributes:
         path: The folder.
         page: The page of the run.
-        config: The settings that repeat it.
-        state: Folder of what an interrupted fit has saved.
+        config: The file of settings with which the run can be repeated.
+        state: The folder of the state that an interrupted fit has saved.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -98,11 +99,11 @@ class RunFolder:
     # --------------------------------------------------------------------------- reading
 
     def read_record(self) -> RunRecord:
-        """Read `run.json` of a run that may be under way.
+        """Read `run.json` of a run that may not be complete.
 
         Raises:
             FileNotFoundError: If there is no run.
-            ValueError: If it is of another format, or damaged.
+            ValueError: If the file has a different format or is damaged.
         """
         if not self._record.is_file():
             state = "does not exist"
@@ -122,11 +123,11 @@ class RunFolder:
             return from_json(RunRecord, content)
 
     def read_complete_record(self) -> RunRecord:
-        """Read `run.json` of a complete run, which a page can be drawn from.
+        """Read `run.json` of a complete run, from which a page can be drawn.
 
         Raises:
-            FileNotFoundError: If there is no run, or it has no metrics.
-            ValueError: If the run is not complete, or damaged.
+            FileNotFoundError: If there is no run, or the run has no metrics.
+            ValueError: If the run is not complete or is damaged.
         """
         record = self.read_record()
         if record.status != "complete":
@@ -167,10 +168,10 @@ class RunFolder:
         return self._read(kind, path) if path.is_file() else kind()
 
     def read_predictions(self, method: str, set_name: str, *columns: str) -> dict[str, np.ndarray]:
-        """Read columns of a table of predictions, all if none is named; nulls are NaN.
+        """Read columns of a table of predictions (all columns if none is named); nulls become NaN.
 
         Returns:
-            Arrays by name, `[n]` or `[n, k]`; a column that the table lacks is left out.
+            Arrays by name, `[n]` or `[n, k]`. Columns that the table lacks are left out.
         """
         path = self.predictions(method, set_name)
         arrays: dict[str, np.ndarray] = {}
@@ -200,10 +201,10 @@ class RunFolder:
         """Prepare the folder for a run before work begins.
 
         Returns:
-            The record of the same run where it was interrupted, else None.
+            The record of the same run if it was interrupted, otherwise None.
 
         Raises:
-            FileExistsError: If the folder has other files, or a run of other settings.
+            FileExistsError: If the folder contains other files, or a run with different settings.
         """
         if self.path.is_dir() and overwrite and self._record.exists():
             self._remove_run()
@@ -233,12 +234,12 @@ class RunFolder:
                 f"{self.path} contains a run with different settings ({changed}). Pass a "
                 "different --output, or add --overwrite to start again in this folder."
             )
-        for path in self.path.rglob(".*.partial"):  # A run that was killed left them.
+        for path in self.path.rglob(".*.partial"):  # Left by a run that was killed.
             path.unlink(missing_ok=True)
         return record
 
     def _remove_run(self) -> None:
-        """Remove the files of a run; other files stay."""
+        """Remove the files of a run, but no other files."""
         for name in _OURS:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
@@ -267,7 +268,7 @@ class RunFolder:
         write_json(self._examples, examples)
 
     def write_example_image(self, index: int, pixels: UInt8[np.ndarray, "height width 3"]) -> None:
-        """Write the image of an example, a PNG."""
+        """Write the image of an example as PNG."""
         from PIL import Image
 
         buffer = io.BytesIO()
@@ -281,7 +282,7 @@ class RunFolder:
         columns: Mapping[str, np.ndarray],
         summary: PredictionsSummary,
     ) -> None:
-        """Write a table of columns `[n]` or `[n, k]`, NaN as null, with its summary."""
+        """Write a table of columns `[n]` or `[n, k]` with its summary; NaN becomes null."""
         arrays = {
             name: pa.array(list(values) if values.ndim == 2 else values, from_pandas=True)
             for name, values in columns.items()
@@ -293,7 +294,7 @@ class RunFolder:
         write_bytes(self.predictions(method, set_name), buffer.getvalue())
 
     def remove_state(self) -> None:
-        """Remove what interrupted fits have saved."""
+        """Remove the state that interrupted fits have saved."""
         shutil.rmtree(self.state, ignore_errors=True)
 
 
@@ -319,7 +320,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ValueError: If the file is damaged; the message has its name.
+        ValueError: If the file is damaged. The message names the file.
     """
     with _naming_damaged_file(path):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -329,7 +330,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path) -> dict[str, Any] | None:
-    """The summary in a table; None where none can be read."""
+    """Return the summary in a table, or None if it cannot be read."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         return json.loads(metadata[_METADATA])
@@ -339,7 +340,7 @@ def _metadata(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _naming_damaged_file(path: Path) -> Iterator[None]:
-    """Name the file, and the remedy, where reading it fails."""
+    """Name the file and the remedy in the error if reading the file fails."""
     try:
         yield
     except (

@@ -1,7 +1,8 @@
 """The records of a run: the contents of its JSON files, as dataclasses.
 
-The names of fields are the keys of the files, unless `metadata` has another one. Fields with a
-default may be missing in a file, as in those of earlier versions; keys without a field are ignored.
+The names of fields are the keys in the files, unless `metadata` specifies a different key. Fields
+with a default may be missing in a file, for example in a file of an earlier version. Keys without a
+field are ignored.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ _TARGETS_BY_TASK: dict[str, TargetKind] = {
     "regression": "numbers",
     "heteroscedastic": "numbers",
 }
-"""Kinds of targets by task, for runs of earlier versions, which do not state the kind."""
+"""Kinds of targets by task, for runs of earlier versions, which do not record the kind."""
 FORMAT = 1
 """The version of the files."""
 TEST = "test"
@@ -32,13 +33,13 @@ TEST = "test"
 
 @dataclass
 class SetRecord:
-    """A set that methods are evaluated on.
+    """A set of examples on which methods are evaluated.
 
     Attributes:
         name: Name of its files.
         role: `test`, `shift` (corrupted test examples) or `ood`.
         severity: Severity of a shift, 1 … 5.
-        num_examples: Number of examples; None until the network has predicted them.
+        num_examples: Number of examples; None before the network has predicted them.
     """
 
     name: str
@@ -49,7 +50,7 @@ class SetRecord:
 
 @dataclass
 class MethodRecord:
-    """A method, with what was chosen for it and what it cost.
+    """A method, with its tuned values and its costs.
 
     Attributes:
         key: Name of its files.
@@ -60,10 +61,10 @@ class MethodRecord:
         prior_precision: Tuned prior precision, one or several.
         link: Tuned link.
         prior_precision_at_limit: Whether the search still improved at the end of its range.
-        posterior: Key that posterior and sweep are filed under.
-        examples: Number of examples of each set that it predicts; None for all.
+        posterior: Key under which the posterior and the sweep are stored.
+        examples: Number of examples of each set that the method predicts; None for all examples.
         seconds: Seconds by stage.
-        seconds_per_example: Seconds of a prediction.
+        seconds_per_example: Seconds to predict an example.
         bytes: Size of its posterior files.
     """
 
@@ -84,7 +85,7 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValue:
-    """A metric with its 95 % interval, or with None for both ends."""
+    """A metric with its 95 % interval, whose ends are None if it is not known."""
 
     metric: str
     value: float
@@ -102,13 +103,13 @@ class MetricValue:
         return math.inf if self.high is None else self.high
 
     def sign(self, ideal: float = 0.0) -> int:
-        """Return 1 or -1 if the value is significantly above or below another, else 0."""
+        """Return 1 or -1 if the metric is significantly above or below `ideal`, otherwise 0."""
         return int(self.lower > ideal) - int(self.upper < ideal)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow(MetricValue):
-    """A metric of a method on a set, for OOD sets with the name of the score."""
+    """A metric of a method on a set; for an OOD set, with the name of the score."""
 
     method: str
     set_name: str = field(metadata={"key": "set"})
@@ -118,7 +119,7 @@ class MetricRow(MetricValue):
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceRow(MetricRow):
-    """A metric of a method minus that of a reference, on the same examples."""
+    """The difference of a metric between a method and a reference, on the same examples."""
 
     reference: str
     reference_score: str | None = field(default=None, metadata={"optional": True})
@@ -143,11 +144,11 @@ class Measurements:
 
 @dataclass
 class TrainingRecord:
-    """The network's metrics on the first of its training examples.
+    """The network's metrics on the first training examples.
 
     Attributes:
         num_examples: Number of these examples.
-        rows: Metrics on them.
+        rows: Metrics on these examples.
         num_classes: Number of classes, or of labels.
         uniform_nll: Negative log-likelihood of a uniform guess, in nats.
     """
@@ -170,7 +171,7 @@ class RunRecord:
         format: Version of the files.
         status: `running` or `complete`.
         title: Title of the page.
-        created: Time of the beginning, ISO 8601.
+        created: Time at which the run began, in ISO 8601.
         task: Name of the likelihood.
         targets: Kind of the targets: a class, several labels, or numbers; None in runs of earlier
             versions.
@@ -181,17 +182,17 @@ class RunRecord:
         num_parameters: Number of the network's parameters.
         sets: The sets, the test set first.
         methods: The methods, the network first.
-        sigma: Standard deviation of a regression's noise; of several outputs one each, a single
-            number in runs of earlier versions.
-        training: The network on its own training examples.
-        notes: Notes for the reader, sentences.
-        conclusion: The verdict, sentences.
+        sigma: Standard deviation of a regression's noise, one per output. In runs of earlier
+            versions, it is a single number.
+        training: The network's metrics on its own training examples.
+        notes: Notes for the reader, as sentences.
+        conclusion: The verdict, as sentences.
         versions: Versions of packages.
         seed: Seed of all random choices.
         device: Device of the network.
         threads: Number of torch's threads.
         seconds: Seconds by stage.
-        identity: Settings by which a run is recognised when it is resumed.
+        identity: Settings that identify a run when it is resumed.
     """
 
     format: int
@@ -220,7 +221,7 @@ class RunRecord:
 
     @property
     def target_kind(self) -> TargetKind:
-        """The type of the targets, also in runs of earlier versions."""
+        """The kind of the targets, also for runs of earlier versions."""
         return self.targets or _TARGETS_BY_TASK[self.task]
 
     @property
@@ -239,7 +240,7 @@ class RunRecord:
         return next(dataset for dataset in self.sets if dataset.role == "test")
 
     def method(self, key: str) -> MethodRecord:
-        """Return the method with a key."""
+        """Return the method with the given key."""
         return next(method for method in self.methods if method.key == key)
 
     def sets_of(self, role: Role) -> list[SetRecord]:
@@ -263,11 +264,11 @@ class Sweep:
     """`sweeps/METHOD.json`: the search for a prior precision.
 
     Attributes:
-        metric: Metric that was best, or `log_marginal_likelihood`; None without a search.
+        metric: Metric that was optimised, or `log_marginal_likelihood`; None without a search.
         rows: The values that were tried.
-        chosen: The prior precision that was taken, one or several.
-        flat: Range of prior precisions within one standard error of the best.
-        sigma: Noise that was found with it.
+        chosen: The chosen prior precision, one or several.
+        flat: Range of prior precisions whose metric is within one standard error of the best value.
+        sigma: The noise that was found together with the prior precision.
     """
 
     metric: str | None = None
@@ -278,7 +279,7 @@ class Sweep:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the search ended at the end of its range, and still improved there."""
+        """Whether the search chose an end of its range, and was still improving there."""
         points = self.rows
         if len(points) < 2 or points[0].low is None:
             return False
@@ -298,13 +299,13 @@ class ExampleRecord:
     """A notable test example.
 
     Attributes:
-        index: Its position in the test set.
+        index: The index of the example in the test set.
         target: Target of a regression.
-        label: Its class, or for each label whether it applies.
-        probs: By method, the likeliest classes with their probabilities.
-        predictions: By method, mean and standard deviation of a regression.
-        inputs: Numbers of an input that is no image.
-        columns: Columns of a table's row, in its units.
+        label: The class of the example, or whether each label applies.
+        probs: The most probable classes with their probabilities, by method.
+        predictions: Mean and standard deviation of a regression, by method.
+        inputs: The numbers of an input that is not an image.
+        columns: The columns of a row of a table, in the units of the table.
     """
 
     index: int
@@ -329,7 +330,7 @@ class ExampleGroups:
 
 @dataclass(frozen=True)
 class PredictionsSummary:
-    """The summary that a complete table of predictions has."""
+    """The summary of a complete table of predictions."""
 
     num_examples: int
     seconds: float
@@ -356,8 +357,8 @@ def from_json(kind: type[Record], content: Any) -> Record:
     """Build a record of a type from JSON content.
 
     Raises:
-        TypeError: If it is no mapping.
-        KeyError: If a field is missing that has no default.
+        TypeError: If the content is not a mapping.
+        KeyError: If a field without a default is missing.
     """
     if not isinstance(content, Mapping):
         raise TypeError(f"it has {type(content).__name__} instead of an object")
@@ -375,13 +376,13 @@ def from_json(kind: type[Record], content: Any) -> Record:
 
 
 def _value(kind: Any, content: Any) -> Any:
-    """A field's value; of records within it too."""
+    """Convert the content of a field, including records within it."""
     if get_origin(kind) in (Union, UnionType):
         if content is None:
             return None
         kinds = [member for member in get_args(kind) if member is not NoneType]
         if len(kinds) > 1:
-            # A number, or a list of numbers.
+            # The field is a number or a list of numbers.
             return content
         (kind,) = kinds
     if get_origin(kind) is list:

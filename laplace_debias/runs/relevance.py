@@ -1,11 +1,11 @@
-"""Differences between methods that are too small to matter, however certain they are."""
+"""Differences between methods that are too small to matter, even if they are certain."""
 
 from collections.abc import Mapping
 
 _SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
 _SMALLEST_SHARE = 1e-3
 _RELATIVE_TO = {"crps": "crps", "rmse": "rmse", "mae": "mae", "width": "width", "bias": "rmse"}
-"""Metrics in the unit of the targets. The smallest difference is a share of the second metric."""
+"""Metrics in the unit of the targets; their smallest difference is a share of the second metric."""
 
 
 def matters(metric: str, difference: float, reference_metrics: Mapping[str, float]) -> bool:
@@ -13,7 +13,7 @@ def matters(metric: str, difference: float, reference_metrics: Mapping[str, floa
 
     Args:
         metric: Name of the metric.
-        difference: The metric of a method minus that of the reference.
+        difference: The metric of a method minus the metric of the reference.
         reference_metrics: The reference's metrics on the same set, by name.
     """
     smallest = _SMALLEST.get(metric, 0.0)

@@ -17,7 +17,7 @@ SCORE_LABELS = {
 """Scores that separate familiar inputs from others, with their names for readers."""
 
 _MOST_DECIMALS = 5
-"""A number with more decimals is written with a power of ten."""
+"""A number that needs more decimals is written with a power of ten."""
 
 
 def in_order(metrics: Iterable[str]) -> list[str]:
@@ -29,7 +29,8 @@ def in_order(metrics: Iterable[str]) -> list[str]:
 def decimals(low: float, high: float, value: float) -> int:
     """Return the number of decimals that shows two significant digits of an interval.
 
-    Without an interval `value` has three digits, or two where three are more than three decimals.
+    Without an interval, `value` has three significant digits, or two if three digits would need
+    more than three decimals.
     """
     half_width = (high - low) / 2
     magnitude = abs(value)
@@ -43,9 +44,9 @@ def decimals(low: float, high: float, value: float) -> int:
 
 
 def most_decimals(largest: float) -> int:
-    """Return the most decimals for numbers of which the largest has this absolute value.
+    """Return the largest number of decimals for numbers whose largest absolute value is `largest`.
 
-    There are five, or as many as five digits of the largest number need if it is below 0.001.
+    The result is five, or the number of decimals for five digits of `largest` if it is below 0.001.
     """
     if not 0 < largest < 1e-3:
         return _MOST_DECIMALS
@@ -53,9 +54,9 @@ def most_decimals(largest: float) -> int:
 
 
 def number(value: float | None, places: int) -> str:
-    """Format a number with a minus sign, or a missing one as a dash.
+    """Format a number with a typographic minus sign, or a missing number as a dash.
 
-    With more than five decimals, it has a power of ten.
+    If there are more than five decimals, a power of ten is used.
     """
     if value is None or not math.isfinite(value):
         return "–"
