@@ -1,4 +1,4 @@
-"""A copy of a network in training that curvature can be computed on."""
+"""A copy of a network in training, for which curvature can be computed."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
 def eval_copy(model: nn.Module) -> nn.Module:
-    """Copy the modules around the model's own parameters, in eval mode, buffers copied.
+    """Copy a model in eval mode, with copies of the buffers and the same parameters.
 
     Raises:
         TypeError: If the model is not a module.

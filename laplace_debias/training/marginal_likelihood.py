@@ -79,14 +79,14 @@ def marginal_likelihood_training(
 ) -> MarginalLikelihoodRun:
     r"""Train a network, and choose prior precision and noise by marginal likelihood.
 
-    The weights minimise $\sum_n \ell_n/T + \tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$ by the
-    optimizer, divided by N. After every `every` epochs a posterior is fitted to all data, and
-    Adam takes `steps` steps on the logarithms of the prior precisions δ and of the noise, towards
-    a larger Laplace approximation of the marginal likelihood. No validation data are needed. The
-    epoch with the largest marginal likelihood is kept.
+    The optimizer minimises $\sum_n \ell_n/T + \tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$,
+    divided by N, over the weights. After every `every` epochs, a posterior is fitted to all data,
+    and Adam takes `steps` steps on the logarithms of the prior precisions δ and of the noise,
+    towards a larger Laplace approximation of the marginal likelihood. No validation data are
+    needed. The epoch with the largest marginal likelihood is kept.
 
-    The temperature is not optimised: a likelihood to the power 1/T is not normalised, so its
-    marginal likelihood grows with T without limit.
+    The temperature is not optimised, because a likelihood to the power 1/T is not normalised, so
+    its marginal likelihood grows with T without limit.
 
     Args:
         model: The network, which is trained in place and ends in eval mode.
@@ -95,10 +95,10 @@ def marginal_likelihood_training(
             mean.
         likelihood: The likelihood; see `Laplace`.
         optimizer: An optimizer of the model's parameters, whose `step()` needs no closure. Its
-            weight decay must be 0, since the prior takes its place.
+            weight decay must be 0, because the prior replaces it.
         epochs: The number of epochs.
-        scheduler: A schedule of the learning rate, with a step after each batch. It must not depend
-            on a metric.
+        scheduler: A learning-rate scheduler, which takes a step after each batch. It must not
+            depend on a metric.
         every: The number of epochs between two fits.
         burn_in: The number of epochs before the first fit.
         patience: Stop after this many fits without a larger marginal likelihood. Default: all
@@ -115,7 +115,8 @@ def marginal_likelihood_training(
         params: The Bayesian parameters. The others have no prior.
         fisher: The Fisher matrix of the posteriors.
         num_data: N, the number of training examples. It is needed if the loader leaves out examples
-            (`drop_last=True`) or draws them. Default: the number that the loader reads in a pass.
+            (`drop_last=True`) or draws a random part of them. Default: the number that the loader
+            reads in a pass.
         generator: Seeds sampled labels and the shuffling of loaders. Default: torch's global
             generator.
 
@@ -181,7 +182,7 @@ def marginal_likelihood_training(
         num_data=num_data,
         generator=generator,
     )
-    # At the start, to find the blocks and the number of training examples.
+    # Fit a posterior at the start, to find the blocks and the number of training examples.
     fitted = fits.fitted(train_loader, delta)
     _check_optimizer(optimizer, model, fitted.parameters.names)
     hyper = HyperParameters.at_start(fitted, per, float(delta), tunes_noise, learning_rate)
@@ -251,7 +252,7 @@ def _check_options(
 def _check_steps(
     optimizer: Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler | None
 ) -> None:
-    """Require steps without arguments, which the training loop does not have."""
+    """Require steps without arguments, because the training loop has none to pass."""
     argument = _argument_of_step(optimizer)
     if argument is not None:
         raise ValueError(
@@ -271,8 +272,8 @@ def _check_steps(
 def _argument_of_step(
     stepping: Optimizer | torch.optim.lr_scheduler.LRScheduler,
 ) -> str | None:
-    """Return the first argument that an object's `step` requires; None if it requires none."""
-    # The class has the original method, which a scheduler replaces on the optimizer itself.
+    """Return the first argument that an object's `step` requires, or None if there is none."""
+    # Look at the class, because a scheduler replaces the method of the optimizer object.
     _, *parameters = inspect.signature(type(stepping).step).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for parameter in parameters:
@@ -311,7 +312,7 @@ class _Fits:
         likelihood: The likelihood with its current noise.
         config: The curvature that a fit computes.
         temperature: T of the likelihood.
-        num_data: N; None for the number of examples of a pass.
+        num_data: N; None to use the number of examples of a pass.
         generator: Seeds labels and loaders.
     """
 
@@ -324,7 +325,7 @@ class _Fits:
 
     @property
     def spec(self) -> ModelSpec:
-        """A copy of the model in eval mode, with the likelihood."""
+        """Return a copy of the model in eval mode, with the likelihood."""
         return ModelSpec.checked(eval_copy(self.model), self.likelihood, None, None)
 
     def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
@@ -340,7 +341,7 @@ class Penalty:
     r"""The negative log-density of the prior, $\tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$.
 
     Args:
-        fitted: A posterior, for its blocks and N.
+        fitted: A posterior, whose blocks and N are used.
         deltas: δ of every block.
     """
 
@@ -351,7 +352,7 @@ class Penalty:
         self.num_data = posterior.num_data
 
     def __call__(self, model: nn.Module) -> Float[Tensor, ""]:
-        """Differentiable in the model's parameters."""
+        """Compute the penalty, which is differentiable in the model's parameters."""
         entries = [model.get_parameter(name).flatten() for name in self._names]
         theta = torch.cat(entries)
         return 0.5 * (self._deltas.to(theta) * theta.square()).sum()
@@ -365,7 +366,7 @@ def _train_epoch(
     optimizer: Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> float:
-    """Train the weights for an epoch; returns the mean objective per example, in nats."""
+    """Train the weights for an epoch; return the mean objective per example, in nats."""
     model.train()
     plain = unwrapped(model)
     loss = NegativeLogLikelihood(fits.likelihood)
@@ -410,8 +411,8 @@ class HyperParameters:
     Attributes:
         log_deltas: log δ of every group.
         groups: The group of every block.
-        log_noise: The logarithm of the noise relative to the noise at the start; None if it is
-            fixed.
+        log_noise: The logarithm of the noise relative to the noise at the start; None if the noise
+            is fixed.
         initial: The likelihood at the start.
         optimizer: Adam over these numbers.
     """
@@ -473,7 +474,7 @@ class HyperParameters:
         return rescaled(fitted, factor, prior)
 
     def _log_factor(self, fitted: FittedPosterior) -> Float[Tensor, ""]:
-        """The logarithm of the current noise over the noise of a fit."""
+        """Compute the logarithm of the ratio of the current noise to the noise of a fit."""
         if self.log_noise is None:
             return torch.zeros((), dtype=torch.float64)
         assert isinstance(self.initial, Gaussian)
@@ -490,8 +491,8 @@ def log_marginal_likelihood(
     $$-\tfrac1T\big(\ell + \tfrac12 Q(k^{-2} - 1) + M\log k\big) + \log p(\theta^*) +
     \tfrac D2\log 2\pi - \tfrac12\log\det\big(k^{-2}\tfrac NT C + \delta\big)$$
 
-    with the residuals' Q = Σ‖(f − y)/σ‖² and the number M of target values. It is differentiable
-    in δ and log k.
+    where Q = Σ‖(f − y)/σ‖² is the sum over residuals, and M is the number of target values. The
+    result is differentiable in δ and log k.
     """
     posterior = fitted.posterior
     if not log_factor.requires_grad and float(log_factor) == 0:
@@ -505,7 +506,7 @@ def log_marginal_likelihood(
 
 
 def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
-    """The number of the group of every block."""
+    """Return the index of the group of every block."""
     names = fitted.parameters.block_names
     if per is None:
         return [0] * len(names)

@@ -55,25 +55,25 @@ class OnlineCurvature:
     r"""Curvature collected during training, debiased without a second batch.
 
     The directions are the eigenvectors of a running mean of the Kronecker factors of *earlier*
-    batches, computed anew every `refresh` updates. The magnitudes are a running mean of the
+    batches, and are recomputed every `refresh` updates. The magnitudes are a running mean of the
     curvature of the *current* batch along these directions:
 
     $$\Lambda \leftarrow \beta\Lambda + \sum_{n,c}\big((U_G^\top\,\textstyle\sum_t g_{nct}
     a_{nt}^\top\,U_A)_{ij}\big)^2,$$
 
-    divided by the equally discounted number of examples. A batch is not used for the directions
-    along which it is measured, so its extremes do not bias the magnitudes. When the directions are
-    refreshed, the magnitudes so far are projected onto the new directions.
+    divided by the number of examples, which is discounted in the same way. A batch is not used for
+    the directions along which it is measured, so its extremes do not bias the magnitudes. When the
+    directions are refreshed, the magnitudes so far are projected onto the new directions.
 
     By default, every fourth batch is measured; `update` only counts the others. With random signs
     or sampled labels, the gradients of a few examples are summed before they are squared, because
     products of different examples' gradients vanish on average.
 
-    An update runs the batch through a copy of the network that shares its parameters: in eval mode,
-    without dropout, with the running statistics of batch normalisations, and with the numbers that
-    are attributes of its modules, such as a temperature that is lowered during training. The model
-    itself, its gradients and its mode are not changed. In a process group, each process measures
-    its own batches, and nothing is communicated.
+    An update runs the batch through a copy of the network that shares its parameters. The copy is
+    in eval mode: it has no dropout, and uses the running statistics of batch normalisations. It
+    also follows changes of numbers that are attributes of modules, such as a temperature that is
+    lowered during training. The model itself, its gradients and its mode are not changed. In a
+    process group, each process measures its own batches, and nothing is communicated.
 
     While the weights change, the running means lag behind them by about `1 / (1 - decay)` batches.
 
@@ -82,17 +82,17 @@ class OnlineCurvature:
         likelihood: `"classification"` or a different likelihood; see `Laplace`.
         decay: β, in (0, 1]. The running means are over about the last `1 / (1 - decay)` batches; 1
             counts all batches equally, which suits weights that no longer change.
-        refresh: The number of batches after which the directions are computed anew. The first
+        refresh: The number of batches after which the directions are recomputed. The first
             directions are computed from the first batch.
-        every: One of this many batches is measured. With 1, all batches are measured: the running
-            means have less noise, and updates take longer.
-        curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the factors'
-            own curvature (Eq. 9), which takes less time.
+        every: One out of this many batches is measured. If all batches are measured (1), the
+            running means have less noise, but updates take longer.
+        curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the curvatures
+            of the two factors (Eq. 9), which takes less time.
         params: Which parameters are Bayesian; see `Laplace`.
         fisher: `"signs"` (the columns of the loss Hessian's root, added up with random signs: one
             backward pass), `"mc"` (labels sampled from the model, one backward pass), `"exact"` (a
             backward pass per output) or `"empirical"` (the true labels).
-        mc_samples: Sums, or labels, per example for `fisher="signs"` and `"mc"`.
+        mc_samples: The number of random sums or labels per example for `fisher="signs"` and `"mc"`.
         sigma: Noise of `"regression"`.
         prior_precision: δ of the posteriors.
         temperature: T of the posteriors.
@@ -100,7 +100,7 @@ class OnlineCurvature:
         sharing: How to treat weights that are applied at several positions; see `Laplace`.
         backend: `"backpack"`, `"hooks"` or `"auto"`.
         factor_dtype: The dtype of the running sums. The sums of one batch and the directions have
-            the dtype of the model: magnitudes are measured along the rounded directions.
+            the dtype of the model, so magnitudes are measured along rounded directions.
         memory_bound: The limit of the working memory for output gradients, in bytes; see `Laplace`.
         class_dim: The dimension of the outputs that holds the classes. Default: the last one.
         generator: Seeds the signs or labels. Default: torch's global generator.
@@ -229,7 +229,7 @@ class OnlineCurvature:
             self._follow_model(measurements.context)
             if self._is_refresh_due:
                 self._refresh_directions(measurements)
-            # Some checks come at the end of the data, and a batch that fails them is not added.
+            # Some checks take place at the end of the data. A batch that fails them is not added.
             for batch in list(FitStream(stream, self._state.spec.likelihood)):
                 self._add(batch, measurements)
 
@@ -243,9 +243,9 @@ class OnlineCurvature:
             num_data: N, the number of training examples.
 
         Raises:
-            RuntimeError: If fewer than two batches have been measured, because the first batch has
-                no directions of an earlier batch; if no batch has been measured since
-                `load_state_dict`; if the model's parameters were moved or replaced.
+            RuntimeError: If fewer than two batches have been measured, because there are no
+                directions of an earlier batch for the first batch; if no batch has been measured
+                since `load_state_dict`; or if the model's parameters were moved or replaced.
         """
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
@@ -313,16 +313,16 @@ class OnlineCurvature:
         """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: If the state has different options, is of a different model, or is not a
-                state of this class.
+            ValueError: If the state has different options, belongs to a different model, or is not
+                a state of this class.
         """
         if "options" not in state or "blocks" not in state:
             raise ValueError(
                 f"The state has the keys {list(state)[:5]}, but lacks `options` or `blocks`. Pass "
                 "a state that OnlineCurvature.state_dict() returned."
             )
-        # A state without `every` is of an earlier version, which measured every batch. Options
-        # that it lacks besides are unknown.
+        # A state without `every` was saved by an earlier version, which measured every batch. Other
+        # options that are missing from a state are unknown.
         options = {**self._options, "every": 1, **state["options"]}
         for name, value in self._options.items():
             saved = options[name]
@@ -344,7 +344,7 @@ class OnlineCurvature:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The options that a saved state must share."""
+        """Return the options that must be the same in a saved state."""
         config = self._state.config
         return {
             "decay": self.decay,
@@ -378,7 +378,7 @@ class OnlineCurvature:
         return measurements
 
     def _restore(self, state: Mapping[str, Any], measurements: "_Measurements") -> None:
-        """Put the tensors of a saved state back."""
+        """Restore the tensors of a saved state."""
         context = measurements.context
         blocks = {block.name: block for block in context.blocks}
         self._factors.parts = {}
@@ -398,7 +398,7 @@ class OnlineCurvature:
                 tensors["eigenvalues_G"],
                 tensors["eigenvalues_A"],
             )
-            # A state of an earlier version has directions in the dtype of the sums.
+            # In a state of an earlier version, the directions have the dtype of the sums.
             self._bases[block] = basis.to(context.dtype)
         # A state of an earlier version does not count the examples that are absent.
         self._factors.totals = DataTotals(
@@ -415,7 +415,7 @@ class OnlineCurvature:
             measurements.measure_along(self._bases, self._magnitudes)
 
     def _follow_model(self, context: FitContext) -> None:
-        """Copy what training has changed to the working copies, which share only the parameters."""
+        """Copy all changes of training to the working copies, which share only the parameters."""
         self._check_parameters()
         plain = unwrapped(self.model)
         numbers = numbers_of(plain)
@@ -448,11 +448,11 @@ class OnlineCurvature:
         dtype = context.dtype
         factors: FactorSums = {}
         for block, (G, A) in self._factors.parts.items():
-            # In single precision a decomposition takes less than half of the time.
+            # In single precision, a decomposition takes less than half of the time.
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(context, factors, self._factors.totals)
         for block, basis in self._bases.items():
-            # There are none if the batch after the last refresh was rejected.
+            # There are no magnitudes if the batch after the last refresh was rejected.
             if block in self._magnitudes.sums.parts:
                 self._magnitudes.rotate(block, basis, bases[block], dtype)
         self._bases = bases
@@ -473,7 +473,7 @@ class OnlineCurvature:
 
 
 class _Measurements:
-    """The network in which batches are measured, once the first of them has been examined.
+    """The network with which batches are measured, after it was checked on the first batch.
 
     Args:
         parameters: The Bayesian parameters and their blocks.
@@ -522,7 +522,7 @@ def _checked_decay(value: Any) -> float:
 
 
 def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]) -> None:
-    """Require the Bayesian parameters of a saved state, as far as it has them."""
+    """Require the same Bayesian parameters as in a saved state, if the state has their names."""
     if saved is None or set(saved) == set(names):
         return
     differing = sorted(set(saved) ^ set(names))
@@ -535,7 +535,7 @@ def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]
 def _check_all_blocks(
     saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]
 ) -> None:
-    """Require that a saved state is of these blocks and, if it has any, of all of them."""
+    """Require that a saved state has only these blocks, and all of them if it has any."""
     _check_blocks(saved, blocks)
     missing = [name for name in blocks if name not in saved]
     if saved and missing:
@@ -547,7 +547,7 @@ def _check_all_blocks(
 
 
 def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]) -> None:
-    """Require that a saved state is of these blocks."""
+    """Require that a saved state has only these blocks."""
     for name, tensors in saved.items():
         if name not in blocks:
             raise ValueError(

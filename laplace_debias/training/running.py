@@ -20,18 +20,18 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.records import BlockRecord
 
-# The parts of each block: G and A, or those of the magnitudes.
+# The parts of each block: G and A, or the parts of the magnitudes.
 BlockParts = Mapping[Block, Sequence[Factor]]
-# Gradients of so many examples are summed before they are squared.
+# Number of examples whose gradients are summed before they are squared.
 _EXAMPLES_PER_SUM = 8
-# Per block and side, the squares of the products of new with old directions `[*groups, d, d]`.
+# For each side of a block, the squared inner products of new and old directions, `[*groups, d, d]`.
 Overlaps = Sequence[Tensor | None]
 
 
 class RunningSum:
-    r"""A sum over batches that forgets: $S \leftarrow \beta S + s$, $w \leftarrow \beta w + n$.
+    r"""A discounted sum over batches: $S \leftarrow \beta S + s$, $w \leftarrow \beta w + n$.
 
-    $S/w$ is the mean per example, whatever the number of batches so far.
+    $S/w$ is the mean per example after any number of batches.
 
     Args:
         decay: β, in (0, 1]; 1 for the plain sum.
@@ -39,8 +39,8 @@ class RunningSum:
 
     Attributes:
         parts: S of every block, one tensor per part.
-        totals: Totals of the examples, each discounted as often as a batch came after it. Their
-            weight is w.
+        totals: Totals of the examples, each of which is discounted once per later batch. The weight
+            of the totals is w.
     """
 
     def __init__(self, decay: float, dtype: torch.dtype) -> None:
@@ -50,7 +50,7 @@ class RunningSum:
         self.totals = DataTotals()
 
     def update(self, parts: BlockParts, totals: DataTotals) -> None:
-        """Add a batch's sums over its examples; of rows, their products."""
+        """Add a batch's sums over its examples; rows are multiplied out first."""
         for block, batch_sums in _matrices(parts).items():
             if block not in self.parts:
                 self.parts[block] = [torch.zeros_like(s, dtype=self.dtype) for s in batch_sums]
@@ -60,10 +60,10 @@ class RunningSum:
 
 
 def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
-    """Return the parts of every block, with the products of rows in the place of rows.
+    """Return the parts of every block, with rows replaced by their products.
 
-    If a layer has one position per example, G of its bias has the rows of G of its weight. Their
-    products are computed once.
+    If a layer has one position per example, the rows of G are the same for its bias and its weight.
+    Their products are computed only once.
     """
     matrices: dict[Block, list[Tensor]] = {}
     rows_of_weights: dict[str, Tensor] = {}
@@ -101,7 +101,7 @@ class RunningMagnitudes(ABC):
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
     ) -> SquaredGradients | None:
-        """The sums along the directions that a batch needs besides its factors, or none."""
+        """Return the accumulator that a batch needs besides its factors, or None."""
         return None
 
     @abstractmethod
@@ -117,14 +117,14 @@ class RunningMagnitudes(ABC):
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
         """Project a block's running sum onto new directions.
 
-        It is averaged over the old eigenspaces first: the data determine no basis of these, as of a
-        null space, but the projection would depend on it.
+        The sum is first averaged over each old eigenspace. The data do not determine a basis of an
+        eigenspace, such as a null space, and the projection must not depend on the choice.
 
         Args:
             block: The block.
-            old: The directions that the sum was measured along.
+            old: The directions along which the sum was measured.
             new: The directions of the next batches.
-            dtype: The dtype that the directions were computed in.
+            dtype: The dtype in which the directions were computed.
         """
 
     @abstractmethod
@@ -133,7 +133,7 @@ class RunningMagnitudes(ABC):
 
 
 class FactorMagnitudes(RunningMagnitudes):
-    """K-FAC: curvature of the factors of current batches along the directions (Eq. 9)."""
+    """K-FAC magnitudes: curvature of current batches' factors along the directions (Eq. 9)."""
 
     num_parts = 2
 
@@ -172,14 +172,14 @@ class FactorMagnitudes(RunningMagnitudes):
 
 
 class GradientMagnitudes(RunningMagnitudes):
-    """EKFAC: squares of the coordinates of gradients along the directions."""
+    """EKFAC magnitudes: squares of the coordinates of gradients along the directions."""
 
     num_parts = 1
 
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
     ) -> SquaredGradients:
-        """The squares of a batch; those of sums over examples if signs or labels are random."""
+        """Return an accumulator of squares, of summed gradients if signs or labels are random."""
         if context.cotangents.fisher.is_random:
             return SquaredSums(context, bases)
         return SquaredGradients(context, bases)
@@ -221,7 +221,7 @@ def _dtype(factor: Factor) -> torch.dtype:
 
 
 def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
-    """The squares of the products of new with old eigenvectors; None where both are the axes."""
+    """Square the products of new with old eigenvectors; None for a side where both are axes."""
     overlaps: list[Tensor | None] = []
     for U_new, U_old in ((new.U_G, old.U_G), (new.U_A, old.U_A)):
         if U_new is None or U_old is None:
@@ -234,13 +234,13 @@ def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
 class SquaredSums(SquaredGradients):
     r"""An accumulator of the squares of gradients that are summed over several examples.
 
-    With random signs or sampled labels, different examples' gradients are independent and have mean
-    zero, so that their products vanish on average:
+    With random signs or sampled labels, the gradients of different examples are independent and
+    have mean zero, so their products vanish on average:
 
     $$\mathbb E\big(\textstyle\sum_n J_n\big)^2 = \sum_n\mathbb E\,J_n^2.$$
 
-    A sum is one product of matrices and is rotated once, while the examples' own gradients would
-    each be rotated.
+    A sum is a single matrix product and is rotated once, whereas separate gradients would each have
+    to be rotated.
 
     Reference: the Gauss-Newton-Bartlett estimator of Liu et al. (2024), "Sophia: a scalable
     stochastic second-order optimizer for language model pre-training".
@@ -287,7 +287,7 @@ class BatchSums(Accumulator):
     needs_positions = True
 
     def __init__(self, context: FitContext) -> None:
-        # A batch is summed in the model's dtype, the running sums have another one.
+        # A batch is summed in the dtype of the model; the running sums have a different dtype.
         super().__init__(replace(context, factor_dtype=context.dtype))
         self.factors = FactorAccumulator(self.context)
         self.squares: SquaredGradients | None = None
@@ -300,20 +300,20 @@ class BatchSums(Accumulator):
 
     @property
     def tables(self) -> Mapping[str, dict]:
-        """Nothing: a batch's sums are not saved."""
+        """Return nothing, because the sums of a batch are not saved."""
         return {}
 
     def measure(self, record: BlockRecord) -> list:
-        """Compute what each of the sums adds for a record."""
+        """Compute the terms of a record for each of the sums."""
         return [sums.measure(record) for sums in self._sums]
 
     def add(self, block: Block, measured: list) -> None:
-        """Add to each of the sums."""
+        """Add the terms of a block to each of the sums."""
         for sums, value in zip(self._sums, measured, strict=True):
             sums.add(block, value)
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Begin the block's sums if there are none."""
+        """Create the sums of a block if they do not exist."""
         for sums in self._sums:
             sums.add_zero(block, num_examples, num_columns)
 
