@@ -1,4 +1,4 @@
-"""`python -m laplace_debias` is the command line."""
+"""The command line, as `python -m laplace_debias`."""
 
 import sys
 

@@ -40,19 +40,19 @@ _USAGE = """usage: laplace-debias [--help] [--version] command [options]
 
 Fit, tune and evaluate Laplace approximations of trained PyTorch networks."""
 _SECONDS_OF_FIRST_RANK = 1.0
-"""Seconds that other processes wait, so that the first one can print its error before torchrun
+"""Seconds that other processes wait, so that the first process can print its error before torchrun
 ends all of them."""
 _IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader worker process")
-"""The beginning of torch's message about a data set's error in a worker process."""
+"""The beginning of torch's message about an error of a data set in a worker process."""
 _EXPLAINED = (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError, RankError)
-"""Errors whose text is meant for the user."""
+"""Errors whose text is written for the user."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Words after `laplace-debias`; those of the process if None.
+        arguments: The words after `laplace-debias`. Default: the arguments of the process.
 
     Returns:
         The exit status: 0, 2 after an error that is printed in one line, or 130 after Ctrl-C.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in all_words if word != _TRACEBACK]
     stderr = sys.stderr
     format_before = warnings.formatwarning
-    # One line, without the place in the source.
+    # Print warnings in one line, without their place in the source.
     warnings.formatwarning = lambda message, *_, **__: (
         f"Warning: {' '.join(str(message).split())}\n"
     )
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error, file=stderr)
         if isinstance(error, KeyboardInterrupt):
             remedy = str(error) or "The command had not started. Run the same command again."
-            # On a line of its own: the terminal shows ^C, or a progress bar.
+            # Print on a separate line, because the terminal shows ^C or a progress bar.
             print(f"\nlaplace-debias: stopped: {remedy}", file=stderr, flush=True)
             return 130
         message = " ".join(_message(error).split())
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """Join the process group that torchrun, or another launcher, describes; rank 0 prints."""
+    """Join the process group of torchrun or another launcher, in which only rank 0 prints."""
     import torch
     from torch import distributed
 
@@ -112,10 +112,10 @@ def _process_group() -> Iterator[None]:
 
 
 def _message(error: BaseException) -> str:
-    """An error's message for the user."""
+    """Return the message of an error for the user."""
     in_worker = _IN_WORKER.match(str(error))
     if in_worker is not None:
-        # The lines before the last one are the traceback in the process.
+        # The lines before the last line are the traceback in the worker process.
         last = str(error).strip().splitlines()[-1]
         return (
             f"{in_worker[1] or ''}The data set failed in a worker process: {last.rstrip('.')}. "
@@ -132,13 +132,13 @@ def _message(error: BaseException) -> str:
             return f"This command needs {error.name}, which is not installed. Run {_HINT}."
     elif isinstance(error, _EXPLAINED) or (isinstance(error, ImportError) and _HINT in str(error)):
         return str(error) or type(error).__name__
-    # The type of an error that was not expected says as much as its text.
+    # An unexpected error is shown with its type, which helps as much as its text.
     text = str(error).rstrip(".")
     return f"{type(error).__name__}: {text}. To see where it was raised, add {_TRACEBACK}."
 
 
 def _run(words: Sequence[str]) -> int:
-    """Run the command that comes first with the options behind it, or print help."""
+    """Run the command in the first word with the options after it, or print help."""
     if not words:
         raise ValueError(f"No command was specified. Use one of {', '.join(COMMANDS)}.")
     command, *options = words
@@ -173,7 +173,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _check_inputs(settings: Any) -> None:
-    """Require the files, folders and modules that options name."""
+    """Require the files, folders and modules that are named by options."""
     for field in settings.input_paths:
         value = getattr(settings, field)
         option = getattr(settings, "option_names", {}).get(field, field)
@@ -183,7 +183,7 @@ def _check_inputs(settings: Any) -> None:
 
 
 def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
-    """Run a command; with `json` only its JSON object goes to standard output."""
+    """Run a command; if `json` is set, print only its JSON object to standard output."""
     if not settings.json:
         for note in notes:
             print(note)
