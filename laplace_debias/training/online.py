@@ -561,6 +561,6 @@ def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str
         shapes = [tuple(tensors["G"].shape), tuple(tensors["A"].shape)]
         if shapes != expected:
             raise ValueError(
-                f"The state's factors of {name!r} have the shapes {shapes}, but those of "
-                f"this model have {expected}. Use the model that the state was saved with."
+                f"The state's factors of {name!r} have the shapes {shapes}, but the factors of "
+                f"this model have {expected}. Use the model with which the state was saved."
             )

@@ -62,8 +62,8 @@ class CompletenessCheck:
           $\delta \eta / (s \sqrt n)$. This bound is satisfied soon after the sequence has
           converged. (After a restart, the start is no longer in the basis, and s is taken to be 1.)
 
-        A small residual alone proves nothing: if n is large, the residual of the start itself can
-        be small, even if the start is nearly orthogonal to eigenvectors of large eigenvalues.
+        A small residual does not prove this: if n is large, the residual of the start itself can be
+        small, even if the start is nearly orthogonal to eigenvectors of large eigenvalues.
 
         Reference:
             Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
