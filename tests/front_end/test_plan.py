@@ -1,6 +1,7 @@
 """A plan: bytes and seconds against what a fit holds and takes, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from laplace_debias.curvature.fits import data_pass, factor_sums
 from laplace_debias.curvature.fits.gram_factor import GramFactor
 from laplace_debias.laplace.fitting import fit as fits
 from laplace_debias.laplace.fitting import plan as plans
+from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.system import memory as system_memory
 from laplace_debias.system.memory import MemoryCounter
@@ -274,3 +276,53 @@ def test_a_wide_layer_has_no_factor_on_that_side():
     data = [(torch.randn(2, 9000), torch.tensor([0, 1]))]
     (block,) = la.plan(data).blocks
     assert block.factors == 8 * (9 + 9000)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_the_sizes_of_decompositions_are_those_of_the_matrices_that_a_fit_decomposes(
+    case, curvature, monkeypatch
+):
+    model, data = case
+    planned, decomposed = [], []
+
+    def seconds_of_eigh(_, sizes):
+        planned.extend(sizes)
+        return 7.0
+
+    monkeypatch.setattr(plans, "_seconds_of_eigh", seconds_of_eigh)
+    la = Laplace(model, curvature=curvature)
+    plan = la.plan(data)
+    assert plan.decomposition_seconds == 7
+    assert re.search("eigendecompositions +7 s$", repr(plan), re.MULTILINE)
+    assert la.plan(data, "crossfit").decomposition_seconds == 3 * 7
+    planned = planned[: len(planned) // 2]
+    original = torch.linalg.eigh
+
+    def eigh(matrices):
+        decomposed.extend([matrices.shape[-1]] * matrices.shape[:-2].numel())
+        return original(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    la.fit(data)
+    # Matrices of one number are not decomposed, and shared ones once.
+    matrices = [size for size in planned if size > 1]
+    assert set(decomposed) == set(matrices)
+    assert 0.5 * len(matrices) < len(decomposed) <= len(matrices)
+
+
+@pytest.mark.parametrize("curvature", ["diag", "full", "lowrank"])
+def test_no_time_of_decompositions_is_told_without_factors(case, curvature):
+    model, data = case
+    plan = Laplace(model, curvature=curvature).plan(data)
+    assert plan.decomposition_seconds is None
+    assert "eigendecompositions " not in repr(plan)
+
+
+def test_the_time_of_decompositions_grows_with_the_cube_of_their_size(monkeypatch):
+    monkeypatch.setattr(plans, "_measured", lambda run, _: (0, 2.0, run()))
+    setup = Laplace(convolutions())._setup
+    stream = setup.spec.training_stream(images(), setup.device)
+    _, context = examine(setup, [stream], False, setup.config.fisher)
+    assert plans._seconds_of_eigh(context, []) == 0
+    assert plans._seconds_of_eigh(context, [512]) == 2
+    assert plans._seconds_of_eigh(context, [1024, 256, 512]) == pytest.approx(2 * (8 + 1 / 8 + 1))

@@ -198,6 +198,12 @@ class CurvatureStructure(ABC):
         """How often a fit repeats the passes of a trial, per batch of each data set."""
         return 2 if is_debiased else 1
 
+    def decomposed_sizes(
+        self, context: FitContext, num_rows: NumRows = NO_ROWS
+    ) -> Sequence[int] | None:
+        """List the sizes d of the `[d, d]` matrices that a fit decomposes; None if not known."""
+        return None
+
     @abstractmethod
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
         """Count the bytes of each block; none if all parameters make a single block."""

@@ -59,6 +59,17 @@ class FactoredCurvature(CurvatureStructure):
             return fit
         return replace(fit, curvature=fit.curvature.map(lambda _, block: block.leading(rank)))
 
+    def decomposed_sizes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[int]:
+        """List the sizes of the factors of each group, or the numbers of their rows."""
+        sizes = []
+        for block in context.blocks:
+            for key in factor_keys(block):
+                if not _is_axes(key):
+                    _, rows = _sizes(key, num_rows)
+                    size = key.size if rows is None else rows
+                    sizes += [size] * block.num_groups
+        return sizes
+
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
         """Count the bytes of each block's factors, magnitudes and posterior."""
         return [_factored_bytes(block, context, num_rows) for block in context.blocks]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.fitting.schemes import FOLDS
 from laplace_debias.laplace.state.fitted import FitSetup
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.memory import (
     MemoryCounter,
     available_memory,
@@ -29,6 +31,9 @@ from laplace_debias.system.memory import (
 )
 from laplace_debias.system.ranks import alone, process_group
 from laplace_debias.system.shown import aligned
+
+# The size of the matrix that is decomposed to estimate the time of decompositions.
+_TIMED_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Plan:
         seconds: Time of the passes over the data, without eigendecompositions, extrapolated from
             one batch; None if the number of batches is not known, or if no batch was run because
             the blocks need more memory than there is.
+        decomposition_seconds: Time of the eigendecompositions, extrapolated from one matrix. A
+            matrix that several blocks share is counted for each of them. None if no batch was run,
+            and for a curvature without Kronecker factors.
         available: Bytes that the device has left; None if the system does not report it.
     """
 
@@ -58,6 +66,7 @@ class Plan:
     stages: Mapping[str, int]
     posterior: int
     seconds: float | None
+    decomposition_seconds: float | None
     available: int | None
 
     @property
@@ -94,6 +103,9 @@ class Plan:
         total_rows = [(name, shown_size(num_bytes)) for name, num_bytes in totals.items()]
         if self.seconds is not None:
             total_rows.append(("passes over the data", f"{self.seconds:.3g} s"))
+        if self.decomposition_seconds is not None:
+            row = "eigendecompositions", f"{self.decomposition_seconds:.3g} s"
+            total_rows.append(row)
         return "\n".join([*lines, "", aligned(total_rows)])
 
 
@@ -165,8 +177,14 @@ def plan_fit(
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
         block_bytes = sum(block.factors + block.magnitudes for block in blocks)
+        decomposition_seconds = None
         if available is None or posterior_bytes(context, structure) + block_bytes <= available:
             trial = _run_trial(structure, context, data)
+            sizes = structure.decomposed_sizes(context, trial.num_rows)
+            if sizes is not None:
+                # Cross-fitting also decomposes the factors of all folds but one.
+                num_decompositions = num_folds + 1 if num_folds > 1 else 1
+                decomposition_seconds = num_decompositions * _seconds_of_eigh(context, sizes)
     seconds = None
     num_rows = NO_ROWS
     if num_passes is not None and trial.seconds is not None:
@@ -188,6 +206,7 @@ def plan_fit(
         stages=structure.stage_bytes(context, workload),
         posterior=posterior_bytes(context, structure, num_rows),
         seconds=seconds,
+        decomposition_seconds=decomposition_seconds,
         available=available,
     )
 
@@ -245,6 +264,20 @@ def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
             else:
                 total[block].append(num_passes * count)
     return total
+
+
+def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
+    """Estimate the time to decompose matrices of given sizes, which grows with their cubes.
+
+    One matrix of random numbers is decomposed, as large as the largest up to `_TIMED_SIZE`.
+    """
+    if not sizes:
+        return 0.0
+    timed_size = min(max(sizes), _TIMED_SIZE)
+    columns = torch.randn(timed_size, timed_size, dtype=context.factor_dtype, device=context.device)
+    matrix = columns @ columns.mT
+    _, seconds, _ = _measured(partial(eigh, matrix), context.device)
+    return seconds * sum((size / timed_size) ** 3 for size in sizes)
 
 
 def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
