@@ -1,6 +1,6 @@
 """An addition is one file and at most a line: each is made here at run time, and then used.
 
-Structures are in `tests/front_end/test_own_structure.py`, layers in `tests/curvature`, and
+Structures are in `tests/fitting/test_own_structure.py`, layers in `tests/curvature`, and
 likelihoods by an import path in `tests/commands/test_counts.py`.
 """
 
