@@ -20,8 +20,8 @@ class FisherType:
     `mc_samples` labels per example, drawn from the model (type-I); `"signs"`: sums of the columns
     of `"exact"` with random signs, $s = \sum_k \epsilon_k s_k$, `mc_samples` per example;
     `"empirical"`: the gradient at the true label. Drawn labels and signs depend on the seed and the
-    example's position in the data. They do not depend on how the data is cut into batches, nor on
-    how far it is padded.
+    example's position in the data. They do not depend on how the data are split into batches, nor
+    on the amount of padding.
 
     Reference: Martens, Sutskever & Swersky (2012), "Estimating the Hessian by back-propagating
     curvature", for the signs.
@@ -48,7 +48,8 @@ class FisherType:
     def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
         """Draw the seed of labels or signs from a generator, or from torch's global one.
 
-        With several processes, the first one draws. If no labels or signs are drawn, no seed is.
+        With several processes, the first one draws. If no labels or signs are drawn, no seed is
+        drawn.
         """
         if not self.is_random:
             return self

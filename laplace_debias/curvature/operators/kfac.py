@@ -40,20 +40,21 @@ from laplace_debias.system.ranks import collective, process_group
 class KFAC(Permuted):
     r"""The Kronecker-factored approximation of the `GGN` of a loss, `[D, D]`.
 
-    There is one block per parameter, $\Lambda = U_G\,\cdot\,U_A$ in an eigenbasis that is a
-    Kronecker product. The operator is symmetric, positive semi-definite and in the model's
-    parameter order, and it stores its eigendecomposition. So `inverse`, `eigsh`, `logdet`, `trace`
-    and roots, also of `KFAC(...) + c * Identity(D)`, are exact and need no pass over the data.
+    There is one block per parameter, with curvatures $\Lambda$ along an eigenbasis that is a
+    Kronecker product, $U_G \otimes U_A$. The operator is symmetric, positive semi-definite and in
+    the model's parameter order, and it stores its eigendecomposition. So `inverse`, `eigsh`,
+    `logdet`, `trace` and roots, also of `KFAC(...) + c * Identity(D)`, are exact and need no pass
+    over the data.
 
-    The loss is torch's loss on the data as *one* batch, as for `GGN`: every argument of
-    `nn.CrossEntropyLoss`, `nn.MSELoss` and `nn.BCEWithLogitsLoss` weighs the cotangents at the
-    outputs as it weighs the loss, and $c$ is the divisor of the loss's reduction. Let the factors
+    The loss is torch's loss on the data as *one* batch, as for `GGN`. Every argument of
+    `nn.CrossEntropyLoss`, `nn.MSELoss` and `nn.BCEWithLogitsLoss` weights the cotangents at the
+    outputs as it weights the loss, and $c$ is the divisor of the loss's reduction. Let the factors
     over N examples be $G = \frac1{NT}\sum g g^\top$ of the summed loss and
-    $A = \frac1N\sum a a^\top$. Here T positions of an example share the weight, without ignored and
-    padded positions, and $\sum$ is over examples, positions and cotangents. A block is then
-    $\frac Nc\, G \otimes A$; the block of a bias or a scale is exact. A is the mean over all
-    examples that have a position in the layer, whatever weights the loss gives them, whereas
-    `EKFAC` has magnitudes of the weighted examples.
+    $A = \frac1N\sum a a^\top$. Here T is the number of positions of an example that share the
+    weight, not counting ignored and padded positions, and $\sum$ is over examples, positions and
+    cotangents. A block is then $\frac Nc\, G \otimes A$; the block of a bias or a scale is exact. A
+    is the mean over all examples that have a position in the layer, whatever weights the loss gives
+    these examples. In contrast, the magnitudes of `EKFAC` use the weights.
 
     K-FAC equals the `GGN` where a Kronecker product is exact: for one example, and for the blocks
     of a linear network of any depth with `nn.MSELoss`.
@@ -67,20 +68,21 @@ class KFAC(Permuted):
         data: Re-iterable batches `(inputs, targets)`, or with weights of the examples as a third
             entry; see `CurvatureOperator`. They determine the directions, and also the magnitudes
             unless `magnitudes` is passed.
-        params: Which parameters; see `CurvatureOperator`.
+        params: The parameters; see `CurvatureOperator`.
         num_data: The number of examples, if known. If the data have a different number, an error is
             raised.
         magnitudes: Other batches on which the curvature along the directions is measured. This
             removes the bias of measuring the curvature on the data that chose the directions (Eq.
             9). The operator is then for the loss on *these* batches.
         fisher: `"exact"`: the loss Hessian in closed form. `"mc"`: gradients at drawn labels.
-            `"signs"`: the columns of the Hessian's root, added up with random signs. `"empirical"`:
+            `"signs"`: sums of the columns of the Hessian's root with random signs. `"empirical"`:
             gradients at the true labels, which approximates `EmpiricalFisher`.
-        mc_samples: For `"mc"` and `"signs"`: labels or sums per example. Default: 1.
+        mc_samples: For `"mc"` and `"signs"`: the number of labels or sums per example. Default: 1.
         generator: For `"mc"` and `"signs"`: the generator of the labels or signs. The draws of an
             example depend on the generator and on the example's index in the data. torch's
             global generator is then not used, not even by loaders.
-        reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
+        reduction: `"mean"` or `"sum"` over examples, for a callable without an attribute
+            `reduction`.
         joint: Whether to treat the weight and the bias of a layer as one block instead of two.
         sharing: How to treat weights that are applied at several positions of a convolution or a
             sequence: `"expand"` or `"reduce"`, or a mapping from layers' paths to these.
@@ -89,7 +91,7 @@ class KFAC(Permuted):
         memory_bound: The limit of the working memory for output gradients, in bytes. It does not
             affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
             needs more.
-        batch: A function from what the data yields to `(inputs, targets)`, also for `magnitudes`.
+        batch: A function from an item of the data to `(inputs, targets)`, also for `magnitudes`.
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
@@ -104,8 +106,9 @@ class KFAC(Permuted):
             pass.
         TypeError: If the data are an iterator that can be read only once, or the loss has no closed
             form and `fisher` is not `"empirical"`.
-        NotImplementedError: If a parameter belongs to a layer without a Kronecker form here, or is
-            tied to another parameter. The message names the parameter and a remedy.
+        NotImplementedError: If a parameter belongs to a layer for which no Kronecker form is
+            implemented, or is tied to another parameter. The message names the parameter and a
+            remedy.
         RuntimeError: If autocast is enabled, also in a product.
 
     Reference:
@@ -246,7 +249,7 @@ def _resolved_blocks(
     joint: bool,
     sharing: Sharing,
 ) -> Sequence[Block]:
-    """Find the blocks of parameters, which the outputs for some of the data must depend on."""
+    """Find the blocks of parameters, and require that some outputs depend on each of them."""
     resolved = resolve(
         tap,
         names,
@@ -265,7 +268,7 @@ def _resolved_blocks(
 
 
 class LossData:
-    """Batches of the data, with the scale of the loss and its checks of the targets."""
+    """Batches of the data, with the scale of the loss and checks of the targets."""
 
     def __init__(
         self,

@@ -18,7 +18,8 @@ from laplace_debias.curvature.operators.tracing import Program, Tensors, Untrace
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
-# From the tensors of one vector, or of several stacked along a new first dimension (True).
+# A map of the tensors of one vector or, with True, of several vectors stacked along a new first
+# dimension.
 Map = Callable[[Tensors, bool], Tensors]
 
 
@@ -37,15 +38,16 @@ class Linearisation:
 class Lineariser:
     """A lineariser of networks, batch by batch, by traced programs where possible.
 
-    A program (see `tracing`) is recorded once for inputs of the same shapes and serves all batches
-    of them. A product then runs no forward pass and no bookkeeping of automatic differentiation,
-    and the Jacobian and its adjoint share the tensors that are kept. For a network that cannot be
-    recorded, graphs of automatic differentiation are kept instead, which are larger and slower.
+    A program (see `tracing`) is recorded once for inputs of the same shapes, and then used for all
+    batches of these shapes. A product then runs no forward pass and no bookkeeping of automatic
+    differentiation, and the Jacobian and its adjoint share the tensors that are kept. For a network
+    that cannot be recorded, graphs of automatic differentiation are kept instead, which are larger
+    and slower.
     """
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        # The network's constants are recorded in them.
+        # The programs contain the network's constants.
         self.programs: dict[object, Program | None] = {}
 
     def first_order(self, inputs: Inputs) -> Linearisation:
@@ -85,7 +87,7 @@ class Lineariser:
             def total(p: tuple[Tensor, ...]) -> Tensor:
                 return loss.weighted_value(forward(*p), point_labels)
 
-            # This forward pass and that of `total` are recorded as one.
+            # This forward pass and the forward pass of `total` are recorded as one.
             outputs = forward(*parameters)
             return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
 
@@ -110,15 +112,15 @@ class Lineariser:
     def _points(self, inputs: Inputs) -> list[Tensor]:
         """List all tensors that the outputs depend on: parameters, buffers and inputs.
 
-        A tensor that is left out becomes a constant of the program, and operations on constants
-        only are recorded as they are, also those in place.
+        A tensor that is left out becomes a constant of the program, and operations only on
+        constants are recorded unchanged, including in-place operations.
         """
         return [*self._network.state, *tensors_of(inputs)]
 
     def _unpack_points(
         self, tensors: Iterator[Tensor], inputs: Inputs
     ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
-        """Take tensors that are ordered as by `_points` from the front of an iterator.
+        """Take tensors, in the order of `_points`, from the front of an iterator.
 
         Returns:
             The parameters, and the outputs as a function of the parameters.
@@ -153,9 +155,10 @@ class Lineariser:
                     program = trace(function, points, vectors())
                     _check_adjoint(_evaluate(program, points, ()), self._network.parameters)
                     self.programs[key] = program
-        # Recording can raise any error: for control flow that depends on values, operations without
-        # a forward derivative, flags that cannot be hashed. The graphs of automatic differentiation
-        # support more, and raise the errors that are the model's own fault.
+        # Recording can raise any error, for example because of control flow that depends on values,
+        # operations without a forward derivative, or flags that cannot be hashed. The graphs of
+        # automatic differentiation support more models, and raise the error again if the model is
+        # at fault.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -167,7 +170,7 @@ class Lineariser:
 
 
 def _program_key(inputs: Inputs) -> object:
-    """Return what a program depends on: shapes and dtypes, names, and values besides tensors."""
+    """Return everything that a program depends on: shapes, dtypes, names, and non-tensor values."""
 
     def value_key(x: object) -> object:
         return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x)
@@ -184,8 +187,9 @@ def linearised_by_reverse(
 ) -> Linearisation:
     """Linearise a function of parameters by two reverse passes.
 
-    Its maps are the Jacobian and the adjoint Jacobian. The adjoint is linear in its cotangent u, so
-    that its own adjoint is the Jacobian. Bytes of the tensors `not_counted` do not count.
+    The maps are the Jacobian and its adjoint. The adjoint is linear in its cotangent, so the
+    Jacobian is computed as the adjoint of the adjoint. The bytes of the tensors `not_counted` are
+    not counted.
     """
     with torch.enable_grad():
         leaves = tuple(p.detach().requires_grad_() for p in parameters)
@@ -199,7 +203,7 @@ def linearised_by_reverse(
 
 
 def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
-    """Require that the last map is the first one's adjoint: some of torch's rules do not agree."""
+    """Require that the last map is the adjoint of the first: some of torch's rules disagree."""
     if not are_adjoint(linearisation.maps[0], linearisation.maps[-1], parameters):
         raise UntraceableError("derivatives forward and back differ")
 
@@ -216,10 +220,10 @@ def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
 
     v = drawn_like(parameters)
     pushed = push(v, False)
-    # Not the pushed vector itself, which is zero where a derivative is missing.
+    # u is drawn, because the pushed vector itself is zero where a derivative is missing.
     u = drawn_like(pushed)
     pulled = pull(u, False)
-    # The standard deviation of either product is the norm of its vector that is not random.
+    # The standard deviation of each product is the norm of the factor that is not drawn.
     scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
     allowed = torch.finfo(v[0].dtype).eps ** 0.5 * scale
     return abs(_product(pushed, u) - _product(pulled, v)) <= allowed

@@ -1,4 +1,4 @@
-"""Hessian, GGN and Fisher matrices of a network's loss on a data set, by their products."""
+"""Hessian, GGN and Fisher matrices of a network's loss on a data set, as matrix-free operators."""
 
 from dataclasses import replace
 from functools import reduce
@@ -27,7 +27,7 @@ from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.curvature.operators.zero_norms import has_norms
 from laplace_debias.system.ranks import Ranks, collective
 
-# How many entries of vectors are compared between processes; up to twice as many.
+# The number of entries of vectors that processes compare; the actual number is up to twice this.
 _SAMPLE_SIZE = 1024
 
 
@@ -38,12 +38,13 @@ class CurvatureOperator(NetworkOperator):
     `reduction="sum"`, the sum over all batches; with `"mean"`, this sum divided by torch's divisor,
     which takes weights and ignored targets into account. In a process group, the loss is over the
     data of all processes. Each process has the batches of its shard (`ShardedBatches`), and all
-    processes make the same products in the same order.
+    processes compute the same products in the same order.
 
     Args:
         model: The network, in eval mode if it has dropout or batch normalisation. It is never
             changed. Products use the model's parameters at the time of the product: if they have
-            been changed in place (by a step of an optimiser), the network is linearised again.
+            been changed in place (for example by a step of an optimiser), the network is linearised
+            again.
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, with any of their
             arguments, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
             differentiate twice.
@@ -58,13 +59,14 @@ class CurvatureOperator(NetworkOperator):
             as one.
         num_data: The number of examples, if known. If the data have a different number, an error is
             raised.
-        reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
-        memory_bound: Bytes for linearised batches that are kept from one product to the next.
-            Batches that do not fit are linearised again in every product, one at a time.
-        chunk_size: Columns of a matrix that are multiplied side by side. Pass 1 for a network with
-            operations that `torch.vmap` does not support. Default: as many columns as are
-            worthwhile.
-        batch: A function from what the data yields to `(inputs, targets)`, for batches of a
+        reduction: `"mean"` or `"sum"` over examples, for a callable without an attribute
+            `reduction`.
+        memory_bound: The largest number of bytes of the linearised batches that are kept between
+            products. Batches that do not fit are linearised again in every product, one at a time.
+        chunk_size: The number of columns of a matrix that are multiplied at once. Pass 1 for a
+            network with operations that `torch.vmap` does not support. Default: as many columns as
+            make products faster.
+        batch: A function from an item of the data to `(inputs, targets)`, for batches of a
             different form.
 
     Raises:
@@ -139,7 +141,7 @@ class CurvatureOperator(NetworkOperator):
         _require_same_vectors(vectors, self._ranks)
 
         def product(item: Item) -> Tensor:
-            """Compute one batch's products, `[k, D]`, not scaled."""
+            """Compute the products of one batch, `[k, D]`, without the scale of the loss."""
             products = []
             for chunk in self._chunks(item, len(vectors)):
                 tangents = vectors[chunk]
@@ -156,7 +158,7 @@ class CurvatureOperator(NetworkOperator):
         return total.mul_(self._scale).T
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
-        """Jᵀ M J, with M at the outputs."""
+        """Apply Jᵀ M J, where M is the linear map at the outputs."""
         push, pull = item.linearisation.maps
         assert item.at_outputs is not None
         (tangent,) = push(tensors, batched)
@@ -223,28 +225,28 @@ class Fisher(CurvatureOperator):
     $\ell = (f - y)^2$). Outputs at several positions are independent given the network. $c$ is the
     divisor of the loss's reduction.
 
-    The arguments of the loss weigh terms, and do not change the distribution of the model. The
+    The arguments of the loss weight its terms, and do not change the distribution of the model. The
     weight $\omega$ of a term is its weight in the loss: `weight` of its target's class,
     `pos_weight`, zero if the term is ignored, and with label smoothing the mean weight under the
-    smoothed target. So `"exact"` is the `GGN` for every argument, and `"mc"` and `"signs"` are
-    unbiased estimates of it.
+    smoothed target. So `"exact"` equals the `GGN` whatever the arguments of the loss, and `"mc"`
+    and `"signs"` are unbiased estimates of it.
 
-    See `CurvatureOperator` for the arguments that are not here.
+    See `CurvatureOperator` for the arguments that are not listed here.
 
     Args:
-        fisher: `"exact"` (type II): the expectation in closed form. `"mc"` (type I): its mean over
-            drawn labels. `"signs"`: the columns of the loss Hessian's root, added up with random
-            signs. For one output per example it is exact, and for a confident network it has less
-            noise than `"mc"`.
-        mc_samples: For `"mc"` and `"signs"`: labels or sums per example. Default: 1.
-        generator: For `"mc"` and `"signs"`: the generator of the labels or signs. They depend on
-            the generator and on the example's index in the data, and are the same in every product.
-            torch's global generator is then not used, not even by the loader.
+        fisher: `"exact"` (type II): the expectation in closed form. `"mc"` (type I): the mean over
+            drawn labels. `"signs"`: sums of the columns of the loss Hessian's root with random
+            signs. These are exact for one output per example, and have less noise than `"mc"` for a
+            confident network.
+        mc_samples: For `"mc"` and `"signs"`: the number of labels or sums per example. Default: 1.
+        generator: For `"mc"` and `"signs"`: the generator of the labels or signs. The draws depend
+            on the generator and on the example's index in the data, and are the same in every
+            product. torch's global generator is then not used, not even by the loader.
 
     Raises:
         ValueError: If the kind is unknown, or arguments of `"mc"` and `"signs"` are passed with
             `"exact"`.
-        TypeError: If the loss is not one of these three.
+        TypeError: If the loss is not `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`.
 
     Reference:
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation".
@@ -317,17 +319,18 @@ class EmpiricalFisher(CurvatureOperator):
 
     $$\frac1c \sum_n g_n g_n^\top, \quad g_n =\nabla_\theta \ell_n$$
 
-    with $\ell_n$ the example's part of the loss with `reduction="sum"`, summed over its positions,
-    all arguments of the loss included (so weights enter squared), and $c$ what the loss's reduction
-    divides by (1 for `"sum"`; the number of examples for plain cross-entropy, of output entries
-    for `nn.MSELoss`). In these units, and without weights, its expectation over labels drawn from
-    the model is the `Fisher`. The loss must be a sum over examples.
+    Here $\ell_n$ is the example's part of the loss with `reduction="sum"`, summed over the
+    positions of the example. It includes all arguments of the loss, so weights enter squared. $c$
+    is the divisor of the loss's reduction: 1 for `"sum"`; for `"mean"`, the number of examples for
+    unweighted cross-entropy, and the number of output entries for `nn.MSELoss`. Without weights,
+    the expectation of this matrix over labels drawn from the model is the `Fisher`. The loss must
+    be a sum or a mean over examples.
 
     See `CurvatureOperator` for the arguments.
 
     Reference:
-        Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation", for
-        why it is neither Fisher nor Hessian.
+        Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation", on
+        why the empirical Fisher is neither the Fisher nor the Hessian.
     """
 
     is_positive_semidefinite = True
@@ -338,7 +341,7 @@ class EmpiricalFisher(CurvatureOperator):
 
 
 def _require_same_vectors(vectors: Float[Tensor, "k columns"], ranks: Ranks) -> None:
-    """Require that all ranks multiply the same vectors, up to what processors round differently.
+    """Require that all ranks multiply the same vectors, up to differences in rounding.
 
     A sample of the entries is compared.
     """
@@ -350,14 +353,14 @@ def _require_same_vectors(vectors: Float[Tensor, "k columns"], ranks: Ranks) -> 
     tolerance = 1e-3 * float(first_sample.abs().max())
     for rank, (other_shape, other_sample) in enumerate(by_rank):
         if other_shape != shape:
-            difference = f"one of shape {list(other_shape)} instead of {list(shape)}"
+            difference = f"one of shape {list(other_shape)}, and rank 0 one of shape {list(shape)}"
         elif not torch.allclose(other_sample, first_sample, rtol=0, atol=tolerance, equal_nan=True):
-            difference = "one with other entries"
+            difference = "one with other entries than rank 0"
         else:
             continue
         raise ValueError(
-            "The vector by which the operator is multiplied differs between the ranks: rank "
-            f"{rank} has {difference} than rank 0. Pass the same vectors on every rank. For "
+            "The vector that the operator multiplies differs between the ranks: rank "
+            f"{rank} has {difference}. Pass the same vectors on every rank. For "
             "generators, use the same seed."
         )
 
@@ -365,7 +368,7 @@ def _require_same_vectors(vectors: Float[Tensor, "k columns"], ranks: Ranks) -> 
 def _outer_products(
     gradients: Float[Tensor, "samples *outputs"], weights: Float[Tensor, " batch"] | None
 ) -> OutputMap:
-    """Return the map of v to w Σ_s g_s (g_sᵀ v), example by example."""
+    """Return the map from v to w Σ_s g_s (g_sᵀ v), example by example."""
     if weights is not None:
         gradients = scale_examples(gradients, weights.to(gradients.dtype).sqrt(), 1)
     rows = gradients.flatten(2) if gradients.ndim > 2 else gradients.unsqueeze(2)

@@ -28,10 +28,10 @@ from laplace_debias.system.threads import Lock
 Result = TypeVar("Result")
 
 MEMORY_BOUND = 2**31
-# Above this many bytes of activations, columns side by side gain nothing on a CPU: the arithmetic
-# fills it already, and the caches are left behind.
+# If activations have more bytes than this, it gains nothing on a CPU to multiply several columns at
+# once: one column already uses the whole CPU, and several do not fit into its caches.
 CPU_CHUNK_BYTES = 2**22
-# Below this many columns, what torch.vmap spends on every operation outweighs what it saves.
+# With fewer columns than this, the overhead of torch.vmap per operation exceeds its savings.
 FEW_COLUMNS = 8
 
 
@@ -41,7 +41,7 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
     like_first: torch.Size | None = None
     for batch in data:
         like_first = batch.targets.shape[1:] if like_first is None else like_first
-        # Sequences of another length are checked when their outputs are there.
+        # Sequences of other lengths are checked once their outputs have been computed.
         if batch.targets.shape[1:] == like_first:
             loss.check(outputs[:1].expand(batch.num_examples, *outputs.shape[1:]), batch.targets)
         if batch.weights is None:
@@ -75,7 +75,7 @@ class Item:
     """A linearised batch.
 
     Attributes:
-        rows: Indices of its outputs among the flattened outputs of all data.
+        rows: Indices of the batch's outputs among the flattened outputs of all data.
         linearisation: The outputs and the linear maps in the parameters.
         at_outputs: The linear map at the outputs; None if there is none.
         num_bytes: Bytes that the item needs while it is kept.
@@ -90,9 +90,9 @@ class Item:
 class NetworkOperator(LinearOperator):
     """A linear operator from the derivatives of a network on a data set.
 
-    The first batches' linearisations are kept within the memory bound; the others are computed
-    again in every product. Several threads may multiply: they linearise one at a time, and share
-    the linearisations that are kept.
+    The linearisations of the first batches are kept, as many as the memory bound allows; the others
+    are computed again in every product. Several threads may compute products at the same time: they
+    linearise one at a time, and share the linearisations that are kept.
 
     Attributes:
         layout: The selected parameters, in the model's order, as they lie in a vector.
@@ -102,10 +102,10 @@ class NetworkOperator(LinearOperator):
 
     # Whether batches may have weights of their examples.
     _takes_weights = True
-    # Seeds the order of the data, and the labels of an operator that draws its own.
+    # Seeds the order of the data, and also the labels or signs if the operator draws any.
     _generator: torch.Generator | None = None
 
-    # Under inference mode nothing could be differentiated.
+    # In inference mode, nothing could be differentiated.
     @collective("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
@@ -133,7 +133,7 @@ class NetworkOperator(LinearOperator):
         self._lock = Lock()
         self._items: list[Item] = []
         self._is_full = False
-        self._checked: set[int | None] = set()  # The numbers of batches.
+        self._checked: set[int | None] = set()  # The numbers of the batches.
         first = self._data.first()
         self._first_outputs = self._network.first_outputs(first.inputs, first.num_examples)
         self._output_shape = self._first_outputs.shape[1:]  # For one example of the first batch.
@@ -165,7 +165,7 @@ class NetworkOperator(LinearOperator):
         return sum(item.num_bytes for item in self._items)
 
     def _make(self, batch: Batch) -> Item:
-        """Linearise a batch; checks its outputs the first time."""
+        """Linearise a batch, and check its outputs the first time."""
         linearisation = self._linearise(batch)
         outputs = linearisation.outputs
         if batch.number not in self._checked:
@@ -191,15 +191,15 @@ class NetworkOperator(LinearOperator):
     def _map_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
         """Apply a function to every linearised batch, in order, at the model's current parameters.
 
-        It does not yield the items themselves: a loop over them would keep the last item alive
-        while the next one is computed, beyond the memory bound.
+        The items themselves are not yielded: a loop over them would keep the last item alive while
+        the next one is computed, beyond the memory bound.
         """
         if not self._network.is_current():
             with self._lock:
-                # Unless another thread has done so.
+                # Another thread may have refreshed the network in the meantime.
                 if not self._network.is_current():
                     self._network.refresh()
-                    # A new list: other threads may be iterating over the old one.
+                    # The list is replaced because other threads may be iterating over the old one.
                     self._items = []
                     self._is_full = False
                     self._lineariser.programs.clear()
@@ -247,9 +247,11 @@ class Jacobian(NetworkOperator):
         params: The parameters; see `CurvatureOperator`.
         num_data: The number of examples, if known. If the data have a different number, an error is
             raised.
-        memory_bound: Bytes for linearised batches that are kept from one product to the next.
-        chunk_size: Columns of a matrix that are multiplied at once; see `CurvatureOperator`.
-        batch: A function from what the data yields to `(inputs, targets)`.
+        memory_bound: The largest number of bytes of the linearised batches that are kept between
+            products.
+        chunk_size: The number of columns of a matrix that are multiplied at once; see
+            `CurvatureOperator`.
+        batch: A function from an item of the data to `(inputs, targets)`.
 
     Raises:
         ValueError: If the model is random, or contains or returns NaN, or data are empty or differ
@@ -259,7 +261,7 @@ class Jacobian(NetworkOperator):
             tensors.
     """
 
-    # Its rows are the outputs, which no weight multiplies.
+    # The rows of a Jacobian are outputs, which have no weights.
     _takes_weights = False
 
     def __init__(

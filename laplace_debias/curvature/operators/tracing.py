@@ -21,9 +21,9 @@ class Program:
     """A recorded function of points and vectors that is linear in each vector.
 
     Attributes:
-        residuals: From the points to the values of the function, followed by all other tensors that
-            the linear maps need.
-        maps: For each linear map its function, and the indices of the residuals that are its first
+        residuals: A function from the points to the values of the recorded function, followed by
+            all other tensors that the linear maps need.
+        maps: For each linear map, its function and the indices of the residuals that are its first
             arguments.
     """
 
@@ -36,20 +36,20 @@ def trace(
 ) -> Program:
     """Record a function as a program.
 
-    Like `torch.func.linearize`, but one program serves all batches of the same shapes, and several
-    linear maps (tangents forward, cotangents back) share their residuals.
+    In contrast to `torch.func.linearize`, one program serves all batches of the same shapes, and
+    several linear maps (tangents forward, cotangents back) share their residuals.
 
     Args:
         function: Maps points and vectors to values and, for each vector, to a sequence of tensors
             that are linear in this vector.
         points: Example arguments in which the function need not be linear.
-        vectors: Example arguments in which it is linear, a sequence of tensors for each.
+        vectors: Example arguments in which the function is linear, each a sequence of tensors.
 
     Raises:
-        UntraceableError: If the recorded operations depend on values, are random, write to their
+        UntraceableError: If the recorded operations depend on values, are random or write to their
             arguments, or if an output depends on several vectors.
     """
-    # Imported here because it takes a second, which only products need.
+    # Imported here because the import takes a second, and only products need it.
     from torch._guards import TracingContext, tracing
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -65,12 +65,12 @@ def trace(
     # Recording distinguishes tensors by identity: each argument must be an object of its own.
     arguments = [x.detach() for x in points]
     arguments += [torch.zeros_like(x) for vector in vectors for x in vector]
-    # The shapes of all results are kept in one mode: a mode for each takes half of the time.
+    # One mode keeps the shapes of all results: making a mode for each would take half of the time.
     with torch.no_grad(), tracing(TracingContext(FakeTensorMode())):
         graph_module = make_fx(flat)(*arguments)
         if any(_writes(node) for node in graph_module.graph.nodes):
-            # Results can be shared and kept only if no operation writes to them. This comes second
-            # because derivatives are computed in place, too.
+            # Results can be shared and kept only if no operation writes to them. This is the second
+            # step because derivatives are also computed in place.
             graph_module = make_fx(functionalize(graph_module))(*arguments)
     graph = graph_module.graph
     for node in graph.nodes:
@@ -92,7 +92,7 @@ def _check_replayable(node: fx.Node) -> None:
         torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
     )
     if node.target is torch.ops.aten.index.Tensor:
-        # Only a mask makes the shape depend on values.
+        # Among indices, only a mask makes the shape of the result depend on values.
         indices: Any = node.args[1]
         integers = (torch.int32, torch.int64)
         depends_on_values = any(
@@ -157,7 +157,7 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     if node.target in _RESHAPES:
         return node.args[0] in zeros
     if node.target is aten.convolution.default and node.args[2] is not None:
-        return False  # It has a bias.
+        return False  # The bias is added.
     return node.target in _PRODUCTS and any(factor in zeros for factor in node.args[:2])
 
 
@@ -167,7 +167,7 @@ def _has_same_type(node: Any, argument: Any) -> bool:
 
 
 def _shape_and_dtype(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
-    """Return shape and dtype of a node's tensor; None if it is no tensor."""
+    """Return the shape and dtype of a node's tensor; None if the node is not a tensor."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(meta, "shape", None), getattr(meta, "dtype", None)
 
@@ -200,7 +200,7 @@ def _split(
     Args:
         graph_module: The recorded graph.
         dependencies: Index of the vector that each node depends on, −1 for none.
-        groups: For each output, 0 if it is a value, k + 1 if it must be linear in vector k.
+        groups: For each output, 0 if the output is a value, k + 1 if it must be linear in vector k.
     """
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
     (outputs,) = next(iter(reversed(graph_module.graph.nodes))).args
@@ -215,7 +215,7 @@ def _split(
     for vector, outputs_of_map in enumerate(results[1:]):
         nodes_of_map = [node for node in nodes if dependencies[node] == vector]
         inputs = [source for node in nodes_of_map for source in node.all_input_nodes]
-        # An output that does not depend on its vector is zero, and taken from the residuals.
+        # An output that does not depend on its vector is zero, and is taken from the residuals.
         sources = [node for node in [*inputs, *outputs_of_map] if dependencies[node] < 0]
         sources = list(dict.fromkeys(sources))
         residuals = list(dict.fromkeys([*residuals, *sources]))

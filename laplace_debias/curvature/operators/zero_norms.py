@@ -1,7 +1,8 @@
 """Detection of norms that are 0, at which torch's second derivatives are wrong.
 
-A norm has no derivative at 0. torch takes 0 for its first and its second one, so that a Hessian
-lacks what the norm adds: all of it where the norm is squared or a kernel is taken of it.
+A norm has no derivative at 0. torch uses 0 for both the first and the second derivative. A Hessian
+then lacks the contribution of the norm, even where this contribution exists because the norm is
+squared or enters a kernel.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ _NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackwa
 """Prefixes of the names of those nodes in torch's graphs that belong to a norm."""
 
 _PIECEWISE_LINEAR = (0.0, 1.0, float("inf"), -float("inf"))
-"""Orders of norms whose second derivative is 0 almost everywhere, like that of a ReLU."""
+"""Orders of norms whose second derivative is 0 almost everywhere, as for a ReLU."""
 
 
 def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels) -> bool:
@@ -66,14 +67,14 @@ def _is_zero(node: Any) -> Tensor:
 
 
 def _is_differentiated(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[Any]) -> bool:
-    """Whether a loss depends on norms that are 0, and their vectors on the leaves."""
+    """Whether a loss depends on norms that are 0 and whose vectors depend on the leaves."""
     cotangents: dict[Any, list[Tensor]] = {node: [] for node in nodes}
     handles = [
         node.register_prehook(lambda gradients, node=node: cotangents[node].append(gradients[0]))
         for node in nodes
     ]
     torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
-    # A squared norm has a first derivative of 0 there: its derivative once more shows it.
+    # At 0, a squared norm has the first derivative 0: only the second derivative reveals it.
     first = [cotangent for passed in cotangents.values() for cotangent in passed]
     first = [cotangent for cotangent in first if cotangent.requires_grad]
     if first:
@@ -105,12 +106,12 @@ def _inject_at(node: Any, norms: Tensor) -> None:
 
 
 def _dimensions(node: Any, ndim: int) -> list[int]:
-    """Return the dimensions that a node's norms are over."""
+    """Return the dimensions over which a node's norms are taken."""
     # torch saves negative numbers as unsigned ones.
     return [(dim - 2**64 if dim >= 2**63 else dim) % ndim for dim in node._saved_dim]
 
 
 def _drawn(like: Tensor) -> Tensor:
-    """Random numbers, which do not cancel, in a tensor's shape."""
+    """Draw random numbers in a tensor's shape, because these do not cancel."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)
