@@ -17,7 +17,7 @@ from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # A block of all parameters is low-rank, or has the eigenvectors of the whole matrix.
 CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
-# How many rows the factors G and A of blocks have; None where they are matrices.
+# The numbers of rows of the factors G and A of blocks; None for a factor that is a matrix.
 NumRows = Mapping[Block, Sequence[int | None]]
 NO_ROWS: NumRows = {}
 EIGH_MATRICES = 5
@@ -69,9 +69,9 @@ class Workload:
     Attributes:
         is_debiased: Whether magnitudes are measured on other data than the directions.
         num_folds: The number of folds; 1 without cross-fitting.
-        num_passes: How often as much data as one batch, or one fold of it, is read; None if the
-            number of batches is unknown.
-        working_bytes: Bytes at most during a pass, without its sums.
+        num_passes: How often data of the size of one batch, or of one fold of a batch, are read;
+            None if the number of batches is unknown.
+        working_bytes: The largest number of bytes during a pass, not counting its sums.
         row_bytes: Bytes of all Jacobian rows of one batch.
         num_rows: The numbers of rows of factors that have thin directions, for all batches.
     """
@@ -91,7 +91,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class CurvatureStructure(ABC):
-    """A structure of the curvature, by which its posterior is fitted, stored and planned.
+    """A structure of the curvature, which defines how a posterior is fitted, stored and planned.
 
     A new structure is a subclass in a file of its own, and a line in `STRUCTURES`.
 
@@ -132,7 +132,7 @@ class CurvatureStructure(ABC):
 
     @property
     def inducing_mark(self) -> int | str | None:
-        """The number of inducing inputs, or a text that changes with them."""
+        """The number of inducing inputs, or a text that changes with the inputs."""
         return None
 
     @property
@@ -142,7 +142,7 @@ class CurvatureStructure(ABC):
 
     @property
     def directions_per_factor(self) -> int | None:
-        """The number of directions of each Kronecker factor, at most; None for all."""
+        """The largest number of directions of each Kronecker factor; None for all."""
         return None
 
     def check(self, context: FitContext) -> None:  # noqa: B027 (most have nothing to check)
@@ -172,13 +172,14 @@ class CurvatureStructure(ABC):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Add the information of new data to that of earlier data.
+        """Add the information of new data to the information of earlier data.
 
         Args:
             context: The network and its blocks.
-            information: That of the earlier data.
+            information: The information of the earlier data.
             data: The new data.
-            num_data: The number of examples that the new data stand for; None to count them.
+            num_data: The number of examples that the new data represent; None to count the
+                examples.
 
         Returns:
             The curvature of the mean loss of all examples, and the totals of the new data.
@@ -195,7 +196,7 @@ class CurvatureStructure(ABC):
         """Return the passes of a fit, each to be run over one batch to measure its costs."""
 
     def num_trials(self, is_debiased: bool) -> int:
-        """How often a fit repeats the passes of a trial, per batch of each data set."""
+        """Return how often a fit repeats the passes of a trial, per batch of each data set."""
         return 2 if is_debiased else 1
 
     def decomposed_sizes(
@@ -213,7 +214,7 @@ class CurvatureStructure(ABC):
         return sum(block.posterior for block in self.block_bytes(context, num_rows))
 
     def least_bytes(self, context: FitContext) -> int:
-        """Count the bytes that a fit needs at least: those of the fitted curvature."""
+        """Return a lower bound of the bytes of a fit: the bytes of the fitted curvature."""
         return self.posterior_bytes(context)
 
     @abstractmethod
@@ -254,7 +255,7 @@ class CurvatureStructure(ABC):
 
         Args:
             tensors: The block's `tensors`.
-            network: A copy of the network, for directions that are computed by it.
+            network: A copy of the network, for directions that the network computes.
             blocks: The blocks of the network's Bayesian parameters.
             memory_bound: Bytes of working memory.
         """
@@ -273,7 +274,7 @@ class CurvatureStructure(ABC):
         Args:
             tensors: The `tensors` of each block.
             names: The names of the blocks in the file.
-            network: A copy of the network, for directions that are computed by it.
+            network: A copy of the network, for directions that the network computes.
             blocks: The blocks of the network's Bayesian parameters.
             memory_bound: Bytes of working memory.
         """

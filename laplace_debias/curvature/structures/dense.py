@@ -55,7 +55,8 @@ def measure_along(
 ) -> tuple[Float[Tensor, " k"], DataTotals]:
     """Measure the curvature along directions, on other data if there are any.
 
-    `totals` are those of the directions; the totals of both data are returned.
+    `totals` are the totals of the data of the directions; the totals of both data sets are
+    returned.
     """
     if data is None:
         return eigenvalues, totals

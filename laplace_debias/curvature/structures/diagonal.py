@@ -30,7 +30,7 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 class DiagonalCurvature(CurvatureStructure):
     """The exact diagonal.
 
-    The axes depend on no data, so that measuring along them has no bias.
+    The axes do not depend on data, so measuring the curvature along them has no bias.
     """
 
     name = "diag"
@@ -51,7 +51,7 @@ class DiagonalCurvature(CurvatureStructure):
         return CurvatureFit(assemble(context, bases, table), totals)
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Measure the diagonal on all folds, which is its value on held-out folds."""
+        """Measure the diagonal on all folds, because held-out folds give the same result."""
         folds = split_folds(context.ranks, data, num_folds)
         return self.fit(context, chain.from_iterable(folds))
 
@@ -62,7 +62,7 @@ class DiagonalCurvature(CurvatureStructure):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Add the diagonal of new data to that of earlier data; exact."""
+        """Add the diagonal of new data to the diagonal of earlier data, which is exact."""
         new = self.fit(context, data)
         counts = ExampleCounts.for_update(information, num_data, new.totals)
         blocks = {}

@@ -73,11 +73,12 @@ class EkfacCurvature(FactoredCurvature):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Add the exact curvature of new data along the earlier directions, which stay.
+        """Add the exact curvature of new data along the earlier directions, which do not change.
 
         The magnitudes are then the exact curvature of all data along these directions, if the
-        earlier ones are that of the earlier data. Along directions that the earlier data do not
-        determine, such as those of a null space, both are means over the eigenspace.
+        earlier magnitudes are the exact curvature of the earlier data. Along directions that the
+        earlier data do not determine, such as the directions of a null space, the earlier and the
+        new magnitudes are means over the eigenspace.
         """
         earlier = information.curvature.blocks
         bases = {}
@@ -95,7 +96,7 @@ class EkfacCurvature(FactoredCurvature):
     def trial_passes(
         self, context: FitContext, data: Iterable[Batch]
     ) -> Sequence[Callable[[], TrialPass]]:
-        """Return the pass that sums the factors, and the one that measures the magnitudes."""
+        """Return the pass that sums the factors, and the pass that measures the magnitudes."""
         return [partial(factor_trial, context, data), partial(squares_trial, context, data)]
 
     def num_trials(self, is_debiased: bool) -> int:
@@ -110,7 +111,7 @@ class EkfacCurvature(FactoredCurvature):
         bases = factors
         if workload.is_crossfit:
             bases = workload.num_folds * factors + 2 * factors
-        # Directions are rotated with in the model's dtype.
+        # Rotations use copies of the directions in the model's dtype.
         copies = 0
         if context.factor_dtype.itemsize != context.dtype.itemsize:
             copies = factors * context.dtype.itemsize // context.factor_dtype.itemsize
@@ -125,8 +126,8 @@ def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
     The factors that the directions come from are not kept. The partial traces of a Kronecker
     product are its factors, up to their scales. The traces of the exact curvature have the same
     eigenspaces: where eigenvalues of a factor coincide, the magnitudes are means over the
-    eigenspace, and so the traces coincide. Unlike the directions, they depend on nothing but the
-    curvature itself.
+    eigenspace, and so the traces coincide. Unlike the directions, the traces depend only on the
+    curvature.
     """
     magnitudes = curvature.magnitudes.to(dtype)
     traces_G = curvature.input_directions.trace(magnitudes)

@@ -29,8 +29,8 @@ class FactoredCurvature(CurvatureStructure):
     """Directions from Kronecker factors, `U_G ⊗ U_A`.
 
     Attributes:
-        rank: The number of directions of each factor, or below 1 the fraction of the trace that
-            they hold; None for all.
+        rank: The number of directions of each factor or, if below 1, the fraction of the trace that
+            the directions contain; None for all directions.
     """
 
     has_factors = True

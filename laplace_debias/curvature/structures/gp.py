@@ -47,7 +47,8 @@ from laplace_debias.system.memory import ROOM
 _DOUBLE_BYTES = 8
 # Examples among which one inducing input is chosen.
 _CANDIDATES = 4
-# From the context of an output's fit and the output's index, or None for all outputs together.
+# A function of the context of an output's fit and of the output's index, or None for all outputs
+# together.
 FitOutput = Callable[[FitContext, int | None], tuple[LowRankPlusDiagonal, DataTotals]]
 
 
@@ -60,18 +61,20 @@ class GpCurvature(DenseCurvature):
     $$K_{xx} - K_{xZ}\big[K_{ZZ}^{-1} - (K_{ZZ} + \textstyle\sum_n K_{Zn}\Lambda_n K_{nZ})^{-1}\big]
     K_{Zx}$$
 
-    with all examples n of the data in the sum (deterministic training conditional): the full
-    curvature is projected onto the span. In addition, all directions outside of the span have the
-    same curvature, their mean, so that the trace is that of the full curvature. The evidence is
-    then a lower bound of the full posterior's. If all examples are inducing, both are the same.
+    where the sum is over all examples n of the data (deterministic training conditional). That is,
+    the full curvature is projected onto the span. In addition, all directions outside the span have
+    the same curvature, the mean over these directions, so that the trace equals the trace of the
+    full curvature. The evidence is then a lower bound of the evidence of the full posterior. If all
+    examples are inducing, the two are equal.
 
     Attributes:
-        inducing: How many of the data's examples are inducing, or their inputs; None for all. A
-            number of examples is chosen among four times as many that are drawn, so that the span
-            leaves little of the others' Jacobian rows.
-        independent_outputs: Whether each output has a process of its own, with the kernel between
-            the rows of this output only and the diagonal of the loss Hessians. The data are then
-            read once per output.
+        inducing: The number of the data's examples that are inducing, or the inducing inputs; None
+            for all examples. If it is a number, four times as many examples are drawn, and the
+            inducing inputs are chosen among them such that their span leaves little of the others'
+            Jacobian rows.
+        independent_outputs: Whether each output has a separate process, with the kernel between the
+            rows of only this output, and the diagonal of the loss Hessians. The data are then read
+            once per output.
     """
 
     name = "gp"
@@ -97,7 +100,7 @@ class GpCurvature(DenseCurvature):
 
     @property
     def inducing_mark(self) -> int | str | None:
-        """The number of inducing inputs, or a text that changes with them."""
+        """The number of inducing inputs, or a text that changes with the inputs."""
         if isinstance(self.inducing, Tensor):
             return mark_of(self.inducing, self.inducing)
         return self.inducing
@@ -138,7 +141,7 @@ class GpCurvature(DenseCurvature):
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
-        The inducing inputs are those of all folds.
+        The inducing inputs are chosen from all folds.
         """
         folds = split_folds(context.ranks, data, num_folds)
         inputs = self._inputs(context, chain.from_iterable(folds))
@@ -155,7 +158,7 @@ class GpCurvature(DenseCurvature):
                 totals = totals + accumulate(accumulator, fold)
                 sums_by_fold.append(accumulator)
             projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
-            # Any rows with these products have the same eigenvectors.
+            # All rows with the same products have the same eigenvectors.
             rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
             values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
             U = replace(basis, coefficients=basis.coefficients @ Q)
@@ -170,9 +173,9 @@ class GpCurvature(DenseCurvature):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Add the curvature of new data along the directions, whose inducing inputs stay.
+        """Add the curvature of new data along the directions, whose inducing inputs do not change.
 
-        The result is that of a fit to all data with these inducing inputs.
+        The result equals a fit to all data with these inducing inputs.
         """
         first = next(iter(information.curvature.blocks.values()))
         assert isinstance(first, LowRankPlusDiagonal)
@@ -232,7 +235,7 @@ class GpCurvature(DenseCurvature):
         return take(candidates, self._chosen(context, candidates))
 
     def _num_candidates(self, context: FitContext) -> int:
-        """Count the examples that inducing inputs are chosen among, at most."""
+        """Return the largest number of examples among which inducing inputs are chosen."""
         if not isinstance(self.inducing, int):
             return 0
         num_candidates = _CANDIDATES * self.inducing
@@ -243,7 +246,7 @@ class GpCurvature(DenseCurvature):
         )
 
     def _chosen(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
-        """Choose the examples among candidates that leave the least of the others' rows."""
+        """Choose candidates whose span leaves the least of the other candidates' Jacobian rows."""
         assert isinstance(self.inducing, int)
         pairs = {}
         if context.ranks.rank == 0:
@@ -352,7 +355,7 @@ class GpCurvature(DenseCurvature):
         blocks: Sequence[Block],
         memory_bound: int | None,
     ) -> CurvatureBlock:
-        """Return the block of its `tensors`, whose directions the network's Jacobian spans."""
+        """Rebuild a block from its `tensors`; the network's Jacobian spans the directions."""
         inducing = InducingInputs(network, blocks, tensors["inputs"], memory_bound)
         return _restored_block(tensors, inducing, None)
 
@@ -375,7 +378,7 @@ class GpCurvature(DenseCurvature):
 
 
 def _num_outputs(context: FitContext) -> int:
-    """Return C, which the first batch of a fit has shown."""
+    """Return C, which is known from the first batch of a fit."""
     assert context.num_outputs is not None
     return context.num_outputs
 

@@ -30,7 +30,7 @@ from laplace_debias.curvature.structures.factored import FactoredCurvature, fact
 
 @dataclass(frozen=True)
 class KfacCurvature(FactoredCurvature):
-    """Kronecker-factored curvature: magnitudes are products of the factors' own curvatures."""
+    """Kronecker-factored curvature, whose magnitudes are products of the factors' curvatures."""
 
     name = "kfac"
 
@@ -57,8 +57,8 @@ class KfacCurvature(FactoredCurvature):
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
         This takes one pass over the data, and holds the factors of all folds. A factor of full rank
-        is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it, once,
-        and then K matrices `[r, r]` are.
+        is decomposed K + 1 times. A factor of low rank r, as from few examples of a linear layer,
+        is decomposed once, and then K matrices `[r, r]` are decomposed.
         """
         folds = split_folds(context.ranks, data, num_folds)
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
@@ -72,12 +72,12 @@ class KfacCurvature(FactoredCurvature):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        r"""Add the factors of new data to those of earlier data, which are recovered.
+        r"""Recover the factors of earlier data, and add the factors of new data.
 
-        A sum of two Kronecker products is no Kronecker product. It is approximated as K-FAC
-        approximates the sum over examples: by the product of both means,
-        $\tfrac1N(N_1 G_1 + N_2 G_2) \otimes \tfrac1N(N_1 A_1 + N_2 A_2)$. This is the K-FAC of
-        all data, if the earlier curvature is that of a fit to one set of data, without a rank.
+        A sum of two Kronecker products is not a Kronecker product. It is approximated by the
+        product of both means, as K-FAC approximates the sum over examples:
+        $\tfrac1N(N_1 G_1 + N_2 G_2) \otimes \tfrac1N(N_1 A_1 + N_2 A_2)$. This is the K-FAC of all
+        data, if the earlier curvature is that of a fit to one set of data, without a rank.
         """
         sums, totals = factor_sums(context, data)
         counts = ExampleCounts.for_update(information, num_data, totals)

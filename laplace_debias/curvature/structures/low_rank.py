@@ -39,7 +39,7 @@ class LowRankCurvature(DenseCurvature):
     """The leading eigenvectors; in all other directions the posterior is the prior.
 
     Attributes:
-        rank: The number of directions, 20 if None. There are no more than Jacobian rows.
+        rank: The number of directions, 20 if None. There are at most as many as Jacobian rows.
     """
 
     name = "lowrank"
@@ -51,7 +51,7 @@ class LowRankCurvature(DenseCurvature):
 
     @property
     def num_directions(self) -> int:
-        """The number of directions, at most."""
+        """The largest number of directions."""
         return _DEFAULT_RANK if self.rank is None else int(self.rank)
 
     def fit(
@@ -62,8 +62,8 @@ class LowRankCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same.
 
-        Jacobian rows of up to 1 GiB are kept, and the eigenvectors are exact; more are compressed
-        to their `4 rank` leading directions on the way.
+        Up to 1 GiB of Jacobian rows are kept, and the eigenvectors are then exact. More rows are
+        compressed to their `4 rank` leading directions during the pass.
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
@@ -98,10 +98,11 @@ class LowRankCurvature(DenseCurvature):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Add the rows of new data to the earlier directions, and keep the leading ones of both.
+        """Add the rows of new data to the earlier directions, and keep the leading directions.
 
-        The earlier directions have the lengths of Jacobian rows. Directions beyond their rank are
-        not recovered. The result is that of all data if the rank is at least the number of rows.
+        The earlier directions are scaled to the lengths of Jacobian rows. Directions beyond their
+        rank are not recovered. The result equals a fit to all data if the rank is at least the
+        number of rows.
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
@@ -125,7 +126,7 @@ class LowRankCurvature(DenseCurvature):
         return context.dtype.itemsize * min(self.num_directions, size) * (size + 1)
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Count the bytes of the rows, and of the directions while these are computed."""
+        """Count the bytes of the rows, and of the directions during their computation."""
         rows = kept_row_bytes(workload)
         row_bytes = context.factor_dtype.itemsize * num_parameters(context)
         directions = min(row_bytes * self.num_directions, rows)
@@ -134,7 +135,7 @@ class LowRankCurvature(DenseCurvature):
             working_bytes = workload.working_bytes - workload.row_bytes
         else:
             working_bytes = max(workload.working_bytes, rows)
-        # The directions are there twice while they are computed, in cross-fitting three times.
+        # During their computation there are two copies of the directions, in cross-fitting three.
         copies = 3 if workload.is_crossfit else 2
         rows_of_folds = 2 * rows if workload.is_crossfit else rows
         return {
@@ -148,7 +149,7 @@ class LowRankCurvature(DenseCurvature):
         return {"U": block.directions, "magnitudes": block.magnitudes}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
-        """Return the block of its `tensors`."""
+        """Rebuild a block from its `tensors`."""
         return LowRankPlusDiagonal(tensors["U"], tensors["magnitudes"], 0.0)
 
 
