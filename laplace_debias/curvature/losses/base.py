@@ -20,24 +20,24 @@ _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 class Uniforms:
     """Uniform random numbers that depend on the seed, the sample and the example's index.
 
-    A counter-based generator, so that the numbers do not depend on the batch size or the device:
-    the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
+    The generator is counter-based, so that the numbers do not depend on the batch size or the
+    device. It applies the finaliser of SplitMix64 (Steele, Lea & Flood, 2014) once per key.
     """
 
     def __init__(self, seed: int, sample: int, first_index: int) -> None:
         self._key = (seed, sample, first_index)
 
     def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
+        """Return numbers in (0, 1), float64, in the shape and on the device of `like` `[B, ...]`.
 
-        Numbers at entries that count are the same as for an example without the other entries.
+        The entries that count get the same numbers as in an example without the other entries.
         """
         seed, sample, first_index = self._key
         rows = np.arange(first_index, first_index + len(like), dtype=np.uint64)[:, None]
         columns = np.arange(like[:1].numel(), dtype=np.uint64)
         state = np.array([seed % 2**64], dtype=np.uint64)
-        # On the host: on an accelerator a copy takes less time than fifty operations.
-        # The sample's number is an array, too: products of scalars that overflow are warned about.
+        # Computed on the host: for an accelerator, a copy takes less time than fifty operations.
+        # The sample's number is also an array, because numpy warns if products of scalars overflow.
         for key in (np.array([sample], dtype=np.uint64), rows, columns):
             state = state + (key + np.uint64(1)) * _INCREMENT
             state = (state ^ (state >> np.uint64(30))) * _FIRST_MULTIPLIER
@@ -46,7 +46,8 @@ class Uniforms:
         uniforms = ((state >> np.uint64(11)) + 0.5) / 2**53
         numbers = torch.from_numpy(uniforms).to(like.device, non_blocking=True)
         if counted is not None and len(columns) > 1:
-            # The number of an entry among those of its row that count; anything for the others.
+            # The index of an entry among the counted entries of its row; arbitrary for the other
+            # entries.
             places = counted.expand_as(like).flatten(1).cumsum(1) - 1
             numbers = numbers.gather(1, places.clamp_min(0))
         return numbers.reshape(like.shape)
@@ -55,7 +56,7 @@ class Uniforms:
 LossFunction = Callable[[Any, Tensor], Tensor]
 # A loss that is passed to an operator.
 Loss = LossFunction | Likelihood
-# A linear map of tangents at the outputs, [..., *outputs] to the same.
+# A linear map of tangents at the outputs, from [..., *outputs] to the same shape.
 OutputMap = Callable[[Tensor], Tensor]
 
 
@@ -66,7 +67,7 @@ class Labels:
     Attributes:
         targets: The targets, in the form in which the loss uses them.
         counted: The mask of the terms that count, `[B, ..., 1]`, or `[B, ...]` for a loss without
-            classes; None if all do.
+            classes; None if all terms count.
         curvature_weights: The weights ω of the Hessians of a likelihood's terms, `[B, ..., 1]` or
             `[B, ..., C]`; None if all are 1.
         example_weights: The weights of the examples, `[B]`, which only `weighted_value` and
@@ -80,14 +81,14 @@ class Labels:
 
 
 class OutputLoss(ABC):
-    """A loss as a function of the outputs `[B, ...]`, summed over the batch, with its count.
+    """A loss as a function of the outputs `[B, ...]`, summed over the batch, with its divisor.
 
-    The loss of a data set is the sum of the batches' values, with `reduction="mean"` divided by the
-    sum of their counts. Working with sums makes everything built on them independent of how the
-    data is cut into batches. `is_recordable` says whether `value` consists of operations known to
-    be recorded safely, `is_convex` whether it is convex in the outputs for certain, so that a
-    generalised Gauss-Newton matrix is positive semi-definite, and `has_distribution` whether labels
-    can be drawn from the model.
+    The loss of a data set is the sum of the batches' values. With `reduction="mean"`, this sum is
+    divided by the sum of the batches' counts. Because of the sums, results do not depend on how the
+    data are split into batches. `is_recordable` says whether `value` consists of operations that
+    are known to be recorded safely. `is_convex` says whether `value` is known to be convex in the
+    outputs, so that a generalised Gauss-Newton matrix is positive semi-definite. `has_distribution`
+    says whether labels can be drawn from the model.
     """
 
     reduction: str
@@ -104,19 +105,19 @@ class OutputLoss(ABC):
 
     @abstractmethod
     def count(self, targets: Tensor) -> float:
-        """Compute the number that `reduction="mean"` divides by, for one batch."""
+        """Compute the divisor of `reduction="mean"` for one batch."""
 
     def counted(self, labels: Labels) -> Tensor | None:
-        """Return the mask of outputs that count, broadcasting to the outputs; None for all."""
+        """Return the mask of outputs that count, broadcasting to the outputs; None if all count."""
         return labels.counted
 
     @abstractmethod
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Compute the sum over the batch, a scalar; differentiable in the outputs."""
+        """Compute the sum over the batch, a scalar that is differentiable in the outputs."""
 
     @abstractmethod
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
-        """Compute each example's part of `value`; differentiable in the outputs."""
+        """Compute each example's part of `value`, differentiable in the outputs."""
 
     def weighted_value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute Σ w ℓ, the sum over the batch with the weights of the examples."""
@@ -161,7 +162,7 @@ class OutputLoss(ABC):
     def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Add up the columns of `root` with random signs.
 
-        The outer product of the sum is, in expectation and example by example, the `hessian`.
+        In expectation, the outer product of the sum equals the `hessian` of each example.
         """
         columns = self.root(outputs, labels)
         numbers = uniforms(columns.new_empty(columns.shape[1], len(columns)))
@@ -171,8 +172,8 @@ class OutputLoss(ABC):
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Compute the gradient at labels drawn from the model's own distribution.
 
-        Its outer product is, in expectation and example by example, the `hessian`. The loss must be
-        a log-likelihood; see `has_distribution`.
+        In expectation, its outer product equals the `hessian` of each example. The loss must be a
+        log-likelihood; see `has_distribution`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} is not a log-likelihood, so labels cannot be sampled from it."
@@ -187,9 +188,9 @@ class NegativeLogLikelihood(OutputLoss):
     """
 
     reduction = "mean"
-    # A likelihood may be a user's own.
+    # A user may define a likelihood.
     is_recordable = False
-    # The dimension of the classes, in outputs and in targets of their shape.
+    # The dimension of the classes, in outputs and in targets of the same shape.
     class_dim = -1
 
     def __init__(self, likelihood: Likelihood) -> None:
@@ -306,7 +307,7 @@ def signs_from(uniforms: Tensor) -> Tensor:
 
 
 def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
-    """Reshape columns `[K, terms, C]` to those of the outputs, zero for terms that do not count."""
+    """Reshape columns `[K, terms, C]` like the outputs, with zeros for terms that do not count."""
     columns = columns.unflatten(1, outputs.shape[:-1])
     return columns if labels.counted is None else columns * labels.counted
 

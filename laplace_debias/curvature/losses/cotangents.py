@@ -15,11 +15,11 @@ from laplace_debias.curvature.network.outputs import targets_classes_last
 class Cotangents:
     """The cotangents at the outputs of a batch that represent the loss Hessian.
 
-    A loss is the sum over an example's positions. With T of them `"exact"` has T times the columns,
-    each at one position. The labels of `"mc"` and `"empirical"`, and the columns that `"signs"`
-    adds up, are those of all positions at once.
-    `class_dim` says which dimension of targets with an entry for every output has the classes, as
-    it was in the outputs, which have them last; None for targets that lie as the loss has them.
+    A loss is the sum over an example's positions. With T positions, `"exact"` has T times as many
+    columns, each at one position. `"mc"` and `"empirical"` use the labels of all positions at once,
+    and `"signs"` adds up the columns of all positions. For targets with an entry for every output,
+    `class_dim` is the dimension of the classes, as in the outputs of the network before it was
+    moved to the end; None if the targets already have the layout of the loss.
     """
 
     loss: OutputLoss
@@ -30,17 +30,17 @@ class Cotangents:
         """Return the cotangents that represent one output's entry of the loss Hessian's diagonal.
 
         Args:
-            output: The index of the output among an example's flattened ones.
+            output: The index of the output among an example's flattened outputs.
             num_outputs: The number of outputs that every example must have.
         """
         return OutputCotangents(self.loss, self.fisher, self.class_dim, output, num_outputs)
 
     def num_columns(self, num_outputs: int) -> int:
-        """Return the number of columns for an example with a number of outputs."""
+        """Return the number of columns for an example with so many outputs."""
         return num_outputs if self.fisher.kind == "exact" else self.fisher.mc_samples
 
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
-        """Return the mask of outputs that count, broadcasting to the outputs; None for all."""
+        """Return the mask of outputs that count, broadcasting to the outputs; None if all count."""
         targets = targets_classes_last(targets, ndim, self.class_dim)
         if targets.ndim < ndim - 1:
             return None
@@ -53,14 +53,14 @@ class Cotangents:
         first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
-        """Compute a batch's cotangents, `[K, B, ...]`, and its loss, summed over examples, 0-d.
+        """Compute a batch's cotangents, `[K, B, ...]`, and the sum of its examples' losses, 0-d.
 
         `first_index` is the index of the batch's first example in the data. Weights multiply the
         examples' losses, not the cotangents. Targets may be on the CPU if the likelihood
         `checks_shapes_only`.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
-        # Targets that still lie on the CPU are checked there, at once.
+        # Targets that are still on the CPU are checked there, without waiting for the device.
         self.loss.check(outputs, targets)
         targets = targets.to(outputs.device, non_blocking=True)
         labels = self.loss.labels(targets, outputs.ndim)
@@ -88,12 +88,12 @@ class Cotangents:
 
 @dataclass(frozen=True)
 class OutputCotangents(Cotangents):
-    r"""A single cotangent at one output, the root of that entry of the diagonal loss Hessian.
+    r"""A single cotangent at one output, the root of this entry of the loss Hessian's diagonal.
 
-    From columns s of any cotangents it is $\big(\sum_k s_{kc}^2\big)^{1/2} e_c$.
+    For columns s of any cotangents, it is $\big(\sum_k s_{kc}^2\big)^{1/2} e_c$.
 
     Attributes:
-        output: c, the index of the output among an example's flattened ones.
+        output: c, the index of the output among an example's flattened outputs.
         num_outputs: The number of outputs that every example must have.
     """
 
@@ -111,17 +111,17 @@ class OutputCotangents(Cotangents):
         first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "1 batch *outputs"], Tensor]:
-        """Compute a batch's cotangent, `[1, B, ...]`, and its loss, summed over examples, 0-d.
+        """Compute a batch's cotangent, `[1, B, ...]`, and the sum of its examples' losses, 0-d.
 
         Raises:
-            ValueError: If the examples have a different number of outputs.
+            ValueError: If the examples do not have `num_outputs` outputs.
         """
         num_outputs = outputs.shape[1:].numel()
         if num_outputs != self.num_outputs:
             raise ValueError(
                 f"Each inducing input has {self.num_outputs} outputs, but the examples of a batch "
-                f"have {num_outputs}. With `independent_outputs=True`, each output has a process "
-                "of its own. Pad all inputs to the same shape, or use `independent_outputs=False`."
+                f"have {num_outputs}. With `independent_outputs=True`, each output has a separate "
+                "process. Pad all inputs to the same shape, or use `independent_outputs=False`."
             )
         columns, value = super().__call__(outputs, targets, first_index, weights)
         entries = columns.flatten(2)[:, :, self.output]

@@ -26,9 +26,10 @@ REDUCTIONS = ("mean", "sum")
 def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) -> OutputLoss:
     """Return the loss as the operators use it.
 
-    A `Likelihood`'s is the mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
-    `reduction` is that of a callable without such an attribute. With `takes_vectors` a callable of
-    a user's gets outputs `[B, 1]` as the model returns them, `[B]`.
+    The loss of a `Likelihood` is the mean of −log p(y | f) over examples, for outputs
+    `[B, ..., C]`. `reduction` is the reduction of a callable without such an attribute. With
+    `takes_vectors`, a user's callable receives outputs `[B, 1]` in the shape in which the model
+    returns them, `[B]`.
     """
     if isinstance(loss, Likelihood):
         if reduction not in (None, "mean"):
@@ -57,7 +58,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
             '`reduction="mean"` or `reduction="sum"`.'
         )
     if stated == "batchmean":
-        # KLDivLoss's name for a mean over examples.
+        # KLDivLoss uses this name for a mean over examples.
         stated = "mean"
     if stated not in REDUCTIONS:
         raise ValueError(
@@ -79,7 +80,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
                 "over a batch by a number that cannot be determined here. Pass the loss "
                 'with `reduction="sum"`.'
             )
-    # The functions ignore what the classes ignore, without saying so.
+    # These functions ignore the same targets as the classes, but have no `ignore_index`.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
     return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent), takes_vectors)
 
@@ -87,9 +88,9 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
 class CrossEntropy(NegativeLogLikelihood):
     r"""`nn.CrossEntropyLoss` of logits `[B, C]` or `[B, C, d1, ...]`.
 
-    It is −log p of `Categorical`, whose class weights, smoothing and ignored targets are torch's,
-    with the classes behind the examples, and with what torch divides by. Class probabilities need
-    not sum to 1.
+    It is −log p of `Categorical`, which has the same class weights, smoothing and ignored targets
+    as torch. In contrast to `Categorical`, the classes are the second dimension, the divisor is
+    torch's, and class probabilities need not sum to 1.
     """
 
     is_recordable = True
@@ -144,7 +145,7 @@ class CrossEntropy(NegativeLogLikelihood):
         return float(self._weight.to(targets.device, torch.float64)[valid].sum())
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """Return the map of v to T (p ∘ v − p pᵀv)."""
+        """Return the map from v to T (p ∘ v − p pᵀv)."""
         p = outputs.softmax(1)
         axis = 1 - outputs.ndim
         weighted = p
@@ -178,7 +179,7 @@ class SquaredError(OutputLoss):
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute Σ (f − y)²."""
-        # Not `F.mse_loss`: recording a derivative of its derivative crashes torch (2.15).
+        # `F.mse_loss` is not used: recording its second derivative crashes torch (2.15).
         return (outputs - labels.targets.to(outputs.dtype)).square().sum()
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
@@ -190,7 +191,7 @@ class SquaredError(OutputLoss):
         return 2 * (outputs - labels.targets.to(outputs.dtype))
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """Return the map of v to 2 v."""
+        """Return the map from v to 2 v."""
         return lambda v: 2 * v
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -203,7 +204,7 @@ class SquaredError(OutputLoss):
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Draw √2 ε with standard normal ε."""
-        # In float64: rounded to float32, a uniform can be 1.
+        # In float64, because a uniform number that is rounded to float32 can be 1.
         return (2**0.5 * torch.special.ndtri(uniforms(outputs))).to(outputs.dtype)
 
 
@@ -211,8 +212,8 @@ class BinaryCrossEntropy(OutputLoss):
     r"""`nn.BCEWithLogitsLoss` of logits and targets in [0, 1] of one shape.
 
     With $w$ the weight, $\pi$ the `pos_weight` and $T = w(1 + (\pi - 1)y)$, a term is
-    $T\,\mathrm{softplus}(f) - w\pi y f$, its gradient $T p - w\pi y$ and its Hessian $T p(1-p)$
-    with $p$ the sigmoid.
+    $T\,\mathrm{softplus}(f) - w\pi y f$. Its gradient is $T p - w\pi y$ and its Hessian $T p(1-p)$,
+    where $p$ is the sigmoid.
     """
 
     def __init__(self, loss: nn.BCEWithLogitsLoss) -> None:
@@ -270,8 +271,8 @@ class BinaryCrossEntropy(OutputLoss):
     def _terms(self, outputs: Tensor, labels: Labels) -> Tensor:
         total, positive = self._weights(labels.targets, outputs.dtype)
         targets = labels.targets.to(outputs.dtype)
-        # Each where its second derivative keeps its digits; torch's softplus is a straight line
-        # from 20 on.
+        # Each formula is used where its second derivative is accurate; torch's softplus is a
+        # straight line above 20.
         softplus = torch.where(outputs > 0, -F.logsigmoid(-outputs), F.softplus(outputs))
         return total * softplus - positive * targets * outputs
 
@@ -282,7 +283,7 @@ class BinaryCrossEntropy(OutputLoss):
         return total * outputs.sigmoid() - positive * targets
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """Return the map of v to T p (1 − p) ∘ v."""
+        """Return the map from v to T p (1 − p) ∘ v."""
         total, _ = self._weights(labels.targets, outputs.dtype)
         curvature = total * outputs.sigmoid() * (-outputs).sigmoid()
         return lambda v: curvature * v
@@ -312,11 +313,11 @@ class BinaryCrossEntropy(OutputLoss):
 class AnyLoss(OutputLoss):
     """A callable `loss(outputs, targets) -> scalar`, differentiated by torch.
 
-    A mean is one over examples, so that the data set's loss weighs every batch by its size; where
-    the loss leaves targets out, as `ignore_index` says, it is not.
+    A mean is taken to be over examples, so that the data set's loss weights every batch by its
+    size. If the loss ignores targets (`ignore_index`), this does not hold, and an error is raised.
     """
 
-    # Nobody knows what is in it: see `SquaredError.value`.
+    # The operations of the callable are unknown: see `SquaredError.value`.
     is_recordable = False
     is_convex = False
     has_distribution = False
@@ -365,12 +366,12 @@ class AnyLoss(OutputLoss):
         return value * outputs.shape[0] if self.reduction == "mean" else value
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
-        """Compute the callable's value of each example by itself."""
+        """Compute the callable's value for each example separately."""
         examples = zip(outputs.split(1), labels.targets.split(1), strict=True)
         return torch.stack([self.value(output, Labels(target)) for output, target in examples])
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """By differentiating the gradient once more."""
+        """Compute the Hessian by differentiating the gradient once more."""
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
             (g,) = torch.autograd.grad(self.value(f, labels), f, create_graph=True)
@@ -387,7 +388,7 @@ class AnyLoss(OutputLoss):
 
 
 def _each_alone(values: Tensor) -> Tensor:
-    """For values `[B, ...]` one column an output entry, zero elsewhere, `[K, B, ...]`."""
+    """Return columns `[K, B, ...]`, each with one entry of the outputs and zero elsewhere."""
     columns = torch.diag_embed(values.flatten(1)).movedim(1, 0)
     return columns.unflatten(2, values.shape[1:])
 

@@ -18,30 +18,31 @@ Weights = Sequence[float] | Tensor
 class Likelihood(ABC):
     """The distribution p(y | f) of targets y, given the network's outputs f, `[B, C]`.
 
-    ℓ is the negative log-likelihood of one example, with every constant. A new likelihood
-    implements the six abstract methods. If its Hessian depends on the target, for example by a
-    weight of its class, it also implements `curvature_weights`. If a network has outputs with
-    positions, `[B, T, C]`, the methods get each position as an example, and ℓ is the sum over
-    positions; only `predictive` and `mixture` get the dimension of positions.
+    ℓ is the negative log-likelihood of one example, including all constants. A new likelihood
+    implements the six abstract methods. If its Hessian depends on the target, for example through a
+    class weight, it also implements `curvature_weights`. If a network has outputs with positions,
+    `[B, T, C]`, the methods receive each position as an example, and ℓ is the sum over positions;
+    only `predictive` and `mixture` receive the dimension of positions.
 
-    A likelihood also states everything that depends on it elsewhere: the attributes below,
-    `marginals` and `epistemic_variances` for targets that are numbers, `options` for files,
-    `exported` for programs, `describe` and `warn_of_outputs` for users.
+    A likelihood also defines everything in other modules that depends on the likelihood: the
+    attributes below, `marginals` and `epistemic_variances` for targets that are numbers, `options`
+    for files, `exported` for programs, `describe` and `warn_of_outputs` for users.
 
     Attributes:
         name: The name in `Laplace(likelihood=)`, in files and as `--task`. None if the class is not
             in this package.
         targets: The type of a target: one class, several labels, or numbers; None if not stated.
         activation: How outputs that are logits become probabilities: by one softmax, or by a
-            sigmoid each. Links and temperatures apply to these likelihoods. None if the outputs are
-            not logits.
+            sigmoid for each output. Links and temperatures apply to these likelihoods. None if the
+            outputs are not logits.
         has_sigma: Whether the curvature is proportional to the inverse square of a noise `sigma`,
             so that a fit, `tune` and `tune_evidence` can determine this noise.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
-        variances_suffice: Whether `predictive` depends on the variances of the outputs only.
+        variances_suffice: Whether `predictive` depends only on the variances of the outputs, not on
+            covariances.
         outputs_meaning: The name of the network's outputs in messages.
-        checks_shapes_only: Whether `check` uses only shape and dtype of the outputs, so that they
-            may be on a different device than the targets.
+        checks_shapes_only: Whether `check` uses only the shape and dtype of the outputs, so that
+            outputs and targets may be on different devices.
     """
 
     name: ClassVar[str | None] = None
@@ -54,11 +55,11 @@ class Likelihood(ABC):
     checks_shapes_only: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        # A subclass may calculate differently, so it has to state these itself.
+        # A subclass may calculate differently, so it has to define these attributes itself.
         for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
             if attribute not in vars(cls):
                 setattr(cls, attribute, getattr(Likelihood, attribute))
-        # The columns that are added up must be those of the class itself.
+        # `signed_root` must add up the columns of the class's own `hessian_root`.
         if "hessian_root" in vars(cls) and "signed_root" not in vars(cls):
             setattr(cls, "signed_root", Likelihood.signed_root)  # noqa: B010 (a method)
 
@@ -69,7 +70,7 @@ class Likelihood(ABC):
         """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs.
 
         The method is called for every batch. On an accelerator, the host waits for each number that
-        it reads; the likelihoods of this package read their numbers once per fit.
+        it reads. The likelihoods of this package therefore read their numbers once per fit.
         """
 
     @property
@@ -96,7 +97,7 @@ class Likelihood(ABC):
     ) -> Float[Tensor, " batch"]:
         """Compute the negative log-likelihood of each example, in nats, `[B]`.
 
-        It is differentiable in the outputs.
+        The result is differentiable in the outputs.
         """
 
     @abstractmethod
@@ -112,7 +113,8 @@ class Likelihood(ABC):
     ) -> Float[Tensor, "batch outputs"]:
         """Add up the columns of `hessian_root` with random signs, `Σ_k ε_k s_k`.
 
-        The likelihoods here do so without the K columns, which take C times the memory of the sum.
+        The likelihoods of this package do not form the K columns, which take C times the memory of
+        the sum.
 
         Args:
             outputs: The outputs, `[B, C]`.
@@ -129,7 +131,7 @@ class Likelihood(ABC):
     ) -> Tensor:
         """Draw a target for each example from p(y | f), for the Monte-Carlo Fisher.
 
-        By inversion, so that the caller decides where the randomness comes from.
+        Targets are drawn by inversion, so that the caller provides the random numbers.
         """
 
     @abstractmethod
@@ -142,12 +144,13 @@ class Likelihood(ABC):
     ) -> Distribution:
         """Return the distribution of the target, for outputs that are Gaussian or have no variance.
 
-        Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
-        σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
+        The closed form depends on the likelihood: exact for a Gaussian with one σ, the first two
+        moments if each output has its own σ, and the probit approximation (MacKay, 1992) for
+        classes and labels.
 
         Args:
             mean: `[B, C]`, or `[B, ..., C]`.
-            covariance: `[B, C, C]`; where `variances_suffice`, its diagonal `[B, C]` will do.
+            covariance: `[B, C, C]`, or only the diagonal `[B, C]` if `variances_suffice`.
         """
 
     @abstractmethod
@@ -155,15 +158,16 @@ class Likelihood(ABC):
         """Return the distribution of y, averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return a mask `[B]` of the targets that enter the loss, or None if all do."""
+        """Return a mask `[B]` of the targets that enter the loss; None if all targets do."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
         r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`; None if all are 1.
 
         The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
-        \mathrm{diag}(\sqrt\omega)$ with the columns of `hessian_root`, which do not depend on the
-        target. If that Hessian is diagonal, each output may have a weight of its own, `[B, C]`.
+        \mathrm{diag}(\sqrt\omega)$, where $s_k$ are the columns of `hessian_root`, which do
+        not depend on the target. If $\sum_k s_k s_k^\top$ is diagonal, each output may have its own
+        weight, `[B, C]`.
         """
         return None
 
@@ -193,7 +197,7 @@ class Likelihood(ABC):
         outputs: Float[Tensor, "batch outputs"],
         uniforms: Float[Tensor, "batch outputs"],
     ) -> Float[Tensor, "batch outputs"]:
-        """Compute ∇_f of −log p(y | f) at targets that are drawn from p(y | f), `[B, C]`.
+        """Compute the gradient of −log p(y | f) in f at targets drawn from p(y | f), `[B, C]`.
 
         Its expected outer product equals the outer product of the columns of `hessian_root`.
         """
@@ -253,15 +257,15 @@ class Likelihood(ABC):
             num_targets: The number of classes, of labels, or of target columns.
 
         Raises:
-            ValueError: If the likelihood is not for so many.
+            ValueError: If the likelihood does not support this number.
         """
         return None
 
     def check_targets(self, targets: Tensor) -> None:  # noqa: B027 (any target fits)
         """Raise a `ValueError` if some targets are impossible under the likelihood.
 
-        Data is checked by it before a network is. `check` and `check_predicted` also have the
-        outputs.
+        Data are checked with this method before there is a network. `check` and `check_predicted`
+        also receive the outputs.
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
@@ -290,7 +294,7 @@ class Likelihood(ABC):
         """Return the predictive distribution's tensors, keyed by attribute name.
 
         The method must consist of operations that `torch.export` records. It has the arguments of
-        `predictive`. Likelihoods with an `activation` are exported by their link instead.
+        `predictive`. Likelihoods with an `activation` are exported by means of a link instead.
 
         Raises:
             NotImplementedError: By default.
@@ -308,7 +312,7 @@ class Likelihood(ABC):
         """Return the constructor arguments as JSON data, to store in a posterior file.
 
         For a user's class, a file contains these options with the import path of the class, and
-        `Laplace.load` rejects an instance in which one of them differs. Default: empty.
+        `Laplace.load` rejects an instance with different options. Default: empty.
         """
         return {}
 
@@ -326,12 +330,12 @@ RESHAPE_TARGETS = (
 
 
 def columns_of(targets: Tensor, ndim: int = 2) -> Tensor:
-    """Targets with as many dimensions as the outputs; for a single output, they may lack one."""
+    """Return targets with as many dimensions as the outputs; targets of one output may lack one."""
     return targets.unsqueeze(-1) if targets.ndim == ndim - 1 else targets
 
 
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Logits, each shrunk by its variance (MacKay, 1992).
+    """Shrink each logit by its variance (MacKay, 1992).
 
     The logistic function is close to the normal distribution function of √(π/8)·x.
     """
@@ -341,7 +345,7 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bool = False) -> None:
-    """Require one weight per output, or, if `single` is true, one for all."""
+    """Require one weight per output or, if `single` is true, a single weight."""
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):
         return
     raise ValueError(

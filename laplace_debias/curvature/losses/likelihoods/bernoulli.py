@@ -1,4 +1,4 @@
-"""One label that applies or not, or several of them."""
+"""Likelihoods of one label that applies or not, and of several labels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +23,12 @@ from laplace_debias.system.checks import checked_weights
 
 
 class _Sigmoids(Likelihood):
-    """Independent Bernoullis of logits, whatever their targets' shape and weights."""
+    """Independent Bernoulli distributions given logits; subclasses add targets and weights."""
 
     variances_suffice = True
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Compute the binary cross-entropy, a mean over examples and labels."""
+        """Return the binary cross-entropy, a mean over examples and labels."""
         return "mean binary cross-entropy", nn.BCEWithLogitsLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
@@ -44,15 +44,15 @@ class _Sigmoids(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _deviations(outputs)
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
-        """Σ p (1 − p), without a matrix of all labels."""
+        """Compute the trace Σ p (1 − p) without forming a matrix of all labels."""
         return _deviations(outputs.double()).square().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch labels"]:
-        """Zeros and ones from the sigmoids, each label from a uniform of its own."""
+        """Draw zeros and ones from the sigmoids, with one uniform number per label."""
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """P − y, y drawn from the sigmoids."""
+        """Compute p − y for labels y that are drawn from the sigmoids."""
         return MultiLabel().gradient(outputs, self.sample(outputs, uniforms))
 
 
@@ -151,18 +151,18 @@ class MultiLabel(_Sigmoids):
 
     Targets are 0 or 1, `[B, C]`, or `[B]` for C = 1, of any real dtype. With $p = \sigma(f)$,
     $\ell = -\sum_c \log p(y_c \mid f_c)$, summed over the labels of an example, and
-    $\nabla^2_f \ell = \mathrm{diag}(p(1-p))$. With one logit it is `Bernoulli`, but for the shape
-    `[B, 1]` of the predictive.
+    $\nabla^2_f \ell = \mathrm{diag}(p(1-p))$. With one logit, this is `Bernoulli`, except for the
+    shape `[B, 1]` of the predictive.
 
-    With weights $w$ of labels and π of their positives, `weight` and `pos_weight` of
+    With weights $w$ of labels and π of their positives, as `weight` and `pos_weight` of
     `nn.BCEWithLogitsLoss`, $\ell = -\sum_c w_c\,\big(\pi_c y_c\log p_c + (1-y_c)\log(1-p_c)\big)$
     and $\nabla^2_f \ell = \mathrm{diag}(\omega\,p(1-p))$ with $\omega_c = w_c(1+(\pi_c-1)y_c)$. The
-    loss is summed over labels and averaged over examples: C times torch's mean. `Categorical`
-    explains the posterior and the marginal likelihood under such weights.
+    loss is summed over labels and averaged over examples, so it is C times torch's mean.
+    `Categorical` explains the posterior and the marginal likelihood under such weights.
 
     Args:
         ignore_index: The example (or position) does not count if every label has this value.
-            A single label cannot be left out.
+            It is not possible to ignore only some labels of an example.
         label_weights: w, one number per label.
         positive_weights: π, one number per label or one for all.
 
@@ -252,7 +252,7 @@ class MultiLabel(_Sigmoids):
 
     def counted(self, targets: Tensor) -> Tensor:
         """Return the mask of the targets that are not `ignore_index`."""
-        # In a narrow unsigned type −100 would wrap around to another number.
+        # In a small unsigned integer type, −100 would wrap around to another number.
         return (columns_of(targets).double() != self.ignore_index).any(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
@@ -275,7 +275,7 @@ def _like(weights: Tensor | None, outputs: Tensor) -> Tensor | None:
 def _curvature_weights(
     labels: Tensor, weights: Tensor | None, positive: Tensor | None
 ) -> Float[Tensor, "batch labels"]:
-    """W (1 + (π − 1) y), float64."""
+    """Compute w (1 + (π − 1) y), float64."""
     y = labels.double()
     weights = _like(weights, y)
     positive = _like(positive, y)
@@ -284,5 +284,5 @@ def _curvature_weights(
 
 
 def _deviations(logits: Tensor) -> Tensor:
-    """√(p (1 − p)), from log-sigmoids so that saturated logits keep their digits."""
+    """Compute √(p (1 − p)) from log-sigmoids, which are accurate for saturated logits."""
     return (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()

@@ -19,7 +19,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import are_finite, require, warn_of_probabilities
 from laplace_debias.system.checks import checked_weights
 
-# How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
+# How far from 1 the sum of a soft target may be; in half precision, more rounding is allowed.
 _ROUNDING = 1e-3
 _SEVERAL_LABELS = ' If several labels can apply to an example, use `likelihood="multilabel"`.'
 
@@ -32,16 +32,17 @@ class Categorical(Likelihood):
     $\ell = -\sum_c t_c \log p_c$. Its gradient is $\omega p - t$, and its Hessian is
     $\omega\,(\mathrm{diag}(p) - pp^\top)$ with $\omega = \sum_c t_c$, which is 1 without weights.
 
-    The loss of N examples is Σ_n ℓ_n, and their mean loss is this sum over N, whatever the weights.
-    torch's `reduction="mean"` divides by the sum of the targets' weights instead. If the network
-    was trained with it, multiply the class weights by N / Σ_n w_{y_n}, so that they are 1 on
-    average. Posterior and training then weigh data and weight decay alike.
+    The loss of N examples is Σ_n ℓ_n, and their mean loss is this sum divided by N, whatever the
+    weights. torch's `reduction="mean"` divides by the sum of the targets' weights instead. If the
+    network was trained with this reduction, multiply the class weights by N / Σ_n w_{y_n}, so that
+    they are 1 on average. The posterior and the training then weight the data against the weight
+    decay in the same way.
 
-    With weights, smoothing or soft targets exp(−ℓ) is not a normalised distribution over labels.
+    With weights, smoothing or soft targets, exp(−ℓ) is not a normalised distribution over labels.
     The posterior is then a generalised (Gibbs) posterior, ∝ exp(−Σ ℓ) times the prior. The marginal
-    likelihood is its normaliser, which compares prior precisions, not likelihoods. Predictives and
-    labels drawn for `fisher="mc"` use the softmax, and `evaluate` and `tune` score class indices by
-    the softmax, without weights and smoothing.
+    likelihood is the normaliser of this posterior. It can be used to compare prior precisions, but
+    not likelihoods. Predictives and labels drawn for `fisher="mc"` use the softmax, and `evaluate`
+    and `tune` score class indices by the softmax, without weights and smoothing.
 
     Args:
         ignore_index: A target with this value does not count, as in `F.cross_entropy`. A soft
@@ -123,9 +124,9 @@ class Categorical(Likelihood):
             )
         if len(targets) == 0:
             return
-        # Without indexing by a mask, for which the host would wait for the device.
+        # There is no indexing by a mask, because the host would wait for the device.
         labels = targets.long()
-        # Any label in range stands in for those that are ignored.
+        # Ignored labels are replaced by a label that is in range.
         low, high = labels.masked_fill(labels == self.ignore_index, 0).aminmax()
         require(
             (low >= 0) & (high < num_classes),
@@ -154,7 +155,7 @@ class Categorical(Likelihood):
         shape = tuple(targets.shape)
         require(
             (are_right | ~self._not_ignored(targets)).all(),
-            # One-hot targets are probabilities: here they never are.
+            # One-hot targets are valid probabilities, so the targets here are never one-hot.
             lambda: TypeError(
                 f"Class labels must be integers, got {dtype} of shape {shape}. The values "
                 "are not class probabilities either, because probabilities must be at "
@@ -170,7 +171,8 @@ class Categorical(Likelihood):
         if not _are_soft(targets):
             labels = targets.long()
             if labels.device.type != "cpu":
-                # A label out of range would end the process there before `check` raises an error.
+                # On a device, a label out of range would end the process before `check` raises an
+                # error.
                 in_range = labels.clamp(0, outputs.shape[-1] - 1)
                 labels = in_range.where(labels != self.ignore_index, labels)
             return F.cross_entropy(
@@ -190,7 +192,7 @@ class Categorical(Likelihood):
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        # Smoothing gives an ignored target, of zeros, a loss.
+        # With smoothing, an ignored target (all zeros) would have a loss.
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ class Categorical(Likelihood):
     def _not_ignored(self, targets: Tensor) -> Tensor:
         if _are_soft(targets):
             return (targets != self.ignore_index).any(-1)
-        # In a narrow unsigned type −100 would wrap around to the index of a class.
+        # In a small unsigned integer type, −100 would wrap around to the index of a class.
         return targets.long() != self.ignore_index
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
@@ -217,7 +219,7 @@ class Categorical(Likelihood):
                 return None  # `check` raises the error.
             target_weights = q @ weights
         elif weights is None:
-            return None  # Smoothed or not, a target's classes add up to 1.
+            return None  # Smoothed or not, the classes of a target sum to 1.
         else:
             target_weights = weights[targets.long().clamp(0, len(weights) - 1)]
         smoothing = self.label_smoothing
@@ -229,7 +231,7 @@ class Categorical(Likelihood):
 
         With the tail sums $q_j = \sum_{k>j} p_k$ and $q_{-1} = 1$:
         $L_{jj} = \sqrt{p_j q_j / q_{j-1}}$ and, for $i > j$,
-        $L_{ij} = -p_i \sqrt{p_j / (q_{j-1} q_j)}$. The last column is zero and left out.
+        $L_{ij} = -p_i \sqrt{p_j / (q_{j-1} q_j)}$. The last column is zero and is omitted.
 
         Reference: Tanabe & Sagae (1992), "An exact Cholesky decomposition and the generalized
         inverse of the variance–covariance matrix of the multinomial distribution".
@@ -243,7 +245,7 @@ class Categorical(Likelihood):
         r"""Multiply the root of the loss Hessian by random signs ε, without forming the root.
 
         $$\epsilon_i L_{ii} - p_i \sum_{j<i}\epsilon_j\sqrt{p_j / (q_{j-1} q_j)}$$
-        See `hessian_root` for the symbols. A cumulative sum takes the place of the C−1 columns.
+        See `hessian_root` for the symbols. A cumulative sum replaces the C−1 columns.
         """
         p, diagonal, below = _cholesky(outputs)
         signs = draw_signs(diagonal.shape[-1]).to(p.dtype)
@@ -278,16 +280,17 @@ class Categorical(Likelihood):
 
 
 def _normalised_distribution(log_probs: Tensor) -> CategoricalDistribution:
-    """Build a distribution from finite log-probabilities, as its `expand` builds one.
+    """Build a distribution from finite log-probabilities, in the same way as its `expand`.
 
-    Its constructor would normalise and check them again, which takes longer than a small network.
+    The constructor would normalise and check the log-probabilities again, which takes longer than a
+    small network.
     """
     distribution = CategoricalDistribution.__new__(CategoricalDistribution)
     distribution.logits = log_probs
     distribution._param = log_probs
     distribution._num_events = log_probs.shape[-1]
     Distribution.__init__(distribution, log_probs.shape[:-1], validate_args=False)
-    # Only the values that the distribution is evaluated at are left for torch to check.
+    # torch then checks only the values at which the distribution is evaluated.
     del distribution._validate_args
     return distribution
 
@@ -302,12 +305,12 @@ def _drawn_labels(
 
 
 def _are_soft(targets: Tensor) -> bool:
-    """Whether targets are meant as class probabilities: a number for every class."""
+    """Whether targets are meant as class probabilities, that is, have a number for every class."""
     return targets.is_floating_point() and targets.ndim > 1
 
 
 def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
-    """Advice on targets in columns: of one number a class, or one column of indices."""
+    """Return advice on targets with one column per class, or with a single column of indices."""
     if targets.shape != outputs.shape:
         is_column = targets.shape[1:] == (1,)
         return " Remove the last dimension with `targets.squeeze(1)`." if is_column else ""
@@ -321,10 +324,10 @@ def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
 
 
 def _cholesky(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute p, the diagonal of the root, and its columns below the diagonal over −p."""
+    """Compute p, the root's diagonal, and its columns below the diagonal divided by −p."""
     p = outputs.softmax(-1)
     tiny = torch.finfo(p.dtype).tiny
-    # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails keep their digits.
+    # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails are accurate.
     heads = p.flip(-1).cumsum(-1).flip(-1)
     tail = heads[..., 1:]
     ratio = (p[..., :-1] / heads[..., :-1].clamp_min(tiny)).sqrt()

@@ -17,7 +17,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import require
 from laplace_debias.system.checks import real
 
-# Halvings of a bracket of quantiles, after which it is smaller than the rounding of float64.
+# After so many halvings, a bracket of quantiles is smaller than the rounding error of float64.
 _HALVINGS = 64
 
 
@@ -33,7 +33,7 @@ class NormalMixture(MixtureSameFamily):
         super().__init__(Categorical(logits=torch.zeros_like(means)), self._normals)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Compute the quantile: where the mean of the S distribution functions is `value`.
+        """Compute the quantile, at which the mean of the S distribution functions is `value`.
 
         The quantile is found by bisection in float64, between the smallest and the largest quantile
         of the components.
@@ -63,7 +63,7 @@ class NormalMixture(MixtureSameFamily):
 
 SigmaOrigin = Literal["given", "assumed", "estimated", "tuned"]
 """How the noise σ of a regression was determined: by the user, as 1.0 by default, from residuals,
-or, if the user gave none, by tuning."""
+or, if the user gave no value, by tuning."""
 
 
 class Gaussian(Likelihood):
@@ -93,7 +93,7 @@ class Gaussian(Likelihood):
 
     def __init__(self, sigma: float | Sequence[float] | Tensor | None = None) -> None:
         self._origin: SigmaOrigin = "assumed" if sigma is None else "given"
-        # The noise of the loss, if the predictive has another one.
+        # The noise of the loss, if it differs from the noise of the predictive.
         self._curvature_sigma: Tensor | None = None
         self.sigma = real(1.0 if sigma is None else sigma, "sigma").detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
@@ -111,7 +111,7 @@ class Gaussian(Likelihood):
 
     @property
     def is_assumed(self) -> bool:
-        """Whether no `sigma` was given, and none has been tuned."""
+        """Whether `sigma` was neither given nor tuned."""
         return self._origin in ("assumed", "estimated")
 
     @property
@@ -123,7 +123,7 @@ class Gaussian(Likelihood):
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
         """The noise σ at which the curvature of the loss was computed.
 
-        It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
+        It differs from `sigma` only after `Laplace.tune(sigma="per_output")`.
         """
         return self.sigma if self._curvature_sigma is None else self._curvature_sigma
 
@@ -138,7 +138,7 @@ class Gaussian(Likelihood):
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def scaled(self, factor: float) -> "Gaussian":
-        """Return the likelihood with the noise `curvature_sigma` times a factor that was tuned."""
+        """Return the likelihood whose noise is `curvature_sigma` times a factor that was tuned."""
         likelihood = Gaussian(self.curvature_sigma * factor)
         if self.has_free_sigma:
             likelihood._origin = "tuned"
@@ -153,7 +153,7 @@ class Gaussian(Likelihood):
         if self._origin == "assumed":
             return {"sigma": None}
         options: dict[str, Any] = {"sigma": self.sigma.tolist()}
-        # Whether it was given steers `tune`.
+        # `tune` depends on whether σ was given.
         if self._origin != "given":
             options[f"is_{self._origin}"] = True
         if self._curvature_sigma is not None:
@@ -211,7 +211,7 @@ class Gaussian(Likelihood):
         """Compute the negative log-density of the targets, in float64."""
         residuals = outputs - columns_of(targets)
         squares = (residuals / self._loss_sigma(outputs)).square().sum(-1)
-        # In float32 the constant would swallow the squares of residuals far below sigma.
+        # In float32, squares of residuals far below sigma would be lost when the constant is added.
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
     def log_normaliser(self, num_outputs: int) -> float:
@@ -286,20 +286,20 @@ def noisy_normal(
     noise: Float[Tensor, "*batch outputs"],
     noise_name: str,
 ) -> MultivariateNormal:
-    """Add noise to the diagonal of the outputs' covariance, and return the normal.
+    """Add noise to the diagonal of the outputs' covariance, and return the normal distribution.
 
     Args:
         mean: Mean of the outputs.
         covariance: Covariance of the outputs; None means zero.
         noise: Variances of the noise.
-        noise_name: How the error names the noise.
+        noise_name: The name of the noise in the error message.
 
     Raises:
-        ValueError: If the sum is singular in its dtype.
+        ValueError: If the sum is numerically singular in its dtype.
     """
     diagonal = torch.diag_embed(noise)
     total = diagonal if covariance is None else covariance + diagonal
-    # Rounding may have made it unsymmetric by more than torch's check accepts.
+    # Because of rounding, the sum may be less symmetric than torch's check requires.
     total = (total + total.mT) / 2
     if not _is_resolved(total):
         largest = float(total.diagonal(dim1=-2, dim2=-1).max())
@@ -332,10 +332,10 @@ def check_finite_floats(targets: Tensor, kind: str) -> None:
 
 
 def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:
-    """Whether every output's conditional variance, given the others, is above the rounding error.
+    """Whether each output's conditional variance, given the others, exceeds the rounding error.
 
-    The Cholesky pivots are computed in double precision, because in the covariance's own dtype they
-    depend on the machine, and compared with the rounding error of the entries.
+    The Cholesky pivots are compared with the rounding error of the entries. They are computed in
+    double precision, because in the covariance's own dtype they would depend on the machine.
     """
     root, info = torch.linalg.cholesky_ex(covariance.double())
     conditional_variances = root.diagonal(dim1=-2, dim2=-1).square()
@@ -368,7 +368,7 @@ class HeteroscedasticGaussian(Likelihood):
     Reference:
         Nix & Weigend (1994), "Estimating the mean and variance of the target probability
         distribution"; Immer et al. (2023), "Effective Bayesian heteroscedastic regression with deep
-        neural networks", for natural parameters instead, in which Hessian and Fisher agree.
+        neural networks", for natural parameters, in which Hessian and Fisher agree.
     """
 
     name = "heteroscedastic"
@@ -387,7 +387,7 @@ class HeteroscedasticGaussian(Likelihood):
             )
         self._check_targets(outputs[:, : size // 2], targets)
         log_variances = outputs[:, size // 2 :]
-        # Their exponentials of both signs are needed.
+        # The exponentials of both s and −s are needed.
         limit = -math.log(torch.finfo(outputs.dtype).tiny)
         low, high = torch.aminmax(log_variances)
         dtype = outputs.dtype
@@ -479,7 +479,7 @@ class HeteroscedasticGaussian(Likelihood):
 
 
 def _mean_noise(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[exp s] of log-variances s that are normal."""
+    """Compute E[exp s] for normally distributed log-variances s."""
     noise = (mean + variance / 2).exp()
     if not noise.isfinite().all():
         raise ValueError(

@@ -12,7 +12,7 @@ from laplace_debias.curvature.losses.likelihoods.registry import LIKELIHOODS
 def likelihood_from(
     name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
 ) -> Likelihood:
-    """Return the likelihood of a name, or the instance itself."""
+    """Return the likelihood with a name, or the instance itself."""
     if sigma is not None and name != Gaussian.name:
         raise ValueError(
             '`sigma` applies only to `likelihood="regression"`, got '

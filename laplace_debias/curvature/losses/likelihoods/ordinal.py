@@ -24,8 +24,8 @@ class Ordinal(Likelihood):
     For a Gaussian output N(m, v), the predictive shrinks $t_k - m$ by $\sqrt{1 + \pi v / 8}$.
 
     Args:
-        thresholds: The K−1 thresholds that the network was trained with, in increasing order. They
-            are fixed: the posterior is over the network's parameters.
+        thresholds: The K−1 thresholds with which the network was trained, in increasing order. They
+            are fixed: the posterior is only over the network's parameters.
 
     Raises:
         ValueError: If the thresholds are missing, not finite, or not increasing.
@@ -133,7 +133,7 @@ class Ordinal(Likelihood):
     def _log_probs(
         self, outputs: Float[Tensor, "*batch 1"], scale: Tensor | float = 1.0
     ) -> Float[Tensor, "*batch classes"]:
-        """Log-probabilities of all classes, with the scale of the logistic distribution."""
+        """Compute log-probabilities of all classes, for a scale of the logistic distribution."""
         thresholds = self.thresholds.to(outputs)
         distances = (thresholds - outputs) / scale
         below = F.pad(F.logsigmoid(distances), (0, 1))
@@ -144,7 +144,7 @@ class Ordinal(Likelihood):
         return below + above + gaps
 
     def _scores(self, outputs: Float[Tensor, "batch 1"]) -> Float[Tensor, "batch classes"]:
-        """The derivative of ℓ in f for each class, 1 − σ(t_k − f) − σ(t_{k−1} − f)."""
+        """Compute the derivative of ℓ in f for each class, 1 − σ(t_k − f) − σ(t_{k−1} − f)."""
         cumulative = (self.thresholds.to(outputs) - outputs).sigmoid()
         upper = F.pad(cumulative, (0, 1), value=1.0)
         lower = F.pad(cumulative, (1, 0), value=0.0)

@@ -27,9 +27,9 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import require
 
 _NUM_NODES = 32
-# Integrals end where the integrand is at most e⁻³⁶ of its maximum, which is about the rounding.
+# Integrals end where the integrand is at most e⁻³⁶ of its maximum, about the rounding error.
 _LARGEST_FALL = 36.0
-# Newton's method goes at least one unit of the log-rate a step, and is then quadratic.
+# Newton's method moves by at least one log-rate unit per step, until convergence is quadratic.
 _NUM_NEWTON_STEPS = 60
 _ONE_DRAW = torch.Size()
 
@@ -156,7 +156,7 @@ class Poisson(Likelihood):
 
 
 class _Counts(Distribution):
-    """A distribution of counts whose quantiles are found by its distribution function."""
+    """A distribution of counts whose quantiles are computed from its distribution function."""
 
     support = constraints.nonnegative_integer
 
@@ -172,8 +172,8 @@ class _Counts(Distribution):
     def icdf(self, value: Tensor) -> Tensor:
         """Compute the smallest count whose distribution function is not below a probability.
 
-        It is the smallest of the counts that the dtype of the rates has: in float32 these are a
-        factor of up to 1.0000001 apart.
+        The result is the smallest such count that the dtype of the rates can represent: in float32,
+        neighbouring counts differ by a factor of up to 1.0000001.
         """
         probabilities = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
         if not ((probabilities > 0) & (probabilities < 1)).all():
@@ -192,11 +192,11 @@ class _Counts(Distribution):
 class PoissonLogNormal(_Counts):
     r"""Counts whose log-rate is normal, N(m, v).
 
-    $\log p(y)$ is by 64 Gauss-Legendre nodes around the mode of the integrand, which has one.
+    $\log p(y)$ is computed with 64 Gauss-Legendre nodes around the only mode of the integrand.
 
     Args:
         log_mean: m, the mean of the log-rate.
-        log_variance: v ≥ 0, its variance.
+        log_variance: v ≥ 0, the variance of the log-rate.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {
@@ -246,7 +246,7 @@ class PoissonLogNormal(_Counts):
         )
         is_certain = variance == 0
         log_prob = counts * mean - mean.exp()
-        # The predictive of the network itself has no variance, and needs no integral.
+        # Predictions of the network without a posterior have no variance, and need no integral.
         if not is_certain.all():
             integral = self._log_integral(counts, mean, torch.where(is_certain, 1.0, variance))
             log_prob = torch.where(is_certain, log_prob, integral)
@@ -254,8 +254,9 @@ class PoissonLogNormal(_Counts):
 
     def _log_integral(self, counts: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """Compute log E[λʸ exp(-λ)] for a log-normal rate λ, where the variance is positive."""
-        # The integrand is log-concave. Its mode f lies below these two points, on Newton's side;
-        # the second solves exp(f) = y + (m - f) / v without the f on the right.
+        # The integrand is log-concave. Its mode f lies below these two points, from which Newton's
+        # method converges; the second point solves exp(f) = y + (m - f) / v without the f on the
+        # right-hand side.
         mode = torch.minimum(
             torch.maximum(mean, counts.clamp_min(1).log()),
             (counts + mean.clamp_min(0) / variance).clamp_min(1).log(),
@@ -272,8 +273,8 @@ class PoissonLogNormal(_Counts):
         r"""Compute the probability of at most y by quadrature.
 
         This is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1.
-        The nodes are for the narrower distribution, on a logarithmic scale: the distribution
-        function of the other one is then smooth between the nodes.
+        The nodes belong to the variable whose distribution is narrower on a logarithmic scale: the
+        distribution function of the other variable is then smooth between the nodes.
         """
         tensors = torch.broadcast_tensors(
             counts.floor(), self.log_mean.double(), self.log_variance.double()
@@ -317,8 +318,8 @@ class PoissonMixture(_Counts, MixtureSameFamily):
 def _log_density_at_mode(shape: Tensor) -> Tensor:
     r"""Compute the log-density of the logarithm of a gamma variable at its mode.
 
-    It is $a \log a - a - \log\Gamma(a)$ for the shape a. For large shapes, the terms are many
-    orders of magnitude larger than their sum, which has a series.
+    The value is $a \log a - a - \log\Gamma(a)$ for the shape a. For large shapes, the terms are
+    many orders of magnitude larger than their sum, so a series of the sum is used.
     """
     at_mode = shape * shape.log() - shape - shape.lgamma()
     stirling = 0.5 * (shape / (2 * math.pi)).log() - 1 / (12 * shape) + shape.pow(-3) / 360
@@ -332,9 +333,9 @@ def _around_mode(
 ]:
     r"""Return nodes of a quadrature for $\exp(-r(u))$, $r(u) = a (e^u - 1 - u) + c u^2 / 2$.
 
-    Around its mode, such is the density of the log-rate times the probability of a count. It falls
-    like a Gaussian on the left, and much faster on the right. So each side has its own 32 nodes,
-    out to a bound of where r is 36.
+    The density of the log-rate times the probability of a count has this form around its mode. It
+    decays like a Gaussian on the left, and much faster on the right. Therefore each side has its
+    own 32 nodes, which extend to a bound of the point where r is 36.
 
     Args:
         log_rate: log a.
@@ -346,11 +347,11 @@ def _around_mode(
     rate = log_rate.exp()
     with torch.no_grad():
         square = 2 * _LARGEST_FALL
-        # r is at least a u² / 3 for u between -1 and 0, and a (|u| - 1) below.
+        # r is at least a u² / 3 for u between -1 and 0, and at least a (|u| - 1) for u below -1.
         near_mode = (1.5 * square / rate).sqrt()
         by_rate = torch.where(near_mode < 1, near_mode, 1 + _LARGEST_FALL / rate)
         left = torch.minimum(by_rate, (square / precision).sqrt())
-        # r is at least (a + c) u² / 2 for u above 0, and a eᵘ / 2 above 2.
+        # r is at least (a + c) u² / 2 for u above 0, and at least a eᵘ / 2 for u above 2.
         by_rate = (math.log(square) - log_rate).clamp_min(2)
         right = torch.minimum(by_rate, (square / (rate + precision)).sqrt())
     nodes, weights = (tensor.to(rate) for tensor in _legendre())
@@ -370,7 +371,7 @@ def _around_mode(
 @lru_cache(maxsize=1)
 @torch.inference_mode(False)
 def _legendre() -> tuple[Tensor, Tensor]:
-    """Nodes and weights of Gauss-Legendre quadrature, float64."""
+    """Return nodes and weights of Gauss-Legendre quadrature, float64."""
     nodes, weights = np.polynomial.legendre.leggauss(_NUM_NODES)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
@@ -378,7 +379,7 @@ def _legendre() -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=1)
 @torch.inference_mode(False)
 def _hermite() -> tuple[Tensor, Tensor]:
-    """Nodes and weights of Gauss-Hermite quadrature, float64."""
+    """Return nodes and weights of Gauss-Hermite quadrature, float64."""
     nodes, weights = np.polynomial.hermite.hermgauss(_NUM_NODES)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
@@ -399,11 +400,12 @@ def smallest_count(
 ) -> Float[Tensor, "*batch"]:
     """Bisect for the smallest count whose distribution function reaches a probability.
 
-    Counts and probabilities are in float64. Above 2⁵³, this is the smallest count of float64.
+    Counts and probabilities are in float64. Above 2⁵³, the result is the smallest count that
+    float64 can represent.
     """
     low = torch.full_like(probabilities, -1.0)
     high = torch.ones_like(probabilities)
-    # Doubled up to the largest power of two in float64.
+    # `high` is doubled at most up to the largest power of two in float64.
     for _ in range(1023):
         is_below = cdf(high) < probabilities
         if not is_below.any():
@@ -412,7 +414,7 @@ def smallest_count(
         high = torch.where(is_below, 2 * high, high)
     while True:
         middle = ((low + high) / 2).floor()
-        # The middle of neighbouring counts is one of them, above 2⁵³ either of them.
+        # The middle of two neighbouring counts is the lower count; above 2⁵³, it can be either.
         is_open = (low < middle) & (middle < high)
         if not is_open.any():
             return high
