@@ -67,7 +67,7 @@ class AttentionRule(LayerRule):
         return blocks
 
     def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions are those of a sequence: the projections' are, not the attention's."""
+        """Return False, because only the positions of the projections form a sequence."""
         return False
 
     def prepare(self, layer: nn.Module) -> None:
@@ -77,14 +77,14 @@ class AttentionRule(LayerRule):
 
 
 class _ProjectionRule(LinearRule):
-    """One projection of an attention: a linear layer, whose parameter is a part of another one."""
+    """One projection of an attention: a linear layer whose weight is part of a packed parameter."""
 
     module_types = ()
 
     def entries(
         self, layer: nn.Module, block: Block, values: Sequence[Tensor]
     ) -> Shaped[Tensor, "d_out d_in"]:
-        """Order the entries of the projection's rows of the packed parameter."""
+        """Order the entries of those rows of the packed parameter that belong to the projection."""
         start = block.group * block.shape[0]
         return super().entries(layer, block, [values[0][start : start + block.shape[0]]])
 
@@ -95,7 +95,7 @@ _PROJECTION = _ProjectionRule()
 def _expose_projections(attention: nn.MultiheadAttention) -> None:
     """Give an attention of a working copy layers `query`, `key` and `value`.
 
-    They are called, as is `out_proj`, in a forward pass in which one of them has a hook.
+    These layers and `out_proj` are called in a forward pass if one of them has a hook.
     """
     packed = attention.in_proj_weight
     weights = (
@@ -109,7 +109,7 @@ def _expose_projections(attention: nn.MultiheadAttention) -> None:
         attention.add_module(name, _linear(weight, offset))
     out = attention.out_proj
     exposed = _linear(out.weight, out.bias)
-    # The same parameters: another layer may share them.
+    # The parameters stay the same objects, because another layer may share them.
     exposed.weight = out.weight
     exposed.bias = out.bias
     attention.out_proj = exposed  # type: ignore[assignment]
@@ -157,7 +157,7 @@ class _ExposedAttention(nn.MultiheadAttention):
         projected = [self.query(query), self.key(key), self.value(value)]
         if self.batch_first and query.ndim == 3:
             projected = [x.transpose(0, 1) for x in projected]
-        # torch projects once more, by the identity, which changes no digit.
+        # torch projects once more, with the identity, which changes no digit.
         attend: Any = F.multi_head_attention_forward
         same = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
         outputs, weights = attend(

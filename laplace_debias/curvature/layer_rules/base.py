@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from laplace_debias.operators.structures.directions import Directions
 from laplace_debias.system.memory import ROOM
 
-# The exact block of a parameter without a layer's rule is dense up to so many entries, and diagonal
-# above.
+# If no layer's rule applies to a parameter, its exact block is dense up to this many entries, and
+# diagonal above.
 _DENSE_UP_TO = 1024
 WIDE = 8192
-"""The Kronecker factor of a layer's outputs (or inputs) is diagonal if they are more than this.
+"""The Kronecker factor of a layer's outputs (or inputs) is diagonal if there are more than this.
 
 A dense factor for a vocabulary of 50,000 would take 10 GB in single precision.
 """
 
-# Unfolded activations are made in slices of at most so many numbers.
+# Activations are unfolded in slices of at most this many numbers.
 _SLICE = 2**22
 
 
 class Site(NamedTuple):
-    """The site of a measurement: a layer, a parameter, or calls that are run once more.
+    """The site of a measurement: a layer, a parameter, or calls that are run again.
 
-    At a parameter the path is its name: operations multiply by it, or add it. At calls, `paths` are
-    those of the modules whose calls read one parameter: they are run once more, example by example,
-    to differentiate them.
+    For a parameter, which operations add or multiply by, the path is its name. For calls, `paths`
+    are the paths of the modules whose calls read one parameter. These calls are run again and
+    differentiated, example by example.
     """
 
     paths: tuple[str, ...]
@@ -46,32 +46,32 @@ class Site(NamedTuple):
 class Block:
     """One curvature block: a layer's weight matrix, bias or scale.
 
-    Its name identifies it among the blocks of a model: blocks of one name are equal.
+    The name identifies the block within a model: blocks with the same name are equal.
 
     A convolution's groups of channels share no parameter and no output, so the curvature of its
-    weight is block-diagonal in itself, with one matrix for each group, all of one shape. They are
-    one block here, and are computed all at once.
+    weight is itself block-diagonal, with one matrix of the same shape for each group. These
+    matrices make a single `Block`, and are computed together.
 
     Attributes:
-        name: The parameter's name, with a number in brackets behind it for query, key and value of
-            one projection; both names, with a `+` between them, if the block is a weight's and its
-            bias's.
+        name: The parameter's name, followed by a number in brackets for the query, key or value of
+            a packed projection; both names, joined by `+`, if the block has a weight and its bias.
         parameters: The parameters' names in the model: one, or weight and bias.
         layer: The path of the layer that yields the block's inputs and output gradients.
         rule: The rule of the layer's type.
         shape: `(d_out, d_in)`, of one group; the block of a vector has `d_in = 1`.
-        kind: The kind of parameters, by which prior precisions can be grouped: that of the rule's
-            weights, or `"bias"`.
-        group: Which of query, key and value.
+        kind: The kind of parameters, by which prior precisions can be grouped: the kind of the
+            rule's weights, or `"bias"`.
+        group: The index of the query, key or value in a packed projection.
         sharing: `"expand"` or `"reduce"`, for a weight.
-        num_groups: How many groups a convolution's weight has.
-        calls: For a parameter without a layer's rule, the paths of the modules whose calls read it;
-            none if the forward pass multiplies by it, or adds it, entry by entry.
-        rank: How many directions of a factor are kept; None for all.
-        is_vector: Whether the block is that of a vector, such as a bias: then G is its exact
+        num_groups: The number of groups of a convolution's weight.
+        calls: For a parameter without a layer's rule, the paths of the modules whose calls read the
+            parameter; empty if the forward pass multiplies by the parameter or adds it, entry by
+            entry.
+        rank: The number of directions of each factor that are kept; None for all.
+        is_vector: Whether the block belongs to a vector, such as a bias. G is then its exact
             curvature, and A is 1.
-        is_one_hot: Whether activations are unit vectors, given by their index, as an embedding's
-            are; then A is diagonal.
+        is_one_hot: Whether activations are unit vectors, given by indices, as for an embedding. A
+            is then diagonal.
     """
 
     name: str
@@ -119,12 +119,12 @@ class Block:
 
     @cached_property
     def most_rows(self) -> int | None:
-        """More rows of a streamed factor than this are compressed to half as many."""
+        """The number of rows of a streamed factor; more rows are compressed to half as many."""
         return None if self.rank is None else 4 * self.rank
 
     @cached_property
     def is_streamed(self) -> tuple[bool, bool]:
-        """Whether no matrix is made of G, and of A, which is much wider than `rank`."""
+        """Whether G, and whether A, is so much wider than `rank` that no matrix is formed."""
         if self.most_rows is None or self.groups or self.rule.is_generic:
             return False, False
         d_out, d_in = self.shape
@@ -133,21 +133,21 @@ class Block:
 
     @cached_property
     def has_diagonal_G(self) -> bool:  # noqa: N802 (the name of the factor)
-        """Whether only G's diagonal is kept: it is wide, or that of a large exact block."""
+        """Whether only the diagonal of G is kept, because G is wide or a large exact block."""
         if self.rule.is_generic:
             return self.size > _DENSE_UP_TO
         return self.shape[0] > WIDE and not self.groups and not self.is_streamed[0]
 
     @cached_property
     def has_diagonal_A(self) -> bool:  # noqa: N802 (the name of the factor)
-        """Whether A is a vector: that of an embedding is diagonal, of a wide one its diagonal."""
+        """Whether A is a vector, because it is diagonal or because only its diagonal is kept."""
         if self.is_one_hot:
             return True
         return self.shape[1] > WIDE and not self.groups and not self.is_streamed[1]
 
     @cached_property
     def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of G and A; that of A is `()` for the block of a vector."""
+        """The shapes of G and A; the shape of A is `()` for the block of a vector."""
         d_out, d_in = self.shape
         G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
         A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
@@ -160,27 +160,29 @@ ModuleTypes = tuple[type[nn.Module] | str, ...]
 class LayerRule:
     r"""The rule by which the curvature of one layer type is measured.
 
-    The defaults are those of a layer with a weight matrix W, and perhaps a bias b. Its output at
-    each position t is $W a_t + b$, and its weight's gradient along one cotangent is
-    $\sum_t g_t a_t^\top$. A subclass states `module_types` and `kind`, and the methods that differ.
-    In these, x are inputs of a layer, `[B, ...]`, and g gradients at its outputs, `[K, B, ...]`,
-    with one column per cotangent.
+    The defaults are for a layer with a weight matrix W, and optionally a bias b. The output at each
+    position t is $W a_t + b$, and the gradient of the weight along one cotangent is
+    $\sum_t g_t a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods
+    that differ. In these methods, x are inputs of a layer, `[B, ...]`, and g are gradients at its
+    outputs, `[K, B, ...]`, with one column per cotangent.
 
     Attributes:
-        module_types: The layer types, as classes or, without importing them, by their names with
-            the module's. Subclasses count, unless another rule has them.
+        module_types: The layer types, as classes or, to avoid an import, as names that include the
+            module. The rule also applies to subclasses without a rule of their own.
         kind: The kind of the weights, such as `"linear"`.
         weight_name: The name of the weight in the layer.
         bias_name: The name of the bias in the layer.
-        is_generic: Whether the rule measures no layer; parameters are then measured at operations
-            or calls.
-        is_linear: Whether the outputs are linear in the layer's input, the features last.
-        is_one_hot: Whether activations are unit vectors, given by their index: inputs are looked
-            up. Such an input may be one for all examples.
+        is_generic: Whether the rule does not measure layers. Parameters are then measured at
+            operations or calls.
+        is_linear: Whether the outputs are linear in the layer's input, with features in the last
+            dimension.
+        is_one_hot: Whether activations are unit vectors, because inputs are indices that are looked
+            up. All examples may share a single input.
         is_entrywise: Whether the parameters multiply, or are added, entry by entry. If the rule
-            does not hold for one of them, such operations are looked for.
+            does not hold for a parameter, such operations are looked for.
         is_recurrent: Whether the layer loops over time steps.
-        only_rescales: Whether the layer only rescales: as the last layer it does not count.
+        only_rescales: Whether the layer only rescales its input, and so does not count as the last
+            layer.
         can_be_joint: Whether weight and bias can make one block.
         channels_first: Whether outputs are `[B, channels, ...]`; if not, `[B, ..., features]`.
         made_layers: Names of the layers that `prepare` adds.
@@ -213,7 +215,7 @@ class LayerRule:
 
         Args:
             layer: The layer.
-            path: Its path in the model.
+            path: The layer's path in the model.
             key: The parameter's name in the layer.
             sharing: How positions share the weight, `"expand"` or `"reduce"`.
             joint: Whether the bias becomes the weight matrix's last column.
@@ -222,7 +224,7 @@ class LayerRule:
         name = _join(path, key)
         if parameter.ndim == 1:
             return [self.vector_block(name, path, parameter.numel(), "bias")]
-        # Without values: only the shape is of interest.
+        # The tensor has no values, because only its shape matters.
         matrices = self.matrices(layer, torch.empty(parameter.shape, device="meta"))
         *groups, d_out, d_in = matrices.shape
         parameters: tuple[str, ...] = (name,)
@@ -257,9 +259,9 @@ class LayerRule:
     def matrices(
         self, layer: nn.Module, weight: Shaped[Tensor, "*weight"]
     ) -> Shaped[Tensor, "*groups d_out d_in"]:
-        """Reshape the weight, or anything of its shape, to the block's matrices.
+        """Reshape the weight, or a tensor of the same shape, to the block's matrices.
 
-        They are `[d_out, d_in]`, or for several groups `[groups, d_out, d_in]`.
+        The matrices are `[d_out, d_in]` or, for several groups, `[groups, d_out, d_in]`.
         """
         return weight.flatten(1)
 
@@ -271,7 +273,7 @@ class LayerRule:
         Args:
             layer: The layer that has the parameters.
             block: The block.
-            values: For each of the block's parameters a tensor of its shape.
+            values: For each of the block's parameters, a tensor of the same shape.
         """
         parameter = values[0]
         if parameter.ndim == 1:
@@ -287,7 +289,7 @@ class LayerRule:
     def unfold(self, layer: nn.Module, x: Tensor) -> Float[Tensor, "batch positions features"]:
         """Reshape inputs to the rows that the weight multiplies, group by group.
 
-        T is the product of the leading dimensions behind the first.
+        T is the product of all dimensions between the first and the last.
         """
         return x.reshape(x.shape[0], -1, x.shape[-1])
 
@@ -313,11 +315,11 @@ class LayerRule:
         return self.activations(layer, block, x).flatten(0, 1)
 
     def activation_indices(self, layer: nn.Module, x: Tensor) -> Int[Tensor, "batch positions"]:
-        """The indices of the ones in one-hot activations."""
+        """Return the indices of the ones in one-hot activations."""
         return x.reshape(x.shape[0], -1)
 
     def padding(self, layer: nn.Module, x: Tensor) -> Bool[Tensor, "batch positions"] | None:
-        """The positions whose inputs are padding for the layer; None if it has no padding."""
+        """Return a mask of the positions whose inputs are padding; None without any padding."""
         return None
 
     def output_gradients(
@@ -325,7 +327,7 @@ class LayerRule:
     ) -> Float[Tensor, "columns batch *groups d_out positions"]:
         """Reshape the gradients at the layer's output to columns.
 
-        A depthwise kernel has one output channel; a bias has those of all groups.
+        A depthwise kernel has one output channel per group; a bias has the channels of all groups.
         """
         if not self.channels_first:
             return g.reshape(*g.shape[:2], -1, block.shape[0]).mT
@@ -344,27 +346,27 @@ class LayerRule:
     def jacobian_rows(
         self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "columns batch *groups d_out"]:
-        """Compute the Jacobian rows of an exact block for one call: of a bias, `Σ_t g_t`."""
+        """Compute the Jacobian rows of an exact block for one call; for a bias, `Σ_t g_t`."""
         return self.output_gradients(layer, block, x, g).sum(-1)
 
     def slices(self, layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
         """Yield ranges of examples whose unfolded activations stay below a fixed size.
 
-        The caller makes `extra` numbers for each example on top of the activations.
+        The caller computes `extra` numbers for each example, in addition to the activations.
         """
         numbers = self.unfolded_size(layer, block, x) + extra
         step = max(1, _SLICE * ROOM[x.device.type] // max(1, numbers))
         for start in range(0, x.shape[0], step):
             yield slice(start, min(start + step, x.shape[0]))
 
-    # Faster ways to the same numbers.
+    # Faster computations of the same numbers.
 
     def summed_products(
         self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "batch rows d_in"] | None:
         """Compute `Σ_t g_t a_tᵀ` of each example, with the columns stacked.
 
-        None if products of `output_gradients` and `activations` are as fast.
+        The result is None if products of `output_gradients` and `activations` are as fast.
         """
         return None
 
@@ -399,29 +401,29 @@ class LayerRule:
         """Make a layer of a working copy ready for hooks at its calls."""
 
     def use_dense_gradients(self, layer: nn.Module) -> None:
-        """Let gradients of a working copy's parameters be plain sums over the calls."""
+        """Make the gradients of a working copy's parameters plain sums over the calls."""
 
     def inner_layer(self, layer: nn.Module) -> nn.Module | None:
-        """The layer inside that is given what the rule describes; None if that is the output."""
+        """Return the inner layer that receives what the rule describes; None if there is none."""
         return None
 
     def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions of the outputs are those of a sequence, each with its own input."""
+        """Return whether the positions of the outputs form a sequence, each with its own input."""
         return True
 
     def has_plain_forward(self, layer: nn.Module) -> bool:
-        """Whether the forward pass is that of a layer type, not of a subclass."""
+        """Return whether the forward pass is that of a layer type, not overridden by a subclass."""
         types = [kind for kind in self.module_types if isinstance(kind, type)]
         return any(type(layer).forward is kind.forward for kind in types)
 
     def differentiates_one_by_one(self, layer: nn.Module) -> bool:
-        """Whether large output gradients take less time for one cotangent after the other."""
+        """Return whether large output gradients are faster to compute one cotangent at a time."""
         return False
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:
-        """The class with which BackPACK pushes cotangents through the layer, if it can.
+        """Return the class with which BackPACK pushes cotangents through the layer, or None.
 
-        It is `module.Class` below `backpack.core.derivatives`.
+        The class is named as `module.Class` below `backpack.core.derivatives`.
         """
         return None
 

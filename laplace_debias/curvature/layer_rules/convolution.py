@@ -13,9 +13,9 @@ from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTy
 from laplace_debias.curvature.layer_rules.patches import fastest_moments
 from laplace_debias.operators.structures.directions import Basis, Directions
 
-# Multiplications below which the kernel gradient of an example costs less than calling for it, and
-# the number of input channels that separates the two limits; measured on one thread of a processor
-# with AVX-512.
+# Below these numbers of multiplications, the kernel gradient of an example takes less time than the
+# call that computes it. The number of input channels separates the two limits. Both were measured
+# on one thread of a processor with AVX-512.
 _CHEAP_IF_NARROW = 2**19
 _CHEAP_IF_WIDE = 2**22
 _VECTOR_CHANNELS = 8
@@ -24,8 +24,8 @@ _VECTOR_CHANNELS = 8
 class ConvolutionRule(LayerRule):
     """A convolution: its positions are output pixels, and its activations are patches.
 
-    A convolution with one output channel per group has no matrix but a vector per group, whose
-    matrices are exact.
+    If there is one output channel per group, the weight of each group is a vector, and its
+    curvature matrix is exact.
     """
 
     module_types: ClassVar[ModuleTypes] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -57,8 +57,8 @@ class ConvolutionRule(LayerRule):
     ) -> Float[Tensor, "n *groups d_in"]:
         """Compute the patches of all examples as rows, which are columns in memory.
 
-        Positions are neighbours in an image. To copy them together takes a fraction of the time of
-        copying patch by patch.
+        Neighbouring positions are also neighbours in the image. Copying them together takes a
+        fraction of the time of copying patch by patch.
         """
         patches = _patches(_pad(layer, x.contiguous()), layer, layer.stride)
         dims = (patches.ndim - 2) // 2
@@ -72,7 +72,7 @@ class ConvolutionRule(LayerRule):
 
     def num_positions(self, layer: Any, x: Float[Tensor, "batch channels *space"]) -> int:
         """Count the output positions."""
-        # As F.pad takes it: the last dimension first.
+        # The padding is in the order of F.pad, the last dimension first.
         padding = layer._reversed_padding_repeated_twice
         number = 1
         for dim, size in enumerate(reversed(x.shape[2:]), start=1):
@@ -82,7 +82,7 @@ class ConvolutionRule(LayerRule):
         return number
 
     def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
-        """Estimate from above, as if each pixel were an output position."""
+        """Return an upper bound, as if each pixel were an output position."""
         return x[0, 0].numel() * _patch_size(block)
 
     def jacobian_rows(
@@ -90,7 +90,7 @@ class ConvolutionRule(LayerRule):
     ) -> Float[Tensor, "columns batch *groups d_out"]:
         """Compute the rows of depthwise kernels, `Σ_t g_t a_t`, or of a bias, `Σ_t g_t`.
 
-        In a joint block `Σ_t g_t` is behind the kernel's entries.
+        In a joint block, `Σ_t g_t` follows the kernel's entries.
         """
         if not block.groups:  # a bias
             return super().jacobian_rows(layer, block, x, g)
@@ -116,7 +116,7 @@ class ConvolutionRule(LayerRule):
     ) -> Float[Tensor, "batch rows d_in"] | None:
         """Compute `Σ_t g_t a_tᵀ` without patches, as the gradient of the convolution's kernel.
 
-        The patches of a kernel of one pixel are the pixels themselves, so their products are
+        If the kernel has one pixel, the patches are the pixels themselves, and their products are
         faster.
         """
         is_pointwise = all(size == 1 for size in layer.kernel_size)
@@ -181,7 +181,7 @@ class ConvolutionRule(LayerRule):
         A = torch.stack(factors) if block.groups else factors[0]
         if not block.is_joint:
             return A
-        # Patches are linear in the image: one image stands for the sum of all.
+        # Patches are linear in the image, so the patches of all images are summed as one image.
         total = self.activations(layer, block, x.sum(0, keepdim=True))[0].sum(0)
         total[..., -1] *= len(x)
         A = F.pad(A, (0, 1, 0, 1))
@@ -190,15 +190,15 @@ class ConvolutionRule(LayerRule):
         return A
 
     def has_sequence(self, layer: Any) -> bool:
-        """Whether positions are those of a sequence: with one dimension they may be."""
+        """Return whether the positions may form a sequence, that is, have one dimension."""
         return len(layer.kernel_size) == 1
 
     def differentiates_one_by_one(self, layer: Any) -> bool:
-        """Whether the layer is on a CPU; on a GPU a call takes longer than its numbers."""
+        """Return whether the layer is on a CPU; on a GPU, one call takes less time."""
         return layer.weight.is_cpu
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:
-        """The class with which BackPACK pushes cotangents through the layer."""
+        """Return the class with which BackPACK pushes cotangents through the layer."""
         for dims, layer_type in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), start=1):
             if type(layer) is layer_type:
                 return f"conv{dims}d.Conv{dims}DDerivatives"
@@ -208,7 +208,7 @@ class ConvolutionRule(LayerRule):
 class TransposedConvolutionRule(ConvolutionRule):
     """A transposed convolution.
 
-    It is the convolution, with the kernel turned round, of its input with zeros between the pixels.
+    It equals a convolution with the flipped kernel, after zeros are inserted between the pixels.
     """
 
     module_types = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -216,7 +216,7 @@ class TransposedConvolutionRule(ConvolutionRule):
     def matrices(
         self, layer: Any, weight: Shaped[Tensor, "channels_in channels_out *kernel"]
     ) -> Shaped[Tensor, "*groups d_out d_in"]:
-        """Bring the output channels, which each group has as many of, to the front."""
+        """Move the output channels, of which each group has the same number, to the front."""
         flat = weight.flatten(2)
         if layer.groups > 1:
             flat = flat.unflatten(0, (layer.groups, -1))
@@ -231,7 +231,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         stuffed = x.new_zeros(*x.shape[:2], *sizes)
         pixels: Any = (..., *(slice(None, None, step) for step in layer.stride))
         stuffed[pixels] = x
-        # As F.pad takes it: the last dimension first. Negative padding cuts.
+        # The margins are in the order of F.pad, the last dimension first. Negative padding crops.
         margins: list[int] = []
         for dim in reversed(range(dims)):
             margin = (layer.kernel_size[dim] - 1) * layer.dilation[dim] - layer.padding[dim]
@@ -256,12 +256,12 @@ class TransposedConvolutionRule(ConvolutionRule):
         return number
 
     def unfolded_size(self, layer: Any, block: Block, x: Tensor) -> int:
-        """Estimate from above, with as many output positions per pixel as the stride makes."""
+        """Return an upper bound, with as many output positions per pixel as the stride creates."""
         return x[0, 0].numel() * torch.Size(layer.stride).numel() * _patch_size(block)
 
 
 def _depthwise(block: Block) -> Block:
-    """The block of kernels with one output channel per group, as a vector for each group."""
+    """Return the block of kernels with one output channel per group, as a vector for each group."""
     if block.num_groups == 1 or block.is_vector:
         return block
     return replace(block, shape=(block.shape[1], 1), is_vector=True)
@@ -274,20 +274,20 @@ def _split_groups(layer: Any, kernels: Tensor) -> Tensor:
 def _patch_size(block: Block) -> int:
     """Count the entries of a patch, over all groups."""
     d_out, d_in = block.shape
-    # The entries of an exact block are those of depthwise kernels.
+    # An exact block has the entries of depthwise kernels.
     return block.num_groups * (d_out if block.is_vector else d_in)
 
 
 def _convolves_faster(layer: Any, block: Block) -> bool:
-    """Whether convolutions are faster than products of patches: a processor's are."""
+    """Return whether convolutions are faster than products of patches, as they are on a CPU."""
     return isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
 
 
 def _has_cheap_examples(layer: Any, gradients: Float[Tensor, "batch rows *space"]) -> bool:
     """Whether the kernel gradient of one example takes less time than the call that computes it.
 
-    In a convolution with one group for each example, groups of few channels fill no vector register
-    of the processor, so that these examples must be cheaper still.
+    In a convolution with one group for each example, groups of few channels do not fill the vector
+    registers of the processor. Therefore the limit is lower for these examples.
     """
     multiplications = gradients[0].numel() * layer.weight[0].numel()
     is_narrow = layer.in_channels < _VECTOR_CHANNELS
@@ -299,7 +299,7 @@ def _kernel_gradients_at_once(
     x: Float[Tensor, "batch channels *space"],
     gradients: Float[Tensor, "batch rows *space_out"],
 ) -> Float[Tensor, "batch rows channels *kernel"]:
-    """Compute each example's kernel gradient as that of a convolution with a group for each."""
+    """Compute each example's kernel gradient by one convolution with a group for each example."""
     batch, num_rows = gradients.shape[:2]
     image = x.contiguous().view(1, -1, *x.shape[2:])
     gradient = gradients.contiguous().view(1, -1, *gradients.shape[2:])
@@ -312,7 +312,7 @@ def _kernel_gradients_one_by_one(
     x: Float[Tensor, "batch channels *space"],
     gradients: Float[Tensor, "batch rows *space_out"],
 ) -> Float[Tensor, "batch rows channels *kernel"]:
-    """Compute each example's kernel gradient by itself."""
+    """Compute each example's kernel gradient separately."""
     pairs = zip(x.split(1), gradients.split(1), strict=True)
     return torch.stack([_kernel_gradient(layer, image, gradient) for image, gradient in pairs])
 
@@ -328,7 +328,7 @@ def _kernel_gradient(
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         image = _pad(layer, image)
         padding = (0, 0)
-    # `conv2d_weight` without a placeholder of the kernel's size: only its shape is read.
+    # This is `conv2d_weight` without a full-size placeholder, of which only the shape is read.
     shape = (gradient.shape[1], *layer.weight.shape[1:])
     placeholder = image.as_strided(shape, (0, 0, 0, 0))
     _, kernel, _ = torch.ops.aten.convolution_backward(
@@ -348,7 +348,7 @@ def _kernel_gradient(
 
 
 def _pad(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:
-    """The input with the padding that the layer gives it."""
+    """Pad the input as the layer does."""
     if not any(layer._reversed_padding_repeated_twice):
         return x
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -358,7 +358,7 @@ def _pad(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:
 def _patches(
     x: Float[Tensor, "batch channels *space"], layer: Any, stride: Sequence[int]
 ) -> Float[Tensor, "batch channels *positions_and_kernel"]:
-    """The patches of an image, `[B, C, o_1, …, k_1, …]`."""
+    """Return the patches of an image, `[B, C, o_1, …, k_1, …]`."""
     for dim in range(x.ndim - 2):
         window = (layer.kernel_size[dim] - 1) * layer.dilation[dim] + 1
         x = x.unfold(2 + dim, window, stride[dim])[..., :: layer.dilation[dim]]
@@ -379,7 +379,7 @@ def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batc
     """Compute `Σ_t g_t a_t` without patches.
 
     The correlation of an image with a gradient is a convolution whose kernel is the gradient:
-    stride and dilation change places, and every image of every channel is a group of its own.
+    stride and dilation are swapped, and every channel of every image is a separate group.
     """
     num_columns, batch, channels = g.shape[:3]
     x = _pad(layer, x)
@@ -389,6 +389,6 @@ def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batc
     full = convolve(
         images, kernels, stride=layer.dilation, dilation=layer.stride, groups=batch * channels
     )
-    # If the stride leaves a remainder, the padded image is larger than what the kernel sees.
+    # If the stride leaves a remainder, the padded image is larger than the part that kernels cover.
     inside: Any = (0, slice(None), *(slice(size) for size in layer.kernel_size))
     return full[inside].reshape(batch, channels, num_columns, -1).permute(2, 0, 1, 3)

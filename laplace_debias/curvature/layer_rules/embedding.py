@@ -31,7 +31,7 @@ class EmbeddingRule(LayerRule):
         return weight.T
 
     def padding(self, layer: Any, x: Tensor) -> Bool[Tensor, "batch positions"] | None:
-        """The positions whose token is the layer's `padding_idx`."""
+        """Return a mask of the positions whose token is the layer's `padding_idx`."""
         if layer.padding_idx is None:
             return None
         return self.activation_indices(layer, x).eq(layer.padding_idx)
@@ -39,9 +39,9 @@ class EmbeddingRule(LayerRule):
     def output_gradients(
         self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "columns batch d_out positions"]:
-        """Reshape the gradients, and set those at padding to zero.
+        """Reshape the gradients, and set the gradients at padding to zero.
 
-        torch does not differentiate with respect to that row of the table.
+        torch does not differentiate with respect to the padding's row of the table.
         """
         columns = super().output_gradients(layer, block, x, g)
         padding = self.padding(layer, x)
@@ -54,7 +54,7 @@ class EmbeddingRule(LayerRule):
 
 
 class EmbeddingBagRule(GenericRule):
-    """An embedding that sums over bags of tokens; its table is measured as any parameter."""
+    """An embedding that sums over bags of tokens, whose table is measured like any parameter."""
 
     module_types = (nn.EmbeddingBag,)
 

@@ -15,11 +15,11 @@ class GenericRule(LayerRule):
     can_be_joint = False
 
     def owns(self, layer: nn.Module, key: str) -> bool:
-        """No parameter is measured at its layer."""
+        """Return False, because no parameter is measured at its layer."""
         return False
 
     def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions are those of a sequence: nothing is known of them."""
+        """Return False, because nothing is known about the positions."""
         return False
 
     def parameter_block(self, name: str, path: str, size: int, calls: tuple[str, ...]) -> Block:
@@ -27,10 +27,10 @@ class GenericRule(LayerRule):
 
         Args:
             name: The parameter's name.
-            path: The path of the module that has it.
-            size: The number of its entries.
-            calls: The paths of the modules whose calls read it, and are run again; none if
-                operations multiply by it, or add it, entry by entry.
+            path: The path of the module that has the parameter.
+            size: The number of entries of the parameter.
+            calls: The paths of the modules whose calls read the parameter, and are run again; empty
+                if operations multiply by the parameter or add it, entry by entry.
         """
         return Block(
             name=name,
@@ -56,7 +56,7 @@ class GenericRule(LayerRule):
         x: Float[Tensor, "batch positions size"],
         g: Float[Tensor, "columns batch positions size"],
     ) -> Float[Tensor, "columns batch size"]:
-        """Compute `Σ_t g_t ⊙ x_t`, where x are the factors that the parameter is multiplied by."""
+        """Compute `Σ_t g_t ⊙ x_t`, where x are the factors that multiply the parameter."""
         return (g * x).sum(2)
 
 

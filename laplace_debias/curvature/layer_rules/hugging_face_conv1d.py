@@ -9,7 +9,7 @@ from laplace_debias.curvature.layer_rules.base import LayerRule
 class HuggingFaceConv1DRule(LayerRule):
     """A linear layer whose weight is stored transposed, `[d_in, d_out]`."""
 
-    # By its name: importing transformers takes seconds.
+    # The type is given by its name, because importing transformers takes seconds.
     module_types = ("transformers.pytorch_utils.Conv1D",)
     kind = "linear"
 

@@ -48,18 +48,18 @@ class NormRule(LayerRule):
         return super().jacobian_rows(layer, block, x, g)
 
     def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions are those of a sequence: a normalisation shows nothing new."""
+        """Return False, because a normalisation reveals nothing new about the positions."""
         return False
 
     def inner_layer(self, layer: nn.Module) -> nn.Module | None:
-        """The activation that some normalisations apply in their own forward pass."""
+        """Return the activation that some normalisations apply in their own forward pass."""
         return next(layer.children(), None)
 
 
 class ChannelNormRule(NormRule):
     """A normalisation over channels, which are the second dimension.
 
-    Instance normalisation, and batch normalisation over processes, only rescale too; their
+    Instance normalisation, and batch normalisation over processes, also only rescale; but their
     parameters are measured at operations or calls.
     """
 
@@ -80,9 +80,9 @@ class ChannelNormRule(NormRule):
     def prepare(self, layer: nn.Module) -> None:
         """Make output gradients of a single example contiguous, for batch normalisation.
 
-        If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may
-        from tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its
-        numbers in another order (torch 2.15, on the CPU).
+        If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as can
+        happen if tokens `[1, HW, C]` follow the layer, torch's backward pass in eval mode reads the
+        numbers in the wrong order (torch 2.15, on the CPU).
         """
         if isinstance(layer, _BatchNorm):
             layer.register_forward_hook(_make_gradients_contiguous, prepend=True)

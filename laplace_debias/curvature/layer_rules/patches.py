@@ -1,14 +1,14 @@
 """Second moments of a convolution's patches, without the patches.
 
-`A = Σ_n Σ_t a aᵀ` over unfolded patches pairs every kernel offset with every other: 81 products of
-channel vectors a position for a 3×3 kernel. With stride 1, the product of two offsets only
-depends on their displacement, up to the border: one product of the image with a shifted copy of
-itself serves every pair of offsets at that displacement, and displacements come in pairs that are
-each other's transposes, so 13 products are enough. The products that a pair must not count lie in a
-few rows and columns at the border, which are subtracted.
+Over unfolded patches, `A = Σ_n Σ_t a aᵀ` pairs every kernel offset with every other one: for a 3×3
+kernel, these are 81 products of channel vectors per position. With stride 1, the product of two
+offsets depends only on their displacement, except at the border. One product of the image with a
+shifted copy of itself therefore serves all pairs of offsets at that displacement. Opposite
+displacements give transposed products, so 13 products are enough. The products that a pair must not
+count lie in a few rows and columns at the border, and are subtracted.
 
-With stride s an offset sees every s-th pixel, those of one phase. The same then holds of the
-images of two phases: 36 products for a 3×3 kernel with stride 2.
+With stride s, an offset reads every s-th pixel, and these pixels form a phase. The same then holds
+for the images of two phases: 36 products are enough for a 3×3 kernel with stride 2.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from laplace_debias.curvature.layer_rules.row_products import (
 )
 
 # Seconds, measured on one thread of a processor with AVX-512 in single precision; only their ratios
-# matter. `python -m benchmarks.patch_shapes` compares the choice with the time of all ways.
+# matter. `python -m benchmarks.patch_shapes` compares the choice with the times of all methods.
 _SECONDS_PER_BORDER_PRODUCT = 1e-4
 _SECONDS_PER_PAIR = 6e-5
 _SECONDS_PER_PAIR_ENTRY = 1.5e-8
@@ -47,7 +47,7 @@ def fastest_moments(
 ) -> Callable[[Any, Tensor], Tensor] | None:
     """Choose the function that computes a group's second moments in the least time.
 
-    The time of each is estimated from the shapes.
+    The time of each function is estimated from the shapes.
 
     Returns:
         `patch_moments` or `row_moments`; None if unfolded patches take less time than both.
@@ -68,8 +68,8 @@ def seconds_by_displacements(
 ) -> float:
     """Estimate the time of `patch_moments` for all groups.
 
-    It takes a few operations for every pair of offsets and for every row and column at the border.
-    With few channels or without padding these cost more than the unfolded patches.
+    There are a few operations for every pair of offsets and for every row and column at the border.
+    With few channels or without padding, these operations cost more than the unfolded patches.
     """
     counts = _count_products(*_axes(layer, tuple(x.shape[2:])))
     channels = x.shape[1] // num_groups
@@ -101,7 +101,7 @@ def _seconds_to_unfold(
 
 
 def has_displacements(layer: nn.Module) -> bool:
-    """Whether `patch_moments` serves a layer: a kernel wider than one, zero padding."""
+    """Whether `patch_moments` supports a layer: its kernel is wider than one, its padding zero."""
     return (
         isinstance(layer, (nn.Conv1d, nn.Conv2d))
         and layer.padding_mode == "zeros"
@@ -135,7 +135,7 @@ def patch_moments(
 
 def _axes(layer: nn.Conv1d | nn.Conv2d, shape: tuple[int, ...]) -> tuple["_Offsets", "_Offsets"]:
     """Return the kernel's offsets along rows and columns; a 1-D convolution has one row."""
-    # `F.pad` takes the last dimension first, and the margins before and behind.
+    # `F.pad` takes the last dimension first, and for each dimension the margins before and after.
     padding = layer._reversed_padding_repeated_twice
     margins = zip(padding[-2::-2], padding[::-2], strict=True)
     geometry = zip(layer.kernel_size, layer.dilation, layer.stride, shape, margins, strict=True)
@@ -147,7 +147,7 @@ def _axes(layer: nn.Conv1d | nn.Conv2d, shape: tuple[int, ...]) -> tuple["_Offse
 
 @dataclass(frozen=True)
 class _ProductCounts:
-    """How many products `patch_moments` forms.
+    """The numbers of products that `patch_moments` forms.
 
     Attributes:
         num_pairs: Pairs of kernel offsets whose product is written.
@@ -195,15 +195,15 @@ def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
 class _Offsets:
     """Kernel offsets along one dimension of the image.
 
-    From output position t offset k reads pixel `t·stride + k·dilation − before`. Among the pixels
-    of its phase, `x[phase::stride]`, this is number `t + shift`.
+    At output position t, offset k reads the pixel `t·stride + k·dilation − before`. This pixel has
+    the index `t + shift` among the pixels of its phase, `x[phase::stride]`.
 
     Attributes:
-        size: How many offsets there are.
+        size: The number of offsets.
         dilation: The distance between two offsets.
         stride: The distance between two output positions.
         length: The image's size.
-        margins: The padding before and behind the image.
+        margins: The padding before and after the image.
     """
 
     size: int
@@ -224,7 +224,7 @@ class _Offsets:
 
     @cached_property
     def shifts(self) -> list[int]:
-        """For each offset, the number of the pixel that it reads from output position 0."""
+        """For each offset, the index within its phase of the pixel that output position 0 reads."""
         return [shift for shift, _ in self._shifts_and_phases]
 
     @cached_property
@@ -234,7 +234,7 @@ class _Offsets:
 
     @property
     def num_positions(self) -> int:
-        """How many output positions there are."""
+        """The number of output positions."""
         reach = (self.size - 1) * self.dilation
         return (self.length + sum(self.margins) - reach - 1) // self.stride + 1
 
@@ -243,7 +243,7 @@ class _Offsets:
         return len(range(phase, self.length, self.stride))
 
     def pairs(self, first_phase: int, second_phase: int) -> dict[tuple[int, int], int]:
-        """Return pairs of offsets, one of each phase, with their displacement."""
+        """Return pairs of offsets, one from each phase, with their displacements."""
         return {
             (i, k): self.shifts[k] - self.shifts[i]
             for i, k in itertools.product(range(self.size), repeat=2)
@@ -256,10 +256,10 @@ class _Offsets:
         return range(min(with_zero), max(with_zero) + 1, self.step)
 
     def excluded(self, i: int, k: int) -> list[int]:
-        """Return the pixels of its phase that a pair must not count.
+        """Return the pixels of offset i's phase that a pair of offsets must not count.
 
-        These are the pixels that lie in the image, as does their displaced partner, but that offset
-        i reads from no output position.
+        These pixels and their displaced partners lie in the image, but there is no output position
+        at which offset i reads them.
         """
         shift = self.shifts[k] - self.shifts[i]
         first = self.shifts[i]
@@ -269,7 +269,7 @@ class _Offsets:
         return [r for r in inside if not first <= r < first + self.num_positions]
 
     def confined(self, pairs: dict[tuple[int, int], int]) -> set[tuple[int, int | None]]:
-        """Return displacements, each with no pixel and with every pixel that a pair excludes."""
+        """Return each displacement with None, and with each pixel that its pairs exclude."""
         confined: set[tuple[int, int | None]] = set()
         for (i, k), displacement in pairs.items():
             confined.add((displacement, None))
@@ -290,12 +290,12 @@ def _write(
     row_pairs = rows.pairs(first_phases[0], second_phases[0])
     column_pairs = columns.pairs(first_phases[1], second_phases[1])
     if first_phases == second_phases:
-        # One of each two opposite displacements.
+        # Only one of two opposite displacements is needed.
         row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
     down = rows.between(row_pairs.values())
     right = columns.between(column_pairs.values())
-    # A product at every displacement is the weight gradient of a convolution, of which one image is
-    # the input and the other the output gradients.
+    # The products at all displacements are the weight gradient of a convolution: one image is the
+    # input, and the other image is the output gradients.
     extra_rows = image.shape[2] - partner.shape[2]
     extra_columns = image.shape[3] - partner.shape[3]
     products = conv2d_weight(
@@ -325,7 +325,7 @@ def _write(
 
 
 def _slices(pixel: int | None, shift: int, size: int, partner_size: int) -> tuple[slice, slice]:
-    """Return the slice of one pixel, or of all if None, and that of their displaced partners."""
+    """Return slices of one pixel, or of all pixels if None, and of their displaced partners."""
     if pixel is None:
         start = max(0, -shift)
         stop = max(start, min(size, partner_size - shift))

@@ -1,21 +1,21 @@
 """Second moments of a convolution's patches, from products of the image's rows.
 
-A patch consists of a few rows of the image, one below the other, of which each is as wide as the
-kernel. So only the rows are unfolded: to `[height, C·k_w, batch·positions]`, where patches would
-repeat each row for every kernel offset. The product of a row with itself and with those below, as
-many as the kernel is high, serves every pair of the kernel's offsets at that distance: the sum over
-the positions of the patches is a sum over rows.
+A patch consists of a few adjacent rows of the image, each as wide as the kernel. Therefore only the
+rows are unfolded, to `[height, C·k_w, batch·positions]`, whereas patches would repeat each row for
+every vertical offset of the kernel. Each row is multiplied by itself and by the rows below it, up
+to the height of the kernel. A product of two rows serves all pairs of vertical offsets at the
+distance of these rows: the sum over the positions of the patches becomes a sum over rows.
 """
 
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# Numbers in the unfolded rows of a part of the examples: more do not fit the processor's cache.
+# The size of the unfolded rows of a part of the examples; more do not fit the processor's cache.
 _NUMBERS_AT_ONCE = 2**20
-# Numbers in the products of the rows, which one block may take.
+# The largest size of the products of the rows of one block.
 _MOST_PRODUCTS = 2**22
-# Seconds, in the same unit as those in `patches.py`, because the two are compared.
+# Seconds, on the same scale as in `patches.py`, because the times are compared.
 _SECONDS_PER_NUMBER = 3.2e-9
 _SECONDS_PER_MULTIPLICATION = 3.3e-11
 _SECONDS_PER_PRODUCT = 1.5e-8
@@ -23,7 +23,7 @@ _SECONDS_TO_BEGIN = 3.5e-4
 
 
 def has_row_products(layer: nn.Module) -> bool:
-    """Whether `row_moments` serves a layer: images, zero padding, rows that are neighbours."""
+    """Whether `row_moments` supports a layer: 2-D, with zero padding and adjacent kernel rows."""
     return (
         isinstance(layer, nn.Conv2d)
         and layer.padding_mode == "zeros"
@@ -61,7 +61,7 @@ def row_moments(
     reach = (kernel_width - 1) * layer.dilation[1] + 1
     num_rows, num_columns = _num_rows_and_positions(layer, x)
     left, right, above, _ = layer._reversed_padding_repeated_twice
-    # Behind the last row that patches read lie rows of zeros, so that each has as many rows below.
+    # Rows of zeros follow the last row that patches read, so that all rows have as many rows below.
     image = x[:, :, : max(0, num_rows - above)]
     below = num_rows + kernel_height - 1 - above - image.shape[2]
     padded = F.pad(image, (left, right, above, below))
@@ -72,21 +72,21 @@ def row_moments(
     products: Tensor | None = None
     for part in pixels.split(num_together):
         rows = part.permute(2, 1, 4, 0, 3).contiguous().view(num_rows + kernel_height - 1, size, -1)
-        # A view: rows that are neighbours in the image are neighbours in memory.
+        # This is a view, because rows that are neighbours in the image are neighbours in memory.
         windows = rows.unfold(0, kernel_height, 1).movedim(-1, 1).flatten(1, 2)
         if products is None:
             products = rows[:num_rows].bmm(windows.mT)
         else:
             products.baddbmm_(rows[:num_rows], windows.mT)
     assert products is not None
-    # For each offset of the kernel, the rows that it reads: a sum of their products over positions.
+    # For each vertical offset of the kernel, sum the products of the rows that it reads.
     num_starts = num_rows - kernel_height + 1
     totals = products.unfold(0, num_starts, 1)[..., ::row_stride].sum(-1)
     by_distance = totals.unflatten(2, (kernel_height, size))
     # The sum of the upper triangle and its transpose has the diagonal twice.
     by_distance[:, :, 0].mul_(0.5)
-    # From offset i to offset k ≥ i the distance is k − i. Zeros lie behind the distances, so that a
-    # view that begins one distance earlier with every i has zeros where k < i.
+    # The distance from offset i to offset k ≥ i is k − i. Zeros follow the distances, so that a
+    # view that begins one distance earlier for each i has zeros where k < i.
     num_distances = 2 * kernel_height - 1
     with_zeros = x.new_zeros(kernel_height, size, num_distances, size)
     with_zeros[:, :, :kernel_height] = by_distance
