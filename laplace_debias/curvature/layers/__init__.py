@@ -1,1 +1,1 @@
-"""Layers: their curvature blocks, and what goes through them in a backward pass."""
+"""Layers: their curvature blocks, and their inputs and output gradients."""

@@ -1,21 +1,22 @@
-"""The two ways to push cotangents back to the blocks of a network.
+"""Two backends that push cotangents back to the blocks of a network.
 
-BackPACK serves plain sequential networks, the layer tap any forward pass. Blocks come as a backward
-pass reaches their layers, and what one needs is freed before the next one.
+BackPACK supports plain sequential networks, and the layer tap supports any forward pass. Blocks are
+yielded as a backward pass reaches their layers, and the memory of one block is freed before the
+next block.
 
 BackPACK's derivatives push all columns of the loss Hessian's root at once through the linear and
-convolutional layers of a sequential network. Everything around them is of this package:
+convolutional layers of a sequential network. This package contributes everything else:
 
 - the loss: any `Likelihood` gives the columns, exact or sampled;
 - the factors: BackPACK's convolution factor pairs the *sum* of the gradients over the positions
   with the *sum* over the positions of the activations' outer products, so its trace is too large by
-  about the number of positions. A block is measured here as in the rest of the package, on the same
-  rows of activations and gradients;
-- layers without parameters (`AdaptiveAvgPool2d`, `GELU`, …), most of which BackPACK refuses: they
-  pass the columns through by automatic differentiation;
-- the way from layer to layer: BackPACK keeps it in variables of the whole process (the active
-  extensions, a list of hooks), so that two threads would fit with each other's. In a sequential
-  network it is a loop.
+  about the number of positions. Here, a block is measured as in the rest of the package, on the
+  same rows of activations and gradients;
+- layers without parameters (`AdaptiveAvgPool2d`, `GELU`, …), most of which BackPACK refuses: the
+  columns pass through these layers by automatic differentiation;
+- the propagation from layer to layer: BackPACK keeps its state in variables of the whole process
+  (the active extensions, a list of hooks), which concurrent fits in two threads would mix up. In a
+  sequential network, a loop is enough.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from laplace_debias.curvature.network.quantised import is_quantised
 
 @cache
 def _derivatives(name: str) -> Any:
-    """A class of BackPACK's derivatives; imported with the first fit, as that takes half a second.
+    """Return a class of BackPACK's derivatives, imported by the first fit to save half a second.
 
     The name is `module.Class`.
     """
@@ -50,9 +51,9 @@ def _derivatives(name: str) -> Any:
 def why_not_backpack(model: nn.Module) -> str | None:
     """Explain why BackPACK does not support a model; None if it does.
 
-    BackPACK follows modules, not operations: what a custom `forward` does between them would be
-    lost. So it takes `nn.Sequential`s, nested at will, of layers that it knows or that have no
-    parameters.
+    BackPACK follows modules, not operations: operations of a custom `forward` between modules would
+    be lost. Supported models are therefore `nn.Sequential`s, possibly nested, of layers that
+    BackPACK knows or that have no parameters.
     """
     for name, parameter in model.named_parameters():
         if parameter.dtype in NARROW:
@@ -92,16 +93,16 @@ class BackpackTap:
         for block in blocks:
             layer = tap.network.get_submodule(block.layer)
             self._blocks.setdefault(layer, []).append(block)
-        # `why_not_backpack` lets nothing else pass: they are called in this order.
+        # The modules are called in this order, because `why_not_backpack` rejects all other models.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
-        # The input of a layer is needed behind it; the network is a `shared_copy`.
+        # The input of a layer is needed after its call. (The network is a `shared_copy`.)
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._blocks))
 
     def forward(self, x: Inputs) -> "SequentialPass":
-        """Run the network and keep what goes into its layers."""
+        """Run the network and keep the inputs of its layers."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"A sequential network needs one tensor as input, got {type(x).__name__}. Pass a "
@@ -126,7 +127,7 @@ class SequentialPass:
     """A forward pass of a sequential network, whose outputs BackPACK differentiates.
 
     Attributes:
-        layers: The layers from the first one with a block on.
+        layers: The layers, beginning with the first one that has a block.
         blocks: The blocks of the layers.
         outputs: The outputs `[B, ..., C]` of the network.
         passed: The inputs of the layers, and the output of the last one. They are kept until the
@@ -156,10 +157,10 @@ class SequentialPass:
 
 
 def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
-    """Gradients `[K, B, ...]` with respect to a layer's input from those to its output."""
+    """Compute gradients `[K, B, ...]` at a layer's input from the gradients at its output."""
     derivatives = layer_rule(layer).backpack_derivatives(layer)
     if derivatives is not None:
-        # Where BackPACK looks for them; the layer is that of a `shared_copy`.
+        # BackPACK looks for them there. (The layer belongs to a `shared_copy`.)
         layer.input0 = x
         layer.output = z
         try:
@@ -167,7 +168,7 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
         finally:
             del layer.input0, layer.output
     x = x.detach().requires_grad_()
-    # The layer's own forward, without hooks around it.
+    # The layer's own forward is called, without hooks.
     with torch.enable_grad():
         outputs = layer.forward(x)
     if len(gradients) == 1:
@@ -183,11 +184,11 @@ def _differentiates_one_by_one(layer: nn.Module) -> bool:
 
 
 Backend = Tap | BackpackTap
-"""Runs batches forward and back, and yields blocks on the way."""
+"""A backend runs batches forward and back, and yields the records of blocks."""
 
 
 def make_backend(name: str, model: nn.Module, tap: Tap, blocks: Sequence[Block]) -> Backend:
-    """Make the backend of a name, which runs the network of a tap.
+    """Make the backend with a name, which runs the network of a tap.
 
     Args:
         name: `"backpack"`, `"hooks"` or `"auto"`.
@@ -201,10 +202,10 @@ def make_backend(name: str, model: nn.Module, tap: Tap, blocks: Sequence[Block])
 
 
 def uses_backpack(name: str, model: nn.Module, blocks: Sequence[Block] = ()) -> bool:
-    """Whether the backend of a name is BackPACK, rather than hooks.
+    """Whether the backend with a name is BackPACK, rather than hooks.
 
-    `"auto"` is BackPACK where it can be trusted, and hooks elsewhere and for convolutions on a
-    processor, whose cotangents they push back in less time.
+    `"auto"` means BackPACK where it can be trusted. It means hooks otherwise, and for convolutions
+    on a CPU, where hooks take less time.
 
     Raises:
         ValueError: If there is no such backend.

@@ -13,7 +13,7 @@ SHARINGS = ("expand", "reduce")
 
 _PARAMETRIZATIONS = "parametrizations"
 
-# How positions share a weight: one answer, or one for a layer's path.
+# How positions share a weight: one way for all layers, or one for each layer's path.
 Sharing = str | Mapping[str, str]
 
 
@@ -26,12 +26,13 @@ def curvature_blocks(
 ) -> list[Block]:
     """Make the blocks of the named parameters, in the order of the names.
 
-    A parameter that is none of a supported layer's, or shared by several modules, has an exact
-    block: dense if it is small, diagonal if not. `joint` makes one block, `[W, b]`, of a layer's
-    weight and bias. `sharing` is for weights that several positions share (Eschenhagen et al.,
-    2023): one for all, or by the layers' paths (`"expand"` for the others). `calls` has the
-    parameters that are measured at calls of modules, whatever layer they belong to, with the
-    modules' paths, or at operations, with none; see `resolve`.
+    A parameter that does not belong to a supported layer, or that several modules share, has an
+    exact block, which is dense if it is small and diagonal otherwise. `joint` makes one block,
+    `[W, b]`, of a layer's weight and bias. `sharing` is for weights that several positions share
+    (Eschenhagen et al., 2023): one value for all layers, or a mapping from layers' paths (the other
+    layers use `"expand"`). `calls` maps parameters that are not measured at their layers to the
+    paths of the modules at whose calls they are measured, or to no paths if they are measured at
+    operations; see `resolve`.
     """
     modules = dict(model.named_modules())
     default_sharing = "expand"
@@ -56,7 +57,7 @@ def curvature_blocks(
         path, _, key = name.rpartition(".")
         layer_paths = owners[id(parameters[name])]
         layer = modules[path]
-        # A subclass may compute the same as the layer; `resolve` finds out.
+        # A subclass may compute the same as the layer, which `resolve` checks.
         if len(layer_paths) > 1 or not layer_rule(layer).owns(layer, key):
             readers.setdefault(name, layer_paths)
     blocks: list[Block] = []
@@ -92,8 +93,8 @@ def parameter_order(
 ) -> Int[Tensor, " parameters"] | None:
     """Return the positions of the blocks' entries among the flattened parameters.
 
-    Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
-    orders are the same.
+    The entries are ordered block by block, each block `[*groups, d_out, d_in]` row-major. The
+    result is None if the two orders are the same.
     """
     parameters = list(map(model.get_parameter, names))
     in_order = [name for block in blocks for name in block.parameters] == list(names)
@@ -122,11 +123,11 @@ def parameter_order(
 
 
 def _keeps_order(model: nn.Module, block: Block) -> bool:
-    """Whether the entries of a block are those of one parameter, in the same order."""
+    """Whether the entries of a block are the entries of one parameter, in the same order."""
     if len(block.parameters) > 1:
         return False
     (name,) = block.parameters
-    # Without values: large parameters need no memory here.
+    # The tensor has no values, so that large parameters take no memory here.
     values = torch.empty(model.get_parameter(name).shape, device="meta")
     entries = entries_of(model, block, {name: values})
     is_view = entries.untyped_storage()._cdata == values.untyped_storage()._cdata
@@ -137,7 +138,7 @@ def _keeps_order(model: nn.Module, block: Block) -> bool:
 def entries_of(
     model: nn.Module, block: Block, values: Mapping[str, Tensor]
 ) -> Shaped[Tensor, "*groups d_out d_in"]:
-    """Order the entries of a block, given a tensor of its shape for each parameter's name."""
+    """Order the entries of a block, given a tensor in each parameter's shape by its name."""
     path, _, _ = block.parameters[0].rpartition(".")
     layer = model.get_submodule(path)
     return block.rule.entries(layer, block, [values[name] for name in block.parameters])
@@ -147,8 +148,8 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     """Return the paths of the callable modules that hold each parameter, by its `id`.
 
     A parameter in a container (`nn.ParameterList`, `nn.ModuleList`, …) or in a parametrisation
-    belongs to the nearest module around it that has a forward pass. A module that stands in the
-    model twice counts once.
+    belongs to the nearest module around it that has a forward pass. A module that is in the model
+    twice counts once.
     """
     owners: dict[int, tuple[str, ...]] = {}
     for path, module in model.named_modules():
@@ -160,7 +161,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def enclosing_module(model: nn.Module, paths: Sequence[str]) -> str | None:
-    """Return the path of the innermost module that contains all of these, or None."""
+    """Return the path of the innermost module that contains all of these paths, or None."""
     if len(paths) > 1:
         steps = zip(*(path.split(".") for path in paths), strict=False)
         shared = takewhile(lambda names: len(set(names)) == 1, steps)

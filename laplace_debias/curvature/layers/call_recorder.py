@@ -1,4 +1,4 @@
-"""A recorder of the calls of modules in a forward pass, and the forms that these calls have."""
+"""A recorder of the calls of modules in a forward pass, and the forms of these calls."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +22,13 @@ class CallForm:
     """The shapes of a call, and the dimension in which the examples lie.
 
     Attributes:
-        shapes: Shapes of the arguments and the outputs; None for an argument that is no tensor.
-        dims: For each argument the dimension of the examples; None if all have it in common.
+        shapes: Shapes of the arguments and the outputs; None for an argument that is not a tensor.
+        dims: For each argument, the dimension of the examples; None if all examples share the
+            argument.
         output_dims: The dimension of the examples in each output.
-        copied_outputs: Indices of outputs that all examples have in common, `[1, ...]`. Each
-            example is given a copy: what its own outputs owe to the call is seen there.
+        copied_outputs: Indices of outputs that all examples share, `[1, ...]`. Each example
+            receives a copy, so that gradients at the copy show how the example's own outputs depend
+            on the call.
     """
 
     shapes: list[torch.Size | None]
@@ -80,7 +82,7 @@ _NO_DIM = -1
 
 
 def _growing(value: Any, doubled: Any, batch: int) -> int | None:
-    """The dimension that the examples lie in; None if there is none, `_NO_DIM` if unclear."""
+    """Return the dimension of the examples; None if there is none, `_NO_DIM` if unclear."""
     if not isinstance(value, Tensor) or not isinstance(doubled, Tensor):
         return None if type(value) is type(doubled) else _NO_DIM
     if value.shape == doubled.shape:
@@ -92,7 +94,7 @@ def _growing(value: Any, doubled: Any, batch: int) -> int | None:
     return dims[0] if len(dims) == 1 and sizes[dims[0]] == (batch, 2 * batch) else _NO_DIM
 
 
-# Calls by the module's path and their number among its calls.
+# Calls by the module's path and the index of the call among the module's calls.
 RecordedCalls = dict[tuple[str, int], ModuleCall]
 CallForms = dict[tuple[str, int], list[CallForm]]
 
@@ -103,8 +105,8 @@ class _RunningPass:
 
     Attributes:
         batch: The number of examples.
-        calls: The calls so far, in their order.
-        unfinished: The keys of the calls that have begun and not ended, the innermost last.
+        calls: The calls so far, in order.
+        unfinished: The keys of the calls that have begun but not ended, the innermost last.
         num_calls: The number of calls so far, by the module's path.
     """
 
@@ -119,8 +121,8 @@ class CallRecorder:
 
     Attributes:
         paths: The modules' paths.
-        loops: Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
-            own.
+        loops: Paths of modules that `vmap` does not run, or runs in its own loop, such as recurrent
+            layers.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
@@ -137,7 +139,7 @@ class CallRecorder:
         """Hook the modules for one forward pass.
 
         Returns:
-            The hooks, and the calls of modules inside the network, which are filled in by the pass.
+            The hooks, and the calls of modules inside the network, which the pass fills in.
         """
         handles = []
         forward_pass = _RunningPass(batch)
@@ -158,7 +160,7 @@ class CallRecorder:
         named: dict[str, Any],
     ) -> None:
         leaves, structure = pytree.tree_flatten((args, named))
-        # Copies: the call may overwrite what it is given.
+        # The arguments are copied because the call may overwrite them.
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         key = path, forward_pass.num_calls[path]
         forward_pass.unfinished.append(key)
@@ -166,7 +168,7 @@ class CallRecorder:
         forward_pass.num_calls[path] += 1
 
     def _end(self, forward_pass: _RunningPass, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
-        # A call inside of another ends before it.
+        # A call inside another call ends first.
         key = forward_pass.unfinished.pop()
         call = forward_pass.calls[key]
         leaves, structure = pytree.tree_flatten(output)
@@ -191,10 +193,10 @@ class CallRecorder:
         return pytree.tree_unflatten(handed_on, structure)
 
     def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
-        """Learn the forms of calls from those for a batch, and for each of its examples twice.
+        """Learn the forms of calls from the calls for a batch, and for each of its examples twice.
 
         Returns:
-            Whether outputs are copied now that were not before, which changes further calls' forms.
+            Whether further outputs are now copied, which changes the forms of later calls.
         """
         has_more_copies = False
         for key in calls.keys() & doubled.keys():
@@ -209,8 +211,8 @@ class CallRecorder:
     def forget_forms(self) -> CallForms:
         """Forget the forms of calls, and return them.
 
-        As long as one of them fits, outputs are copied according to it, and the forms of the calls
-        behind it cannot be learned.
+        As long as a form fits, outputs are copied according to it, and the forms of later calls
+        cannot be learned.
         """
         forms = self._forms
         self._forms = {}
@@ -223,14 +225,14 @@ class CallRecorder:
             learned += [form for form in forms_of_call if form not in learned]
 
     def forget_copies(self) -> None:
-        """Remove the form of calls whose outputs would be copied."""
+        """Remove the forms of calls whose outputs would be copied."""
         for forms in self._forms.values():
             forms[:] = [form for form in forms if not form.copied_outputs]
 
     def complete(self, calls: RecordedCalls, x: Inputs, outputs: Tensor) -> list[ModuleCall]:
-        """Return the calls of a pass that can be run again, with that of the network itself.
+        """Return the calls of a pass that can be run again, including the network's own call.
 
-        Calls without a dimension of examples cannot be.
+        Calls without a dimension of examples cannot be run again.
 
         Args:
             calls: The recorded calls.

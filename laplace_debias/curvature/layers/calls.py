@@ -1,9 +1,10 @@
 """Gradients of each example with respect to parameters, from calls of modules that are run again.
 
-A class token, a position table, a learned scale, a recurrent layer, a weight that several layers
-share: what a call of a module gives depends on such a parameter in a way that its inputs and output
-gradients do not fully determine. Given both, the call of one example is run once more and
-differentiated. The sum over all calls that read the parameter is its Jacobian row.
+The parameter may be, for example, a class token, a position table, a learned scale, a weight of a
+recurrent layer, or a weight that several layers share. The inputs and output gradients of a module
+do not directly give the gradient with respect to this parameter. Therefore the module's call is run
+again for each example, and is differentiated at the output gradients. The sum over all calls that
+read the parameter is its Jacobian row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from laplace_debias.curvature.network.calling import call, differentiable, quiet
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 
-# Numbers in the rows that are made at a time.
+# The size of the rows that are computed at a time.
 _SLICE = 2**22
 
 Parameters = Mapping[str, Tensor]
@@ -31,9 +32,10 @@ Parameters = Mapping[str, Tensor]
 class ModuleCall:
     """One call of a module, which can be run again for some of its examples.
 
-    `leaves` are those of the tree of its arguments, `structure`: `(args, kwargs)`, or the inputs of
-    the network, whose path is `""`. `outputs` are those that are floating-point tensors. `dims` and
-    `output_dims` say which dimension has the examples; None for what all have in common.
+    `leaves` and `structure` are the leaves and the structure of the tree of the call's arguments:
+    `(args, kwargs)`, or the inputs for the network itself, whose path is `""`. `outputs` are the
+    outputs that are floating-point tensors. `dims` and `output_dims` are the dimensions of the
+    examples; None for tensors that all examples share.
     """
 
     path: str
@@ -66,9 +68,9 @@ class ModuleCall:
 class ReplayedCalls:
     """The calls that read some parameters, with the gradients at their outputs.
 
-    Gradients have the columns before all other dimensions, and are None at an output that nothing
-    depends on. `loops` are paths of modules that `vmap` does not run; what it is found to fail with
-    is added.
+    The first dimension of the gradients is the columns. The gradient at an output on which nothing
+    depends is None. `loops` are paths of modules that `vmap` does not run; modules with which
+    `vmap` fails are added.
     """
 
     def __init__(
@@ -89,14 +91,14 @@ class ReplayedCalls:
         self.num_columns = len(gradients[0])
 
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
-        """Compute the Jacobian rows of a parameter, with the examples that they belong to."""
+        """Compute the Jacobian rows of a parameter, with the examples to which they belong."""
         (name,) = block.parameters
         sizes = {n: self._network.get_parameter(n).numel() for n in self._names}
         all_examples = slice(0, self.num_examples)
         example_size = self.num_columns * sum(sizes.values())
         if example_size * self.num_examples <= _SLICE:
             if not self._small_rows:
-                # Small parameters of one module share what it takes to run it.
+                # Small parameters of one module are differentiated in a single run of the module.
                 self._small_rows = self._jacobian_rows(self._names, all_examples)
             yield all_examples, self._small_rows[name]
             return
@@ -106,7 +108,7 @@ class ReplayedCalls:
             yield examples, self._jacobian_rows([name], examples)[name]
 
     def _jacobian_rows(self, names: Sequence[str], examples: slice) -> dict[str, Tensor]:
-        """The rows of some parameters for some examples, `[K, b, size]`."""
+        """Compute the rows of some parameters for some examples, `[K, b, size]`."""
         total: dict[str, Tensor] = {}
         for module_call, gradients in self._calls:
             inner = {id(p): n for n, p in module_call.module.named_parameters()}
@@ -132,15 +134,15 @@ class ReplayedCalls:
         cotangents = {}
         for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):
             if g is not None and dim is not None:
-                # The shape of each one is that of a single example's output.
+                # Each one has the shape of a single example's output.
                 selected = g.narrow(dim + 1, examples.start, size).movedim(dim + 1, 1)
                 cotangents[index] = selected.unsqueeze(dim + 2)
         if call.path in self._loops:
             return _one_by_one(call, parameters, cotangents, examples)
         try:
             return _vectorised(call, parameters, cotangents, examples)
-        # A forward pass may raise anything under `vmap`: for a branch on the data, or an operation
-        # without a rule. The loop raises errors of the pass itself again.
+        # A forward pass may raise any error under `vmap`, because of a branch on the data or an
+        # operation without a rule. The loop raises errors of the pass itself again.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -151,9 +153,10 @@ class ReplayedCalls:
 def _vectorised(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
-    """Gradients of some examples, `[K, b, ...]`: run once, and differentiated together.
+    """Compute gradients of some examples, `[K, b, ...]`, with one run for all examples.
 
-    Every example has parameters of its own. Cotangents are `[K, b, *output of one example]`.
+    Every example has its own copy of the parameters. Cotangents are
+    `[K, b, *output of one example]`.
     """
     size = examples.stop - examples.start
     copies = {name: value.expand(size, *value.shape) for name, value in parameters.items()}
@@ -179,7 +182,7 @@ def _vectorised(
 def _one_by_one(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
-    """Gradients of some examples, `[K, b, ...]`, example by example and column by column."""
+    """Compute gradients of some examples, `[K, b, ...]`, by example and by column."""
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
     num_columns = len(next(iter(cotangents.values())))
     for index in range(examples.stop - examples.start):
@@ -187,7 +190,7 @@ def _one_by_one(
         values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         with torch.enable_grad():
             outputs = call.run(values, call.select_examples(slice(start, start + 1)))
-        # An example may go another way, which reads none of the parameters.
+        # An example may take a different path, which reads none of the parameters.
         reached = {i: g for i, g in cotangents.items() if outputs[i].requires_grad}
         gradients_by_column = []
         for column in range(num_columns):

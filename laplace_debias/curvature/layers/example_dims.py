@@ -15,11 +15,12 @@ class ExampleDims:
 
     Attributes:
         common: Paths of embeddings whose input has no dimension for the examples, such as positions
-            `[T]`; every example is given a copy.
-        merged: Layers whose input has further dimensions merged into that of the examples, behind
-            them, such as windows of an image; with their number for each example.
-        uncopied: Embeddings as in `common`, where the forward pass does not let examples have
-            copies.
+            `[T]`; every example receives a copy.
+        merged: Layers in whose input further dimensions, such as windows of an image, are merged
+            into the dimension of the examples, after the examples; with the number of merged
+            entries per example.
+        uncopied: Embeddings as in `common`, for which the forward pass does not accept a copy for
+            each example.
         shapes: The shapes of all inputs of the embeddings.
         is_known: Whether the shapes of a batch and of the doubled batch were compared.
     """
@@ -49,7 +50,7 @@ class ExampleDims:
                 if set(sizes) != {batch} or set(sizes_of_doubled) != {2 * batch}:
                     dims.common.add(path)
             elif not rule.channels_first:
-                # The layer treats whatever is between examples and features alike.
+                # The layer treats all dimensions between examples and features in the same way.
                 is_double = sizes_of_doubled == [2 * size for size in sizes]
                 num_merged, remainder = divmod(sizes[0], batch)
                 if num_merged > 1 and not remainder and len(set(sizes)) == 1 and is_double:
@@ -64,11 +65,11 @@ class ExampleDims:
 
 
 def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: int) -> bool:
-    """Return whether the examples of two tensors surely lie in the same dimension."""
+    """Return whether the examples of two tensors certainly lie in the same dimension."""
     if len(shape) != len(own_shape):
         return False
     if dim is not None:
         return shape[dim] == batch
-    # An argument that was common to all examples may have become one for each example.
+    # An argument that all examples shared may now have an entry for each example.
     sizes = zip(shape, own_shape, strict=True)
     return batch == 1 or not any(size == batch != own_size for size, own_size in sizes)

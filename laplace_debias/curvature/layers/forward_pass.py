@@ -21,12 +21,12 @@ from laplace_debias.curvature.layers.several_columns import (
 )
 from laplace_debias.curvature.network.calling import quiet
 
-# Output gradients up to so many bytes, of all columns and layers, are computed together although
-# the network has convolutions on a CPU.
+# If the network has convolutions on a CPU, output gradients of all columns and layers are computed
+# together up to this many bytes.
 _MOST_BYTES_TOGETHER = 2**22
 # The number of gradients with which a fit checks a network: two columns of two examples. If even
-# these are too large to be computed together, no pass computes any together, because that would
-# not have been checked.
+# these gradients are too large to be computed together, no pass computes gradients together,
+# because this would not have been checked.
 _NUM_CHECKED = 4
 
 
@@ -88,17 +88,16 @@ class ForwardPass:
         sites: The tapped sites.
         outputs: The outputs of the network.
         num_examples: The number of examples.
-        layer_calls: The recorded calls of layers, in their order.
+        layer_calls: The recorded calls of layers, in order.
         module_calls: The recorded calls of modules that can be run again.
-        handed_on: The tensor with which the forward pass went on behind each layer.
-        loops: Paths of modules that `vmap` does not run; those that it is found to fail with are
-            added.
-        one_by_one: Whether columns are pushed back one after the other.
+        handed_on: The tensor with which the forward pass continued after each layer.
+        loops: Paths of modules that `vmap` does not run; modules with which `vmap` fails are added.
+        one_by_one: Whether columns are pushed back one at a time.
 
     Attributes:
         output_bytes: The bytes of the tapped layers' outputs for one example.
-        faults: An error for each site that cannot be measured. A site that was not called has
-            none: its Jacobian is zero for these examples.
+        faults: An error for each site that cannot be measured. A site that was not called has no
+            error: its Jacobian is zero for these examples.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class ForwardPass:
         self._handed_on = handed_on
         self._loops = loops
         self._one_by_one = one_by_one
-        # The outputs of the calls by their `id`: a norm's scale and bias have one.
+        # The outputs of the calls by their `id`; a norm's scale and bias share an output.
         self._targets = {id(layer_call.z): layer_call.z for layer_call in layer_calls}
         for module_call in module_calls:
             self._targets |= {id(z): LayerOutput.from_tensor(z) for z in module_call.outputs}
@@ -130,19 +129,19 @@ class ForwardPass:
         self.output_bytes = max(1, total_bytes // num_examples)
 
     def release(self) -> None:
-        """Release the recorded calls, which take memory; nothing can be pushed back any more."""
+        """Release the recorded calls, to free memory; nothing can be pushed back afterwards."""
         self.layer_calls = []
         self.module_calls = []
         self._handed_on = {}
         self._targets = {}
 
     def last_layer(self) -> LayerCall | None:
-        """The call of the tapped layer whose output is that of the network, if there is one."""
+        """Return the call of the tapped layer whose output is the network's output, or None."""
         if self.outputs._version > 0:
-            return None  # Overwritten since: `outputs /= temperature`.
+            return None  # They were overwritten, as by `outputs /= temperature`.
         last_calls = []
         for layer_call in self.layer_calls:
-            # An operation with a parameter hands nothing on.
+            # An operation with a parameter has no such tensor.
             handed_on = self._handed_on.get(layer_call.layer)
             if handed_on is not None and handed_on() is self.outputs:
                 last_calls.append(layer_call)
@@ -157,14 +156,14 @@ class ForwardPass:
     ) -> Iterator[BlockRecord]:
         """Push output cotangents back to every tapped layer.
 
-        Sites that the outputs do not depend on are left out: their Jacobian is zero.
+        Sites on which the outputs do not depend are left out, because their Jacobian is zero.
 
         Args:
             columns: The cotangents.
             keep_graph: Whether further cotangents will follow. If not, the recorded calls are
                 released.
             skipped: A site at which no gradient is computed.
-            tensor: A tensor within the network that is differentiated in place of the outputs.
+            tensor: A tensor within the network that is differentiated instead of the outputs.
 
         Yields:
             A record for each block, from the last site to the first.
@@ -172,7 +171,7 @@ class ForwardPass:
         differentiated = self.outputs if tensor is None else tensor
         records = self._records(differentiated, columns, keep_graph, skipped)
         if not keep_graph:
-            # The graph is a circle of references, which would keep all of it for long.
+            # The graph is a reference cycle, which would stay in memory for a long time.
             self.release()
         for site in reversed(self.sites.layers):
             if site not in records:
@@ -185,7 +184,7 @@ class ForwardPass:
     def _records(
         self, tensor: Tensor, columns: Tensor, keep_graph: bool, skipped: Site | None
     ) -> dict[Site, BlockRecord]:
-        """For every site that is reached the record of its first block."""
+        """Return the record of the first block of every site that is reached."""
         targets = self._targets.copy()
         for layer_call in self.layer_calls:
             if Site((layer_call.layer,)) == skipped:
@@ -211,7 +210,7 @@ class ForwardPass:
         return records
 
     def _replayed(self, site: Site, gradients: dict[int, Tensor]) -> ReplayedCalls | None:
-        """The module calls at a site with the gradients at their outputs; None if there are none.
+        """Return the module calls at a site with the gradients at their outputs, or None.
 
         A call is left out if the outputs of the network do not depend on it.
         """
@@ -230,10 +229,11 @@ class ForwardPass:
     def _gradients(
         self, tensor: Tensor, targets: dict[int, LayerOutput], columns: Tensor, keep_graph: bool
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
-        """The gradients at targets, by their `id`, where the tensor depends on them.
+        """Compute the gradients at those targets on which the tensor depends, by their `id`.
 
-        Few numbers take less time if all cotangents are pushed back together. Many leave the
-        processor's cache, where convolutions take less time for one cotangent after the other.
+        Small gradients take less time if all cotangents are pushed back together. Large gradients
+        do not fit the processor's cache, so that convolutions take less time for one cotangent at a
+        time.
         """
         if not tensor.requires_grad or not targets:
             return {}
@@ -242,7 +242,7 @@ class ForwardPass:
         with quiet():
             gradients: Sequence[Tensor | None]
             if len(columns) == 1:
-                # It needs no `vmap`, which takes longer than a small network.
+                # One column needs no `vmap`, which takes longer than a small network.
                 column_gradients = differentiate(columns[0], retain_graph=keep_graph)
                 gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
             elif not self._one_by_one:
@@ -258,6 +258,6 @@ class ForwardPass:
         return {target: gradient for target, gradient in pairs if gradient is not None}
 
     def _fits_in_cache(self, tensor: Tensor, columns: Tensor) -> bool:
-        """Whether the gradients are small, also those with which a fit checks the network."""
+        """Whether the gradients are small, including those with which a fit checks the network."""
         num_gradients = max(len(columns) * len(tensor), _NUM_CHECKED)
         return num_gradients * self.output_bytes <= _MOST_BYTES_TOGETHER

@@ -12,18 +12,18 @@ from torch import Tensor
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.operators.structures.directions import Axes, Directions, ThinBasis
 
-# Numbers that a slice of an embedding's Jacobian holds.
+# The size of a slice of an embedding's Jacobian.
 _SLICE = 2**22
-# Up to so many positions columns are rotated together.
+# Up to this many positions, columns are rotated together.
 _FEW_POSITIONS = 16
 
 
 class Rotated(NamedTuple):
     """Jacobians of some examples in a block's eigenbasis.
 
-    `J` is `[b, K, *groups, d_out, d_in]`, of thin directions in their frame: there its rows and
-    columns are the first ones where those that follow are zero. `columns` says which columns these
-    are of an embedding, where the others are zero; None of other layers.
+    `J` is `[b, K, *groups, d_out, d_in]`. For thin directions, J is in their frame, without the
+    last rows and columns if these are zero. For an embedding, J contains only the columns with the
+    indices `columns`, and all other columns are zero; for other layers, `columns` is None.
     """
 
     examples: slice
@@ -42,11 +42,11 @@ def rotated_jacobians(
     *,
     apart: bool = True,
 ) -> Iterator[Rotated]:
-    r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
+    r"""Yield a block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, in slices.
 
-    Activations and output gradients are rotated, never their product: the cost is that of the
-    Jacobian itself plus one rotation of each row. With `apart` each example may have rows and
-    columns of its own for what thin directions leave.
+    Activations and output gradients are rotated, never their product, so the cost is the cost of
+    the Jacobian itself plus one rotation of each row. With `apart`, each example may have its own
+    rows and columns for the part outside the span of thin directions.
     """
     block = record.block
     if block.is_vector:
@@ -59,7 +59,7 @@ def rotated_jacobians(
         return
     jacobian_size = record.num_columns * block.size
     for examples in block.rule.slices(record.layer, block, record.inputs[0], extra=jacobian_size):
-        # No variable has it, so that one slice's is released before the next is made.
+        # No variable refers to the slice, so that it is released before the next one is computed.
         yield Rotated(
             examples, _rotated_slice(record, examples, output_directions, input_directions, apart)
         )
@@ -72,13 +72,14 @@ def _rotated_slice(
     input_directions: Directions,
     apart: bool,
 ) -> Float[Tensor, "part columns *groups rows some_d_in"]:
-    """The Jacobian of some examples, in the eigenbasis."""
+    """Compute the Jacobian of some examples in the eigenbasis."""
     block = record.block
     layer = record.layer
     rule = block.rule
     num_columns = record.num_columns
     num_positions = record.num_positions
-    # For many positions their sum is rotated, for few each. Nothing is rotated without directions.
+    # For many positions, their sum is rotated; for few positions, each one is rotated. Coordinate
+    # axes need no rotation.
     is_apart = apart and len(record.inputs) == 1
     num_rows = num_columns * num_positions
     has_few_rows = (
@@ -128,7 +129,7 @@ def _activations_along(
 def _few_gradients(
     rows: Float[Tensor, "batch *groups columns d_out positions"], directions: ThinBasis
 ) -> Float[Tensor, "batch *groups columns few positions"]:
-    """Rotate output gradients whose columns times positions are fewer than the outputs."""
+    """Rotate output gradients if columns times positions are fewer than the outputs."""
     by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
     few = _few_coordinates(by_example.flatten(1, 2), directions)
     return few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))
@@ -139,8 +140,8 @@ def single_products(
 ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
     r"""Compute the factors of a Jacobian that is one outer product per output of an example.
 
-    A layer that is called once, at one position, has $U_G^\top g_k a^\top U_A$, so that the product
-    itself is never needed.
+    The Jacobian of a layer that is called once, at one position, is $U_G^\top g_k a^\top U_A$, so
+    the product itself is never needed.
 
     Returns:
         $U_G^\top g_k$ and $U_A^\top a$; in thin directions, their coordinates as in `Rotated`. None
@@ -167,9 +168,9 @@ def single_products(
 def _few_coordinates(
     rows: Float[Tensor, "batch n *groups d"], directions: ThinBasis
 ) -> Float[Tensor, "batch n *groups few"]:
-    """An example's n < d rows along thin directions, with n coordinates for what these leave.
+    """Compute coordinates of n < d rows along thin directions, and n for the part outside them.
 
-    All directions there have one magnitude, so any orthonormal basis of the rows will do.
+    All directions outside have the same magnitude, so any orthonormal basis of the rows is valid.
     """
     along, remainder = directions.split(rows)
     return torch.cat([along, _triangular(remainder.movedim(1, -2)).movedim(-2, 1)], -1)
@@ -178,9 +179,9 @@ def _few_coordinates(
 def _triangular(
     rows: Float[Tensor, "batch *groups n d"],
 ) -> Float[Tensor, "batch *groups n n"]:
-    """Triangular matrices `L` with the products of the rows, `L Lᵀ = rows rowsᵀ`."""
+    """Compute triangular matrices `L` with the same products as the rows, `L Lᵀ = rows rowsᵀ`."""
     if rows.dtype != torch.float64 and rows.device.type == "cpu":
-        # Many times faster than LAPACK's QR on several threads. Scaled, products stay in range.
+        # This is many times faster than LAPACK's QR on several threads. Scaling avoids overflow.
         scale = rows.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         scaled = rows.float() / scale
         L, info = torch.linalg.cholesky_ex(scaled @ scaled.mT)
@@ -189,7 +190,7 @@ def _triangular(
         double_rows = rows.double()
         products = double_rows @ double_rows.mT
         diagonal = products.diagonal(dim1=-2, dim2=-1)
-        # Rows may depend on each other, or be zero: what is added is below their rounding.
+        # Rows may be linearly dependent or zero. The added numbers are below their rounding errors.
         diagonal += (diagonal.sum(-1, keepdim=True) * 1e-14).clamp_min(1e-300)
         L, info = torch.linalg.cholesky_ex(products)
         if not info.any():
@@ -200,7 +201,7 @@ def _triangular(
 def dense_jacobians(
     record: BlockRecord, jacobians: Jacobians = rotated_jacobians
 ) -> Iterator[tuple[slice, Float[Tensor, "part columns d"]]]:
-    """Yield rows of all of a block's parameters, with the examples that they belong to.
+    """Yield rows of all of a block's parameters, with the examples to which they belong.
 
     Args:
         record: The record of the block.
@@ -216,12 +217,12 @@ def dense_jacobians(
 def joint_jacobians(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
-    """A block's Jacobian in its eigenbasis, with all examples as one, `[1, b·K, d_out, d_in]`."""
+    """Yield a block's Jacobian in its eigenbasis, `[1, b·K, d_out, d_in]`, all examples as one."""
     slices = list(rotated_jacobians(record, output_directions, input_directions, apart=False))
     looked_up = [rotated.columns for rotated in slices if rotated.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:
-        # Sorted, so that the columns of each slice are found among all.
+        # The columns are sorted, so that the columns of each slice can be found among them.
         places = [torch.searchsorted(columns, part_columns) for part_columns in looked_up]
         slices = [
             Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_add_(3, place, J))
@@ -234,7 +235,7 @@ def joint_jacobians(
 def _looked_up(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
-    """The Jacobian for one-hot activations: gradients added up index by index, zero for others."""
+    """Yield the Jacobian for one-hot activations: sums of gradients by index, otherwise zero."""
     assert isinstance(input_directions, Axes), "One-hot inputs have the coordinate axes."
     block = record.block
     rule = block.rule
@@ -256,10 +257,10 @@ def _looked_up(
 def _distinct(
     ids: Int[Tensor, "batch positions"], num_rows: int
 ) -> tuple[Int[Tensor, " some"], Int[Tensor, "batch positions"]]:
-    """The tokens that occur, ascending, and the place of each position's token among them.
+    """Return the tokens that occur, ascending, and the index of each position's token among them.
 
-    On an accelerator the host would wait for their number: there further places, at which no
-    position is, follow with the token 0.
+    On an accelerator, the host would have to wait for the number of tokens. Instead, unused entries
+    with the token 0 follow, to which no position refers.
     """
     if ids.device.type == "cpu":
         return torch.unique(ids, return_inverse=True)

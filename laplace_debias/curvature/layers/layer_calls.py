@@ -1,4 +1,4 @@
-"""The calls of layers in a forward pass, and operations with a parameter, and their recorders."""
+"""Calls of layers and operations with a parameter in a forward pass, and their recorders."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ from laplace_debias.curvature.network.inputs import without_subclass
 
 @dataclass(frozen=True, eq=False)
 class LayerOutput:
-    """An output's place in the recorded graph, without the values, which take memory.
+    """An output's place in the recorded graph, without the output's values, which take memory.
 
     Attributes:
-        edge: The node of the graph to which gradients with respect to the output come; None if no
+        edge: The edge of the graph that receives gradients with respect to the output; None if no
             graph is recorded.
         shape: The shape of the output.
         dtype: The dtype of the output.
@@ -60,9 +60,9 @@ class LayerCall:
 
     Attributes:
         layer: The path of the layer, or the name of the parameter.
-        x: The input, `[B, ...]`, or the factor that the parameter is multiplied by.
+        x: The input, `[B, ...]`, or the factor that multiplies the parameter.
         z: The output.
-        version: The version of the input's storage, by which a change in place is noticed.
+        version: The version of the input's storage, which reveals changes in place.
     """
 
     layer: str
@@ -72,7 +72,7 @@ class LayerCall:
 
 
 class LayerRecorder:
-    """A recorder of what goes into layers and comes out of them, in one forward pass.
+    """A recorder of the inputs and outputs of layers in one forward pass.
 
     Args:
         dims: The dimensions of the examples.
@@ -80,10 +80,11 @@ class LayerRecorder:
         has_graph: Whether the graph of the forward pass is recorded.
 
     Attributes:
-        layer_calls: The calls so far, in their order.
-        handed_on: The tensor with which the forward pass went on behind each layer, by the layer's
-            path. It takes no memory once it was used.
-        is_unclear: Whether it is unclear in some call which dimension has the examples.
+        layer_calls: The calls so far, in order.
+        handed_on: The tensor with which the forward pass continued after each layer, by the layer's
+            path. The references are weak, so that the tensors take no memory once they have been
+            used.
+        is_unclear: Whether there is a call in which the dimension of the examples is unclear.
     """
 
     def __init__(self, dims: ExampleDims, num_examples: int, has_graph: bool) -> None:
@@ -95,9 +96,9 @@ class LayerRecorder:
         self._has_graph = has_graph
 
     def hook(self, path: str, layer: nn.Module) -> list[RemovableHandle]:
-        """Hook a layer, before any hook of the user's that may replace the output.
+        """Hook a layer, before any hook of the user that may replace the output.
 
-        What users' hooks do to the output is part of the forward pass, not of the layer.
+        Changes of the output by users' hooks are part of the forward pass, not of the layer.
         """
         record = partial(self._record, path)
         inside = layer_rule(layer).inner_layer(layer)
@@ -117,25 +118,25 @@ class LayerRecorder:
         if not self._dims.is_clear(path, x.shape, self._num_examples):
             self.is_unclear = True
         elif path in self._dims.common:
-            # A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`.
+            # Each example receives a copy of a tensor that all share, `[T, ...]` or `[1, T, ...]`.
             x, output = (t if len(t) == 1 and t.ndim > 1 else t.unsqueeze(0) for t in (x, output))
             x, output = (t.expand(self._num_examples, *t.shape[1:]).clone() for t in (x, output))
         if self._has_graph and not output.requires_grad:
-            # The first tapped layer's output is where the recorded graph begins.
+            # The recorded graph begins at the output of the first tapped layer.
             output = output.detach().requires_grad_()
         merged = self._dims.merged.get(path, 1)
         is_merged = merged > 1 and len(x) == merged * self._num_examples
         recorded_x = without_subclass(x.detach())
         z = output
         if is_merged:
-            # Windows or frames that are merged into the examples are positions of them.
+            # Windows or frames that are merged into the examples are positions of these examples.
             recorded_x = recorded_x.unflatten(0, (self._num_examples, merged))
             z = z.unflatten(0, (self._num_examples, merged))
         self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
         handed_on = z.flatten(0, 1) if is_merged else z
         if self._has_graph and (handed_on.is_leaf or handed_on._is_view()):
-            # The forward pass may overwrite the copy: a leaf must not be overwritten, and a view
-            # that is overwritten gets another place in the graph.
+            # The forward pass may overwrite the copy. A leaf must not be overwritten, and a view
+            # that is overwritten would move to a different place in the graph.
             handed_on = handed_on.clone()
         self.handed_on[path] = weakref.ref(handed_on)
         return handed_on
@@ -144,14 +145,14 @@ class LayerRecorder:
 def _hook_within(
     layer: nn.Module, inside: nn.Module, record: Callable[..., Tensor]
 ) -> list[RemovableHandle]:
-    """Record what a normalisation gives to a layer inside of it, such as its activation."""
+    """Record what a normalisation passes to a layer inside it, such as its activation."""
     began: list[tuple[Any, ...]] = []
 
     def begin(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         began[:] = [(layer, inputs, named)]
 
     def end(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        # The layer inside may be one of others, too.
+        # Other modules may share the layer inside.
         return record(*began.pop(), *inputs) if began and len(inputs) == 1 else None
 
     return [
@@ -165,9 +166,8 @@ class OperandRecorder(TorchFunctionMode):
 
     Args:
         parameters: The parameters that are looked for, by name.
-        layer_calls: The list that gets a call for each operation, under the parameter's name, with
-            the factor that the parameter is multiplied by and the result, both
-            `[B, positions, size]`.
+        layer_calls: A list to which a call is added for each operation, with the parameter's name,
+            the factor that multiplies the parameter, and the result, both `[B, positions, size]`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], layer_calls: list[LayerCall]) -> None:
@@ -178,7 +178,7 @@ class OperandRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and record it if it is of this kind."""
+        """Run an operation, and record it if it multiplies by a parameter or adds it."""
         named = {} if kwargs is None else kwargs
         output = func(*args, **named)
         operands: list[tuple[Any, Any]] = []
@@ -195,7 +195,7 @@ class OperandRecorder(TorchFunctionMode):
         return self._recorded(parameters, output) if parameters else output
 
     def _is_parameter(self, operand: Any, output: Tensor) -> bool:
-        """Whether an operand is all of a parameter, in its order, and the same for all examples."""
+        """Whether an operand is a whole parameter, in its order, and the same for all examples."""
         if not isinstance(operand, Tensor) or not operand.ndim <= output.ndim > 0:
             return False
         parameter = operand if operand._base is None else operand._base

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# For each call of a layer, which positions take part, [B, T]; calls may differ in T.
+# For each call of a layer, a mask [B, T] of the positions that take part; calls may differ in T.
 Masks = Sequence[Tensor]
 
 
@@ -14,9 +14,10 @@ def select_positions(
 ) -> Float[Tensor, "columns n *d"]:
     """Select the rows of the positions that count, `[K, n, ...]`.
 
-    On an accelerator the host would wait for their number: there the others are left in, as zeros.
+    On an accelerator, the host would wait for the number of these positions. There, all positions
+    are kept, and the rows of the others are zero.
     """
     if mask.device.type == "cpu":
         return rows[:, mask]
-    # Not a product: what is padded may be infinite.
+    # This is not a product, because padded entries may be infinite.
     return rows.where(mask.view(*mask.shape, *[1] * (rows.ndim - 3)), 0).flatten(1, 2)

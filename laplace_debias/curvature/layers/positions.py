@@ -1,28 +1,30 @@
 r"""The positions that count in layers whose positions share a weight.
 
-T and the moments of K-FAC are those of the positions that take part, example by example. A position
-of a layer's output takes no part if its gradient vanishes for every cotangent that counts, and
+T and the moments of K-FAC include only the positions that take part, example by example. A position
+of a layer's output does not take part if its gradient vanishes for every cotangent that counts, and
+one of these conditions holds:
 
 - its target is ignored, or no target of the example counts; or
 - its token is the `padding_idx` of an embedding; or
-- its layer is one that only some batches call, and its example does not reach it at all; or
-- nothing that counts depends on it at all: its gradient vanishes in all layers with as many
-  positions. So it is with padding behind a mask of attention, a mask that multiplies, or behind the
-  last position that a causal model looks at. This is looked for if the inputs can show
-  padding: tokens, masks or lengths, which are integers or bools, or several tensors. In a single
-  tensor of features it is a position whose features are all zero.
+- only some batches call the layer, and the example does not reach the layer at all; or
+- nothing that counts depends on the position at all: its gradient vanishes in all layers with the
+  same number of positions. This is the case for padding that an attention mask or a multiplied mask
+  hides, or that follows the last position that a causal model reads. This condition is checked if
+  the inputs can show padding: tokens, masks or lengths, which are integers or bools, or several
+  tensors. In a single tensor of features, it is checked only for positions whose features are all
+  zero.
 
-The first condition would not suffice. The last block of a classifier on its first token has no
-gradient at any other position, and still these are positions of the example.
+A vanishing gradient would not be enough. If a classifier reads only the first token, its last block
+has no gradient at any other position, but these positions still belong to the example.
 
-The gradients are those of one cotangent with generic numbers at all outputs that count, in a pass
-of their own. It does not matter how columns, examples or batches are cut, nor whether an output is
-so certain that its own columns vanish. If a ReLU is dead, or a Tanh saturated, the derivative is
-zero for these numbers and not for the network: `_pass_through` lets the cotangent through.
-The pass is left out where it cannot find anything: every output is one of a position, and counts;
-or the inputs are images or features. It is never left out for a network with a layer that only some
-batches call. Other layers with one position per example need no pass: the position takes part if a
-target of the example counts.
+The gradients are computed in a separate pass, for one cotangent with generic numbers at all outputs
+that count. Therefore the result does not depend on how columns, examples or batches are split, nor
+on whether an output is so certain that its own columns vanish. If a ReLU is dead or a Tanh
+saturated, the derivative is zero only for these inputs; `_pass_through` lets the cotangent pass
+nevertheless. The pass is omitted if it cannot find anything: if every output belongs to a position
+and counts, or the inputs are images or features. It is never omitted for a network with a layer
+that only some batches call. Other layers with one position per example need no pass: the position
+takes part if a target of the example counts.
 """
 
 import itertools
@@ -44,7 +46,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
-# Nodes of the recorded graph whose derivative can vanish by the numbers alone.
+# Nodes of the recorded graph whose derivative can vanish because of particular numbers.
 _POINTWISE = frozenset(
     f"{name}Backward{version}"
     for version in (0, 1)
@@ -62,9 +64,9 @@ class PresentPositions:
     """The positions of a batch that take part.
 
     Attributes:
-        masks_by_layer: By the layer's path, for every call that the outputs depend on, the
-            positions that take part, if these are not all.
-        counted_examples: The examples with a target that counts; None for all.
+        masks_by_layer: The positions that take part, by the layer's path, for every call on which
+            the outputs depend; empty if all positions take part.
+        counted_examples: The examples with a target that counts; None if these are all examples.
         single_layers: The layers with one position per example. The position takes part if the
             example counts.
     """
@@ -74,7 +76,7 @@ class PresentPositions:
     single_layers: Collection[str] = ()
 
     def masks(self, block: Block, num_calls: int) -> Masks | None:
-        """Return the positions of a weight block's layer, for each call; None for all."""
+        """Return masks of the positions of a weight block's layer, for each call; None for all."""
         if block.is_vector:
             return None
         if block.layer in self.masks_by_layer:
@@ -87,7 +89,7 @@ class PresentPositions:
 class PositionFinder:
     """A search for the positions that count, batch by batch.
 
-    `layer_calls` and `outputs` are those of one example.
+    `layer_calls` and `outputs` are the layer calls and outputs for one example.
     """
 
     def __init__(
@@ -114,7 +116,8 @@ class PositionFinder:
         self._blocks = [*lengths, *uncalled]
         self._single_layers = {block.layer for block in self._all_blocks}
         self._single_layers -= {block.layer for block in self._blocks}
-        # Outputs have the classes behind their positions, or between them and the examples.
+        # The classes of outputs come after the positions, or between the examples and the
+        # positions.
         output_positions = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
         block_positions = set[int]().union(*lengths.values())
         self._is_pooled = outputs.ndim == 2 or not block_positions <= output_positions
@@ -123,21 +126,21 @@ class PositionFinder:
     def find(self, x: Inputs, y: Tensor, conditional: Collection[Site]) -> PresentPositions:
         """Find the positions of a batch that take part.
 
-        Whether not all do is decided on the device of inputs and targets. On an accelerator the
-        host waits for the answer, and once more for the result of a pass.
+        Whether some do not take part is decided on the device of inputs and targets. On an
+        accelerator, the host waits for the answer, and once more for the result of a pass.
 
         Args:
             x: The inputs.
             y: The targets.
             conditional: The sites of layers that only some batches call. Whether a batch calls a
-                layer for examples that do not reach it is a matter of how examples are batched.
+                layer for examples that do not reach it depends on the batching of examples.
         """
         if not self._all_blocks:
             return PresentPositions()
         masks_by_layer: Mapping[str, Masks] = {}
         conditional_blocks = [block for block in self._all_blocks if block.site in conditional]
         counted = self._cotangents.counted(y, self._ndim)
-        # Layers with one position take the mask as it is: on an accelerator nothing waits for it.
+        # Layers with one position use the mask directly: on an accelerator, the host need not wait.
         asks = bool(self._blocks or conditional_blocks) or y.device.type == "cpu"
         if counted is not None and asks and bool(counted.all()):
             counted = None
@@ -152,7 +155,7 @@ class PositionFinder:
         return PresentPositions(masks_by_layer, counted_examples, self._single_layers)
 
     def sites_not_reached(self, x: Inputs, y: Tensor) -> set[Site]:
-        """Find the sites of layers that some example with a target that counts does not reach.
+        """Find the sites of layers that are not reached by some example with a target that counts.
 
         The outputs of the example do not depend on the layer, though the batch may call it for all.
         """
@@ -175,9 +178,9 @@ class PositionFinder:
         """Find positions by a backward pass; there are no masks if all take part."""
         blocks = list(dict.fromkeys([*self._blocks, *conditional_blocks]))
         if self._pass is None or self._pass.blocks != blocks:
-            # Hooks cost time, and most data holds no padding.
+            # Hooks cost time, and most data contain no padding.
             self._pass = _Pass(shared_copy(self._network), blocks)
-        # How many positions tokens or masks `[B, T]` have.
+        # The numbers of positions of tokens or masks `[B, T]`.
         tokens = [t for t in tensors_of(x) if t.ndim == 2]
         lengths = {t.shape[1] for t in tokens if not t.is_floating_point() or _is_mask(t)}
         device = self._device
@@ -192,14 +195,14 @@ class PositionFinder:
 
 
 def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
-    """Whether the inputs could hold positions that nothing depends on, where every output counts.
+    """Whether inputs may contain positions on which nothing depends, if every output counts.
 
-    `is_pooled` says whether a layer has positions without outputs of their own.
+    `is_pooled` says whether a layer has positions that have no output of their own.
     """
     tensors = tensors_of(x)
     zero_rows = _zero_rows(tensors)
     if zero_rows is not None:
-        # Images have no such rows: the host need not wait.
+        # Images have no such rows, so the host need not wait.
         return is_pooled and zero_rows.shape[1] > 0 and bool(zero_rows.any())
     return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
 
@@ -209,9 +212,10 @@ def _is_mask(x: Tensor) -> bool:
 
 
 def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | None:
-    """Positions of a single tensor of features, `[B, T, d]`, that are zero throughout.
+    """Find the positions of a single tensor of features, `[B, T, d]`, that are entirely zero.
 
-    None for other inputs, which can show padding: tokens, masks or lengths, or several tensors.
+    The result is None for other inputs, which can show padding: tokens, masks or lengths, or
+    several tensors.
     """
     x = tensors[0]
     if len(tensors) > 1 or not x.is_floating_point():
@@ -226,12 +230,12 @@ class _RecordedCall:
     """A call of a layer in the pass.
 
     Attributes:
-        path: The path of a layer that has blocks; None of another one.
+        path: The path of a layer that has blocks; None for any other layer.
         layer: The layer.
-        x: Its input.
-        z: Its output.
-        gradient: The cotangent at its output; None if the outputs do not depend on it, or before
-            the backward pass.
+        x: The input of the layer.
+        z: The output of the layer.
+        gradient: The cotangent at this output; None if the network's outputs do not depend on it,
+            or before the backward pass.
     """
 
     path: str | None
@@ -257,14 +261,15 @@ class _RecordedCall:
 class _Pass:
     """One forward pass, and one backward pass of a generic cotangent.
 
-    Hooks are left on the network.
+    The hooks stay on the network.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
-        # Other layers are recorded too: the result does not depend on which blocks there are.
+        # Other layers are also recorded, so that the result does not depend on the choice of
+        # blocks.
         self._calls_without_block: list[_RecordedCall] = []
         for path, module in network.named_modules():
             if path not in layers and layer_rule(module).has_sequence(module):
@@ -290,16 +295,16 @@ class _Pass:
         lengths: Collection[int],
         conditional: Collection[str],
     ) -> Mapping[str, Masks]:
-        """The positions that take part, by layer and call.
+        """Find the positions that take part, by layer and call.
 
-        `counted` broadcasts to the outputs; `lengths` are numbers of positions of tokens, and
-        `conditional` the layers that only some batches call.
+        `counted` broadcasts to the outputs. `lengths` are the numbers of positions of tokens or
+        masks, and `conditional` are the layers that only some batches call.
         """
         outputs, calls = self._forward(x)
         if not (calls and outputs.requires_grad):
             return {}
         if counted is not None and not _broadcasts(counted, outputs):
-            # The loss raises an error about such targets when it gets the outputs.
+            # The loss raises an error about such targets when it receives the outputs.
             return {}
         _pass_through(outputs)
         edges = [call.z.edge for call in calls if call.z.edge is not None]
@@ -317,7 +322,8 @@ class _Pass:
         for call in calls:
             if call.path is None or call.gradient is None:
                 continue
-            # Positions that take no part in this call if their gradient vanishes here.
+            # `idle` marks positions that do not take part in this call if their gradient vanishes
+            # here.
             length = call.has_gradient.shape[1]
             idle = torch.zeros_like(call.has_gradient)
             if ignored is not None:
@@ -326,7 +332,7 @@ class _Pass:
                 idle |= padding[length]
             if call.path in conditional:
                 idle |= ~reached[call.path].unsqueeze(1)
-            # A convolution of images may have as many positions as a sequence has by accident.
+            # A convolution of images may accidentally have as many positions as a sequence.
             has_length = length in lengths or not call.rule.channels_first
             if has_length and call.rule.has_sequence(call.layer):
                 if zero_rows is None:
@@ -337,7 +343,7 @@ class _Pass:
         return masks_by_layer
 
     def _forward(self, x: Inputs) -> tuple[Tensor, list[_RecordedCall]]:
-        """Run the network; returns the outputs, and the calls that they may depend on."""
+        """Run the network, and return the outputs and the calls on which they may depend."""
         self._calls_without_block.clear()
         forward_pass = self._tap.forward(x)
         outputs = forward_pass.outputs
@@ -354,7 +360,7 @@ class _Pass:
 
 
 def _generic_cotangent(outputs: Tensor, counted: Tensor | None) -> Tensor:
-    """Make a cotangent that is zero where nothing counts, with no two equal entries elsewhere."""
+    """Make a cotangent with distinct entries, zero at outputs that do not count."""
     numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
     cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
     return cotangent if counted is None else cotangent * counted
@@ -371,7 +377,7 @@ def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, 
 
 
 def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
-    """Find where some layer has a gradient, by the number of its positions."""
+    """Find where some layer has a gradient, by the layer's number of positions."""
     influence: dict[int, Tensor] = {}
     for call in calls:
         mask = call.has_gradient
@@ -399,7 +405,7 @@ def _broadcasts(mask: Tensor, outputs: Tensor) -> bool:
 def _pass_through(outputs: Tensor) -> None:
     """Let cotangents of the outputs pass nonlinearities as if their slope were a positive number.
 
-    Each has a number of its own: paths through several of them do not cancel.
+    Each nonlinearity has a different slope, so that different paths do not cancel.
     """
     visited: set[Any] = set()
     nodes: list[Any] = [outputs.grad_fn]

@@ -18,12 +18,12 @@ class BlockRecord:
 
     Attributes:
         block: The curvature block.
-        layer: The layer that the block belongs to.
+        layer: The layer of the block.
         inputs: The input `[B, ...]` of each call of the layer.
         output_gradients: The gradients at each call's output, `[K, B, ...]`, one for each column of
             the loss Hessian's root.
-        replayed: The calls of modules that read the block's parameter, if they are run again
-            instead.
+        replayed: The calls of modules that read the block's parameter, if these calls are run
+            again.
         masks: The positions that take part, `[B, T]` for each call; None for all positions.
         root_weights: The square roots of the examples' weights, which the gradients contain; None
             if the examples have no weights.
@@ -83,10 +83,10 @@ class BlockRecord:
     def jacobian_rows(
         self,
     ) -> Iterator[tuple[slice, Float[Tensor, "columns part *groups d_out"]]]:
-        """Compute the Jacobian rows of an exact block, with the examples that they belong to.
+        """Compute the Jacobian rows of an exact block, with the examples to which they belong.
 
-        They are sums over all calls, or those that automatic differentiation gives for replayed
-        calls.
+        The rows are sums over all calls. For replayed calls, automatic differentiation computes
+        them.
         """
         if self.replayed is not None:
             yield from self.replayed.rows(self.block)

@@ -1,8 +1,9 @@
 """Reference gradients of single examples, by automatic differentiation.
 
-Blocks are compared with these gradients. The first two examples of the data may not use all of a
-model: in a mixture of experts each example takes its own way. So further examples are looked for,
-until each parameter has one whose outputs depend on it, or the data ends.
+Blocks are compared with these gradients. The first two examples of the data may not use all parts
+of a model, because in a mixture of experts each example takes its own path. Therefore further
+examples are searched for until, for each parameter, there is an example whose outputs depend on it,
+or until the data end.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from laplace_debias.system.ranks import process_group
 
 FIRST_EXAMPLES = 16
 """Number of examples of the first batch that are run if two examples do not use all of a model."""
-# Examples that are run at a time behind these.
+# The number of examples that are run at a time after these.
 _AT_ONCE = 128
 
 
@@ -39,14 +40,14 @@ class Reference:
 
     Attributes:
         x: The examples.
-        outputs: Their outputs, `[B, ...]`.
+        outputs: The outputs of the examples, `[B, ...]`.
         cotangent: The cotangent, of the outputs' shape.
-        gradients: For each parameter that is compared, `[B, size]`.
-        unused: Parameters that the outputs do not depend on by differentiable operations.
+        gradients: The gradients `[B, size]` of each parameter that is compared.
+        unused: Parameters on which the outputs do not depend through differentiable operations.
         without_gradient: Parameters whose gradient is zero for all examples.
         is_partial: Whether the gradient of some parameter is zero for some example.
-        rounding: Rounding errors in the norm of a gradient.
-        eps: Relative rounding error of one number.
+        rounding: The rounding error of the norm of a gradient.
+        eps: The relative rounding error of one number.
     """
 
     x: Inputs
@@ -97,7 +98,8 @@ class Reference:
         eps = coarsest_eps(network)
         are_zero = (all_norms == 0).all(1).tolist()
         without_gradient = [n for n, is_zero in zip(names, are_zero, strict=True) if is_zero]
-        # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
+        # Some gradients are only rounding errors, such as for the keys' bias, which cancels in
+        # softmax.
         rounding = eps**0.5 * float(all_norms.nan_to_num(0.0, 0.0).max())
         return cls(
             x=x,
@@ -113,12 +115,12 @@ class Reference:
 
 
 class _Search:
-    """A search for examples whose outputs depend on parameters that those before do not use.
+    """A search for examples whose outputs depend on parameters that earlier examples do not use.
 
     Attributes:
-        unused: Parameters that no outputs depended on so far.
-        batches: Batches that were put together: two examples of the data, and behind them those
-            that were found.
+        unused: Parameters on which no outputs have depended so far.
+        batches: Batches that were put together, each from two examples of the data followed by the
+            examples that were found.
     """
 
     def __init__(self, network: nn.Module, first: Reference) -> None:
@@ -130,7 +132,7 @@ class _Search:
         self.batches: list[Inputs] = []
 
     def read(self, x: Inputs) -> None:
-        """Look for parameters without gradient so far among the examples of a batch."""
+        """Search the examples of a batch for gradients of parameters that have none so far."""
         missing = [self._network.get_parameter(name) for name in self._missing]
         with requiring_grad(missing):
             outputs = _outputs(self._network, x)
@@ -156,7 +158,7 @@ class _Search:
                     self._missing = [name for name in self._missing if name not in covered]
         if numbers:
             examples = [take(x, slice(number, number + 1)) for number in numbers]
-            # Together with examples that may take another way.
+            # The found examples are joined with examples that may take a different path.
             shapes = [[t.shape[1:] for t in tensors_of(inputs)] for inputs in (self._first, x)]
             companions = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
             self.batches.append(join([companions, *examples]))
@@ -174,17 +176,17 @@ def find_references(
 ) -> tuple[list[Reference], list[str]]:
     """Find examples that have gradients for parameters without one so far.
 
-    With several processes, the examples of all are used on each.
+    With several processes, each process uses the examples of all processes.
 
     Args:
         network: The network.
         names: The parameters' names.
         first: The reference of the first two examples.
         x: The first batch.
-        more_batches: Inputs of all batches, which are read as long as some parameter is not used.
+        more_batches: Inputs of all batches, which are read as long as there is an unused parameter.
 
     Returns:
-        References of further examples, and the parameters that no outputs depend on.
+        References of further examples, and the parameters on which no outputs depend.
     """
     ranks = process_group()
     search = _Search(network, first)
@@ -233,8 +235,8 @@ def _random_cotangent(outputs: Tensor) -> Tensor:
 
 
 def _only(cotangent: Tensor, example: int) -> Tensor:
-    """A cotangent that is zero at all examples but one."""
-    # Not a batch of one example: some gradients of torch are wrong for that.
+    """Return a cotangent that is zero at all examples but one."""
+    # The batch keeps all examples, because some gradients of torch are wrong for a single example.
     single = torch.zeros_like(cotangent)
     single[example] = cotangent[example]
     return single

@@ -1,12 +1,12 @@
 """Find the blocks of a model's parameters by running a few examples.
 
-A layer's class says how its parameters act, and a model may do otherwise: a forward pass of its
-own, a weight that is read from outside of its layer, windows or time steps in the place of the
-examples. So every block is compared with automatic differentiation. A parameter whose block does
-not agree is measured at calls of the module that has it. If these do not determine it either, calls
-of the module around it are taken, and so on up to the network itself. A parameter without a layer,
-or of a normalisation, is first looked for in operations that multiply by it or add it, entry by
-entry.
+A layer's class determines how its parameters are expected to act, but a model may differ: it may
+have its own forward pass, read a weight from outside its layer, or pass windows or time steps to a
+layer instead of examples. Therefore every block is compared with automatic differentiation. A
+parameter whose block differs is measured at the calls of the module that has the parameter. If the
+result still differs, the calls of the enclosing module are used, and so on up to the network
+itself. For a parameter without a layer, or of a normalisation, operations that multiply by the
+parameter or add it, entry by entry, are tried first.
 """
 
 import math
@@ -50,8 +50,8 @@ class Resolved:
     Attributes:
         blocks: The blocks.
         calls: Parameters that are not measured at their layers, with the paths of the modules whose
-            calls read them; at operations if there are none.
-        unused: Parameters that the outputs do not depend on by differentiable operations.
+            calls read them. Without paths, they are measured at operations.
+        unused: Parameters on which the outputs do not depend through differentiable operations.
     """
 
     blocks: list[Block]
@@ -69,15 +69,15 @@ def resolve(
 ) -> Resolved:
     """Find the blocks of parameters, and verify them on a few examples.
 
-    Two examples of the first batch `x` are run. If some parameter takes no part in the outputs of
-    one of them, as in a mixture of experts, examples that use it are looked for, in `x` and in
-    `more_batches`. The tap is left where the blocks are. A random model, and one that mixes the
-    examples of a batch, is refused.
+    Two examples of the first batch `x` are run. If the outputs of an example do not depend on a
+    parameter, as in a mixture of experts, `x` and `more_batches` are searched for examples that use
+    the parameter. The tap stays attached to the blocks. Models that are random or that mix the
+    examples of a batch are rejected.
     """
     network = tap.network
     few = take(x, slice(0, 2))
     if num_examples(few) == 1:
-        # With one example no dimension can be recognised as that of the examples.
+        # With one example, the dimension of the examples could not be recognised.
         few = join([few, few])
     first_example = take(few, slice(0, 1))
     with torch.no_grad(), preserve_attributes(network.modules()):
@@ -88,7 +88,7 @@ def resolve(
     references, unused = find_references(network, names, reference, x, more_batches)
     references.insert(0, reference)
     used = [name for name in names if name not in unused]
-    # Two examples may take the same way through a model by chance.
+    # Two examples may take the same path through a model by chance.
     mixed = take(x, slice(0, FIRST_EXAMPLES)) if reference.is_partial else None
     calls: dict[str, tuple[str, ...]] = {}
     owners = owners_of_parameters(network)
@@ -97,7 +97,7 @@ def resolve(
             calls[block.name] = ()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls)
-        # All blocks, since a site that moves may change what the tap records at the others.
+        # All blocks are compared, because a moved site may change what the tap records elsewhere.
         wrong = _wrong(tap, blocks, references, mixed)
         if not wrong:
             return Resolved(blocks, calls, unused)
@@ -126,8 +126,8 @@ def differing_blocks(
 ) -> list[Block]:
     """Find blocks that do not agree with automatic differentiation on the first two examples.
 
-    There are none if two passes give different outputs. Sites that cannot be measured on so few
-    examples are left out; a pass over all examples raises an error.
+    The result is empty if two passes give different outputs. Sites that cannot be measured on so
+    few examples are left out; a pass over all examples raises an error.
     """
     few = take(x, slice(0, 2))
     if num_examples(few) == 1:
@@ -136,7 +136,7 @@ def differing_blocks(
     check_outputs(reference.outputs)
     tap = Tap(network, blocks)
     if reference.is_partial:
-        # The dimensions of the examples are clear in a batch of them.
+        # The dimensions of the examples are clear in a batch of several examples.
         tap.forward(take(x, slice(0, FIRST_EXAMPLES)), strict=False)
     forward_pass = tap.forward(few, strict=False)
     if not are_repeated(reference.outputs, forward_pass.outputs):
@@ -153,7 +153,7 @@ def _wrong(
 ) -> dict[Block, Exception]:
     """Find the blocks that differ from automatic differentiation, and the error of each.
 
-    The `mixed` examples are run for what cannot be measured in a batch of them.
+    The `mixed` examples are run to find sites that cannot be measured in such a batch.
     """
     if not blocks:
         return {}
@@ -163,7 +163,7 @@ def _wrong(
         faults |= tap.forward(mixed, strict=False).faults
         for reference in references:
             for number in range(num_examples(reference.x)):
-                # Which layers one example does not call.
+                # This finds the layers that one example does not call.
                 tap.forward(take(reference.x, slice(number, number + 1)), strict=False)
     wrong: dict[Block, Exception] = {}
     for reference in references:
@@ -187,14 +187,15 @@ def _different(
     forward_pass: ForwardPass,
     reference: Reference,
 ) -> dict[Block, Exception]:
-    """Blocks whose Jacobian along a reference's cotangent is not the reference's, and why.
+    """Find blocks whose Jacobian along the cotangent differs from the reference, and why.
 
     A site that is not reached has a Jacobian of zero.
     """
     wrong: dict[Block, Exception] = {}
     deviations: dict[Block, Tensor] = {}
     if forward_pass.outputs.shape == reference.cotangent.shape:
-        # Some gradients of torch are wrong where several columns come at once.
+        # Two columns are used because some gradients of torch are wrong for several columns at
+        # once.
         columns = torch.stack([-reference.cotangent, reference.cotangent])
         for record in forward_pass.backward(columns):
             block = record.block
@@ -203,7 +204,8 @@ def _different(
             try:
                 expected = _expected(network, block, reference)
                 deviations[block] = _deviation(record, expected)
-            # A layer that is not what its class says may raise anything, as may a replayed module.
+            # A layer that does not behave like its class, or a replayed module, may raise any
+            # error.
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -215,7 +217,7 @@ def _different(
     on_host = torch.stack(list(deviations.values())).tolist() if deviations else []
     for block, (by_example, norms) in zip(deviations, on_host, strict=True):
         for deviation, norm in zip(by_example, norms, strict=True):
-            # The fit finds what is not finite, and says where.
+            # The fit finds numbers that are not finite, and reports where.
             allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
             if math.isfinite(norm) and not deviation <= allowed:
                 wrong[block] = NotImplementedError(
@@ -228,7 +230,7 @@ def _different(
 def _expected(
     network: nn.Module, block: Block, reference: Reference
 ) -> Float[Tensor, "batch size"]:
-    """A reference's gradients in a block's parameters, in the order of the block's entries."""
+    """Return a reference's gradients in a block's parameters, in the block's order of entries."""
     by_parameter = [reference.gradients[name] for name in block.parameters]
     gradients = torch.cat(by_parameter, 1) if len(by_parameter) > 1 else by_parameter[0]
     order = parameter_order(network, block.parameters, [block])
@@ -238,7 +240,7 @@ def _expected(
 def _deviation(
     record: BlockRecord, expected: Float[Tensor, "batch size"]
 ) -> Float[Tensor, "2 batch"]:
-    """By how much a block's Jacobian along the last cotangent is off, and its norm, by example."""
+    """Compute a Jacobian's deviation along the last cotangent, and its norm, by example."""
     difference = expected.clone()
     block = record.block
     matrices = difference.view(len(difference), *block.groups, *block.shape)

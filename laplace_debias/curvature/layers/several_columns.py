@@ -1,4 +1,4 @@
-"""Gradients of several columns of cotangents, together or one after the other."""
+"""Gradients of several columns of cotangents, together or one at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _READING = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
 def has_python_functions(outputs: Tensor) -> bool:
     """Whether the outputs depend on a `torch.autograd.Function`, whose code may not be vectorised.
 
-    It may read numbers, or, as that of `fully_shard`, call further functions.
+    The code may read numbers or, as in `fully_shard`, call further functions.
     """
     nodes = [outputs.grad_fn]
     visited = set(nodes)
@@ -55,21 +55,21 @@ def column_by_column(
     targets: Mapping[int, LayerOutput],
     keeps_graph: bool,
 ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
-    """Differentiate for one column after the other.
+    """Differentiate for one column at a time.
 
     Args:
-        differentiate: The gradients at all targets for a column of cotangents; it takes
-            `retain_graph`.
+        differentiate: A function that computes the gradients at all targets for a column of
+            cotangents, with an argument `retain_graph`.
         columns: The columns.
-        targets: The outputs of layers at which the gradients are, by any key.
-        keeps_graph: Whether the graph is kept behind the last column.
+        targets: The outputs of layers at which gradients are computed, by any key.
+        keeps_graph: Whether the graph is kept after the last column.
 
     Returns:
-        The gradients at the targets that the outputs depend on, by key.
+        The gradients at the targets on which the outputs depend, by key.
     """
     gradients: dict[int, Tensor] = {}
-    # Before the first pass, whose memory would lie between. An example's columns lie one after the
-    # other, as products of Jacobians take them.
+    # Allocate before the first pass, to avoid fragmented memory. The columns of an example are
+    # contiguous, as products of Jacobians require.
     for target, z in targets.items():
         by_example = z.new_empty(z.shape[0], len(columns), *z.shape[1:])
         gradients[target] = by_example.transpose(0, 1)
@@ -85,7 +85,7 @@ def column_by_column(
         if reached:
             places = [gradients[target][index] for target in reached]
             torch._foreach_copy_(places, list(reached.values()))
-        # Let go before the next.
+        # Free the memory before the next pass.
         del column_gradients, gradient, reached
     return gradients
 
@@ -93,7 +93,7 @@ def column_by_column(
 def vmapped_or_stacked(
     differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
 ) -> list[Tensor | None]:
-    """Differentiate for all columns together, or for each if a tensor's hook reads numbers.
+    """Differentiate for all columns together, or one at a time if a tensor's hook reads numbers.
 
     `torch.vmap` does not support such hooks.
     """

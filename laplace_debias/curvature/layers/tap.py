@@ -28,25 +28,26 @@ from laplace_debias.curvature.network.shared_copy import (
 )
 from laplace_debias.system.memory import is_out_of_memory
 
-# Rounds in which the forms of calls are learned, with copies of what examples have in common.
+# The largest number of rounds in which the forms of calls are learned, with copies of tensors that
+# examples share.
 _MOST_ROUNDS = 4
 
 
 class Tap:
     """A tap that records the calls of chosen layers while it runs a network.
 
-    Only the part of the graph behind the first tapped layer is recorded, and no gradient with
-    respect to a parameter is ever computed. Hooks that record are on the network while it is run
-    here.
+    Only the part of the graph after the first tapped layer is recorded, and no gradient with
+    respect to a parameter is ever computed. The recording hooks are on the network only while the
+    tap runs it.
 
     Args:
         network: The network.
         blocks: Blocks to attach to.
 
     Attributes:
-        one_by_one: Whether cotangents are pushed back one after the other.
+        one_by_one: Whether cotangents are pushed back one at a time.
         learns_dims: Whether the dimensions of the examples are learned from the first inputs.
-        conditional: Sites that some pass has not called.
+        conditional: Sites that at least one pass has not called.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
@@ -78,7 +79,7 @@ class Tap:
         self._attached = blocks
         earlier_names = self._sites.names
         self._sites = TappedSites.from_blocks(self.network, blocks)
-        # The examples' dimensions stay the same at the same sites.
+        # At the same sites, the dimensions of the examples stay the same.
         if self._sites.names != earlier_names:
             paths = self._sites.replayed_paths
             self._recorder = CallRecorder(self.network, paths) if paths else None
@@ -89,9 +90,9 @@ class Tap:
         return self
 
     def save_attributes(self) -> None:
-        """Save the modules' attributes, to which every pass from now on restores them.
+        """Save the modules' attributes, which every later pass restores.
 
-        Without it each pass saves them anew.
+        Without a call of this method, each pass saves the attributes itself.
         """
         modules = [] if are_constant(self._modules) else self._modules
         self._saved_attributes = SavedAttributes(modules)
@@ -101,14 +102,14 @@ class Tap:
 
         Args:
             x: The inputs.
-            graph: Whether to record the graph. Nothing can be pushed back without it.
+            graph: Whether to record the graph. Without a graph, no cotangents can be pushed back.
             strict: Whether to raise the first of the pass's faults.
         """
         if self.learns_dims and not self._dims.is_known:
             self._learn(x)
         recording = self._run(x, graph)
         if not recording.has_clear_dims:
-            # Sequences of another length, or images of another size, have other dimensions.
+            # The dimensions may differ for sequences of another length or images of another size.
             self._learn(x)
             recording = self._run(x, graph)
         forward_pass = recording.forward_pass
@@ -160,7 +161,7 @@ class Tap:
         return _Recording(forward_pass, module_calls, layer_recorder.is_unclear)
 
     def _faults(self, recording: "_Recording") -> dict[Site, Exception]:
-        """The faults at the sites of a forward pass."""
+        """Collect the faults at the sites of a forward pass."""
         batch = recording.forward_pass.num_examples
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
@@ -191,7 +192,7 @@ class Tap:
     def _read_without_call(self, x: Inputs, recording: "_Recording") -> dict[Site, Exception]:
         """Find sites that were not called, though the outputs depend on their parameters.
 
-        It takes a forward pass for each set of sites that were called in all passes before.
+        This takes a further forward pass if a site is not called that all earlier passes called.
         """
         forward_pass = recording.forward_pass
         called = {layer_call.layer for layer_call in forward_pass.layer_calls}
@@ -228,8 +229,8 @@ class Tap:
         return faults
 
     def _learn(self, x: Inputs) -> None:
-        """Find which inputs of the layers have examples, from a batch and each example twice."""
-        # Neighbours: some models need sequences in the order of their lengths.
+        """Find the examples' dimensions in layers' inputs, by a batch and by each example twice."""
+        # The two copies are neighbours, because some models need sequences sorted by length.
         doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
         earlier_forms = {} if self._recorder is None else self._recorder.forget_forms()
@@ -246,7 +247,7 @@ class Tap:
                 takes_copies = self._takes_copies(doubled, expected)
                 if not takes_copies:
                     break
-                # Copies for one call change the forms of those behind it.
+                # Copies for one call change the forms of later calls.
                 *_, calls = self._run_both(x, doubled)
                 has_copies = self._recorder.learn(num_examples(x), *calls)
             self._recorder.add_forms(earlier_forms)
@@ -256,7 +257,7 @@ class Tap:
     def _run_both(
         self, x: Inputs, doubled: Inputs
     ) -> tuple[Tensor, list[dict[str, list[torch.Size]]], list[RecordedCalls]]:
-        """Outputs of the second inputs, and shapes of layers' inputs and calls for both."""
+        """Return outputs of the second inputs, and both inputs' layer input shapes and calls."""
         shapes: list[dict[str, list[torch.Size]]] = []
         calls: list[RecordedCalls] = []
         for inputs in (x, doubled):
@@ -269,14 +270,14 @@ class Tap:
         return recording.forward_pass.outputs, shapes, calls
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
-        """Whether outputs stay the same with a copy for each example of what all have in common."""
+        """Whether outputs stay the same if each example has a copy of tensors that all share."""
         dims = self._dims
         # With the shapes of the batch itself, it may be unclear whether to copy for these inputs,
-        # and then nothing is copied.
+        # and nothing would be copied.
         self._dims = replace(dims, shapes={})
         try:
             outputs = self._run(x, graph=False).forward_pass.outputs
-        # A forward pass may raise anything if it meets a dimension that it does not expect.
+        # A forward pass may raise any error at a dimension that it does not expect.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -293,9 +294,10 @@ class Tap:
         The tap must be attached to a single linear layer.
 
         Returns:
-            The outputs `[B, C]` and the layer's inputs. It is None unless the outputs are those of
-            the layer, and the forward pass calls it once and changes neither. Then `forward` may
-            still record the layer, or explain why it cannot.
+            The outputs `[B, C]` and the layer's inputs; None unless the network's outputs are the
+            layer's outputs, and the forward pass calls the layer once and changes neither inputs
+            nor outputs. If the result is None, `forward` may still record the layer, or explain why
+            it cannot.
         """
         (layer,) = self.layers.values()
         calls: list[tuple[Any, int, Any]] = []
@@ -323,12 +325,13 @@ class Tap:
 
 @dataclass(frozen=True, eq=False)
 class _Recording:
-    """A forward pass, and what shows whether the dimensions of the examples are known.
+    """A forward pass, and information on whether the dimensions of the examples are known.
 
     Attributes:
         forward_pass: The forward pass.
-        module_calls: All calls of modules, also those that cannot be run again.
-        is_unclear: Whether it is unclear in some call of a layer which dimension has the examples.
+        module_calls: All calls of modules, including calls that cannot be run again.
+        is_unclear: Whether there is a call of a layer in which the dimension of the examples is
+            unclear.
     """
 
     forward_pass: ForwardPass
@@ -337,7 +340,7 @@ class _Recording:
 
     @property
     def merged_paths(self) -> set[str]:
-        """The paths of modules with calls whose examples have no dimension of their own."""
+        """The paths of modules with calls in which the examples have no separate dimension."""
         return {call.path for call in self.module_calls.values() if not call.output_dims}
 
     @property
@@ -349,7 +352,7 @@ class _Recording:
 
 
 def _check_wide(layer: str, dtype: torch.dtype) -> None:
-    """Require that a layer does not compute in half precision, which its parameters are not in."""
+    """Require that a layer does not compute in half precision unless its parameters are in it."""
     if dtype in NARROW:
         raise RuntimeError(
             f"The forward pass computes the outputs of {layer} in {dtype}, "
@@ -361,7 +364,7 @@ def _check_wide(layer: str, dtype: torch.dtype) -> None:
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
-    """Make the error for an input whose leading dimension is not the examples."""
+    """Make the error for an input whose first dimension is not the examples."""
     return NotImplementedError(
         f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, "
         "but its first dimension must be the examples. Keep positions in a "
