@@ -26,11 +26,11 @@ class Accumulator(ABC):
     Attributes:
         context: The network, its blocks and the processes that share the data.
         needs_positions: Whether records must have the positions that take part.
-        takes_single_columns: Whether measuring one column after the other takes no longer than
-            measuring all at once.
-        row_bytes: Bytes of the row that the records of all blocks are joined to, for one column of
-            one example. An accumulator that joins rows adds nothing before it has the records of
-            all blocks; 0 for one that adds each record by itself.
+        takes_single_columns: Whether measuring one column at a time takes no longer than measuring
+            all columns at once.
+        row_bytes: Bytes of the row to which the records of all blocks are joined, for one column of
+            one example; 0 if each record is added separately. An accumulator that joins rows adds
+            nothing before it has the records of all blocks.
     """
 
     needs_positions: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class Accumulator(ABC):
         """Measure a record and add it to the sums.
 
         Raises:
-            UnfinishedSumError: If the addition fails. An error before leaves the sums unchanged.
+            UnfinishedSumError: If the addition fails. An earlier error leaves the sums unchanged.
         """
         measured = self.measure(record)
         try:
@@ -72,15 +72,15 @@ class Accumulator(ABC):
         """Add the contribution of a record to the sum of its block."""
 
     def drop_waiting(self) -> None:  # noqa: B027 (most accumulators add each record at once)
-        """Drop records that wait for those of other blocks, after an error.
+        """Drop records that wait for the records of other blocks, after an error.
 
-        Their chunk is run again.
+        The chunk of these records is run again.
         """
 
     @property
     @abstractmethod
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
-        """The tables of sums by name, which are all that is kept between batches.
+        """The tables of sums by name; nothing else is kept between batches.
 
         A sum is a tensor, or a list of tensors that may be joined along their first dimension.
         """
@@ -100,7 +100,7 @@ class Accumulator(ABC):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the sums of a `state_dict`, on the model's device.
 
-        The tensors are used themselves, not copied.
+        The tensors are used without a copy.
         """
         blocks: dict[str, Any] = {block.name: block for block in self.context.blocks}
         tables = self.tables
@@ -116,4 +116,4 @@ class Accumulator(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Check that the sums are finite, and add those of all processes."""
+        """Check that the sums are finite, and add the sums of all processes."""

@@ -23,9 +23,9 @@ def add_to(sums: BlockTensors, block: Block, value: Tensor) -> None:
 def check_finite(sums: Mapping[Block, Factor]) -> None:
     """Require that the sums of all blocks are finite.
 
-    A sum is finite only if every summand is. So the host waits for the device once, after the last
-    batch. The total of all entries is not finite if one of them is not; entries are searched only
-    then, because their total may also overflow.
+    A sum is finite only if every summand is finite, so the host waits for the device only once,
+    after the last batch. The total of all entries is not finite if any entry is not finite. Only if
+    the total is not finite are the entries searched, because the total itself may also overflow.
     """
     if not sums:
         return
@@ -45,8 +45,8 @@ def check_finite(sums: Mapping[Block, Factor]) -> None:
 def owners_of_blocks(context: FitContext) -> dict[Block, int]:
     """Return the process that decomposes each block.
 
-    Blocks are assigned by descending cost, each to the process with the least to do. A factor of d
-    columns costs d³, a diagonal one nothing.
+    Blocks are assigned by descending cost, each to the process with the least work. A factor of d
+    columns costs d³, and a diagonal factor costs nothing.
 
     Reference:
         Graham (1969), "Bounds on multiprocessing timing anomalies".
@@ -84,7 +84,7 @@ def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockT
 
 
 def sum_over_processes(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """Add the sums of all processes, and return the result on each."""
+    """Add the sums of all processes, and return the result on each process."""
     complete = with_all_blocks(context, sums)
     context.ranks.sum(list(complete.values()))
     return complete

@@ -1,9 +1,10 @@
 """The saved state of a fit, from which the same call can continue in another process.
 
-Once a minute, at the end of a batch, each process writes what the pass has summed and how many
-batches are in it. The same fit reads that many batches again, since a loader's order and
-augmentation are known in no other way, and computes with those that follow: its sums have the same
-bits. It takes as many processes as before.
+Once per minute, at the end of a batch, each process writes the sums of the pass and the number of
+batches in them. When the fit is resumed, it reads that many batches again, because a loader's order
+and augmentation cannot be known otherwise, and continues the sums with the following batches. The
+sums have the same bits as without an interruption. The number of processes must be the same as
+before.
 """
 
 import contextlib
@@ -35,10 +36,10 @@ EVERY = 60.0
 """Least number of seconds between two saves of a pass."""
 
 _IDENTITY = "fit.json"
-# The meaning of the files in the folder. Earlier versions wrote none, and a digest of the batches
-# that did not depend on the order of entries.
+# The format of the files in the folder. Earlier versions wrote no format, and a digest of the
+# batches that did not depend on the order of entries.
 _FORMAT = 2
-# The fits that have ended within `states_kept`; None outside of it.
+# The fits that have ended within `states_kept`; None outside this context.
 _ENDED: ContextVar[list["Checkpoint"] | None] = ContextVar("ended", default=None)
 
 
@@ -148,7 +149,7 @@ class SavedPass:
         """Read the next batches, and yield those that are not in the sums yet.
 
         Raises:
-            ValueError: If the batches up to the last one in the sums are not those in the sums.
+            ValueError: If the batches that are read differ from the batches in the sums.
         """
         for batch in batches:
             self._num_read += 1
@@ -173,7 +174,7 @@ class SavedPass:
         try:
             state.write(self._path)
         except OSError as error:
-            # The fit may have taken days.
+            # The fit may have taken days, so it continues.
             warn(
                 f"The state of the fit was not saved ({error}). The fit continues, but cannot be "
                 "resumed from this point."
@@ -205,16 +206,17 @@ class SavedPass:
 class Checkpoint:
     """The passes of a fit, saved in a folder.
 
-    The processes construct it together, and each saves its own sums.
+    All processes construct the object together, and each process saves its own sums.
 
     Args:
-        folder: The folder, which exists or is made.
-        identity: The options that the sums of the fit depend on, compared with those in the folder.
+        folder: The folder, which is created if it does not exist.
+        identity: The options on which the sums of the fit depend. They are compared with the
+            options in the folder.
         ranks: The processes that share the data.
 
     Raises:
-        ValueError: If the folder has the state of a fit with a different identity, or of another
-            version of the package.
+        ValueError: If the folder contains the state of a fit with a different identity, or from
+            another version of the package.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], ranks: Ranks) -> None:
@@ -261,7 +263,8 @@ class Checkpoint:
         """Remove the state of a fit that has ended, and the folder if nothing else is in it."""
         self._ranks.exchange(None)
         if self._ranks.rank == 0:
-            # The identity comes last: without it, another fit would continue from these passes.
+            # The identity is removed last: without it, a different fit would continue from these
+            # passes.
             for pattern in ("pass-*.safetensors", ".pass-*.partial", ".fit.*.partial", _IDENTITY):
                 for path in self._folder.glob(pattern):
                     path.unlink(missing_ok=True)
@@ -271,9 +274,10 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def states_kept() -> Iterator[None]:
-    """Keep the states of fits, and remove those of fits that ended at the end of the context.
+    """Keep the states of fits until the end of the context, and then remove those of ended fits.
 
-    If an error ends the context, for example because a posterior cannot be saved, all states stay.
+    If an error ends the context, for example because a posterior cannot be saved, all states are
+    kept.
     """
     ended: list[Checkpoint] = []
     token = _ENDED.set(ended)
@@ -303,7 +307,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> Path:
-    """Require that states can be written to a folder, before any work."""
+    """Require that states can be written to a folder, before any computation."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"`resume={str(folder)!r}` is a file. Pass the path of a folder.")
     check_target(folder / _IDENTITY, make_folders=True)

@@ -28,20 +28,20 @@ from laplace_debias.system.memory import is_out_of_memory
 # larger chunks do not fit the processor's cache; a GPU uses the full bound.
 _BOUND_OVER_CHUNK = defaultdict(lambda: 1, cpu=2)
 
-# A processor runs small batches together, up to so many bytes of activations. More do not fit its
-# cache.
+# On a CPU, small batches are run together, up to this many bytes of activations. More bytes do not
+# fit the cache.
 _JOINED_BYTES = 6 * 2**20
 _MOST_JOINED_EXAMPLES = 1024
 
-# The block of a record, and the index of the column group that it is for.
+# The block of a record, and the index of its column group.
 RecordKey = tuple[Block, int]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Examples of a batch that are run together, and which of their records are added already.
+    """Examples of a batch that are run together, and the records of them that are already added.
 
-    There are such records if memory ran out after them, in a larger chunk.
+    Some records are already added if memory ran out after them, in a larger chunk.
     """
 
     examples: slice
@@ -69,8 +69,8 @@ class _ExampleSize:
         num_columns: The number of columns of output gradients that are computed together.
         num_bytes: The bytes of these columns.
         num_examples: The number of examples in a chunk.
-        num_joined_examples: The number of examples up to which batches are run together; 0 for
-            none.
+        num_joined_examples: The number of examples up to which batches are run together; 0 if
+            batches are not run together.
     """
 
     num_columns: int
@@ -83,11 +83,11 @@ class ChunkRunner:
     """A runner that passes batches forward and back through the network, chunk by chunk.
 
     The size of a chunk keeps the output gradients within the memory bound. An example of each shape
-    is run to find out what it needs. A chunk for which there is not enough memory is run again by
-    halves; every record is added once.
+    is run to measure its memory. A chunk for which there is not enough memory is run again in
+    halves, but every record is added only once.
 
     Args:
-        accumulator: It is given the records.
+        accumulator: The accumulator that receives the records.
         x: The inputs of the first batch.
     """
 
@@ -99,18 +99,18 @@ class ChunkRunner:
         self._presence: Presence | None = None
         if accumulator.needs_positions:
             self._presence = Presence(context, forward_pass)
-        # The most bytes of output gradients in a chunk, after memory ran out.
+        # The largest number of bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
         self._sizes = {_example_shapes(x): self._size(forward_pass, num_joined_examples)}
-        # Processors convolve images in this layout in less time.
+        # On a CPU, convolutions take less time in this layout.
         self._is_channels_last = _supports_channels_last(context, x, forward_pass)
 
     def num_joined_examples(self, x: Inputs) -> int:
-        """Return the number of examples up to which batches are run together; 0 for none."""
+        """Return the number of examples up to which batches are run together, or 0."""
         return self._size_of(x).num_joined_examples
 
     def _size_of(self, x: Inputs) -> _ExampleSize:
-        """Return what an example of these inputs needs. The first one of each shape is run."""
+        """Return the memory of an example of these inputs; the first one of each shape is run."""
         shapes = _example_shapes(x)
         if shapes not in self._sizes:
             try:
@@ -125,7 +125,7 @@ class ChunkRunner:
         return self._sizes[shapes]
 
     def _size(self, forward_pass: ForwardPass, num_joined_examples: int) -> _ExampleSize:
-        """Compute what an example needs, from a forward pass of it."""
+        """Compute the memory of an example from its forward pass."""
         context = self._context
         num_columns = _num_columns(context, forward_pass.outputs)
         column_bytes = forward_pass.output_bytes + self._accumulator.row_bytes
@@ -147,8 +147,8 @@ class ChunkRunner:
     def run(self, batch: Batch, totals: DataTotals) -> None:
         """Run a batch and add it to the totals.
 
-        A chunk that fails in the layout `channels_last`, as a `view` does, is run again without
-        it.
+        A chunk that fails in the layout `channels_last`, for example because of a `view`, is run
+        again without this layout.
 
         Raises:
             RuntimeError: If memory runs out for one example, or while a record is added.
@@ -175,7 +175,7 @@ class ChunkRunner:
                     raise _not_enough_memory(chunk, error) from error
                 if not is_too_large and not self._is_channels_last:
                     raise
-            # Outside `except`, whose error keeps the chunk's tensors alive.
+            # This is outside `except`, because the error keeps the chunk's tensors alive.
             if is_too_large:
                 self._most_bytes = chunk.size // 2 * size.num_bytes
             else:
@@ -195,18 +195,19 @@ class ChunkRunner:
         added: set[RecordKey],
         totals: DataTotals,
     ) -> None:
-        """Run a chunk forward and back, and give its records to the accumulator.
+        """Run a chunk forward and back, and pass its records to the accumulator.
 
-        A chunk that ran out of memory is run again in smaller parts, and what it had added stays.
-        So records whose keys are in `chunk.added` are not added again, and every key goes into
-        `added` at once. Blocks without a record count as zero for these examples.
+        A chunk that ran out of memory is run again in smaller parts, but the records that it had
+        added are kept. Therefore records whose keys are in `chunk.added` are not added again, and
+        every key is put into `added` immediately. Blocks without a record count as zero for these
+        examples.
         """
         context = self._context
         chunk_batch = batch.take(chunk.examples)
         weights = chunk_batch.weights
         presence: ChunkPresence | None = None
         if self._presence is not None:
-            # Before the inputs are moved: padding is looked for on the CPU.
+            # This comes before the inputs are moved, so that padding is searched for on the CPU.
             presence = self._presence.of_chunk(chunk_batch)
         x = move(chunk_batch.inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
@@ -222,7 +223,7 @@ class ChunkRunner:
         )
         root_weights = None
         if weights is not None:
-            # Rounded to the precision of the gradients, not to that of the weights.
+            # The roots are rounded to the precision of the gradients, not of the weights.
             root_weights = weights.to(columns.dtype).sqrt()
             columns = scale_examples(columns, root_weights, 1)
         weight = chunk_batch.total_weight
@@ -247,7 +248,7 @@ class ChunkRunner:
         totals.num_outputs += outputs[0].numel() * weight
 
     def _add(self, record: BlockRecord, presence: ChunkPresence | None, totals: DataTotals) -> None:
-        """Give a record to the accumulator, and count the examples that are absent from its layer.
+        """Pass a record to the accumulator, and count the examples that are absent from its layer.
 
         If memory runs out before the record is in the sums, the totals do not change.
         """
@@ -270,7 +271,7 @@ def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:
     with _bytes_of_modules(context.network) as activation_bytes:
         forward_pass = tap.forward(example)
     check_outputs(forward_pass.outputs)
-    # Models that run some layers only for some batches are given the user's batches.
+    # Models that run some layers only for some batches receive the user's batches unchanged.
     if context.device.type != "cpu" or tap.conditional:
         return forward_pass, 0
     input_bytes = sum(tensor.nbytes for tensor in tensors_of(example))
@@ -284,11 +285,11 @@ def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
 
 
 def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: ForwardPass) -> bool:
-    """Whether images may be converted to the layout `channels_last`, and are not in it yet.
+    """Whether images may be converted to the layout `channels_last`, and do not have it yet.
 
-    A model that reads numbers in the order of memory (`as_strided`) computes other values then. So
-    the first example is run again in this layout. In a `torch.autograd.Function`, gradients may be
-    read in the order of memory, which no forward pass shows.
+    A model that reads numbers in the order of memory (`as_strided`) would compute different values.
+    Therefore the first example is run again in this layout. A `torch.autograd.Function` may read
+    gradients in the order of memory, which a forward pass does not reveal.
 
     Args:
         context: The fit.
@@ -306,7 +307,7 @@ def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: Forwar
         return False
     try:
         converted_pass = tap.forward(example.contiguous(memory_format=torch.channels_last))
-    # A forward pass may raise anything.
+    # A forward pass may raise any error.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -323,14 +324,14 @@ def _are_close(x: Tensor, y: Tensor, tolerance: float) -> bool:
     if x.shape != y.shape:
         return False
     if not x.is_floating_point():
-        return True  # The layer's outputs are compared, where they are used.
+        return True  # A layer's outputs are compared where they are used.
     x, y = x.detach(), y.detach()
     return bool((x - y).norm() <= tolerance * x.norm())
 
 
 @contextmanager
 def _bytes_of_modules(network: nn.Module) -> Iterator[list[int]]:
-    """Collect the bytes of what the modules of a network return."""
+    """Collect the bytes of the outputs of a network's modules."""
     num_bytes: list[int] = []
 
     def count(_: nn.Module, __: Any, outputs: Any) -> None:
@@ -348,7 +349,7 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     """Return the number of columns of one example's loss Hessian, from one example's outputs.
 
     Raises:
-        ValueError: If these columns take more memory than may be granted.
+        ValueError: If these columns take more memory than the limit.
     """
     num_outputs = outputs[0].numel()
     num_columns = context.cotangents.num_columns(num_outputs)
@@ -365,7 +366,7 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
 
 
 def _check_weights(blocks: Sequence[Block], batch: Batch) -> None:
-    """Require blocks that examples with weights can be summed for."""
+    """Require blocks that support examples with weights."""
     if batch.weights is None:
         return
     for block in blocks:
@@ -378,14 +379,14 @@ def _check_weights(blocks: Sequence[Block], batch: Batch) -> None:
 
 
 def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[RecordKey]:
-    """Keep only the records of column groups that every block has a record of."""
+    """Keep only the records of those column groups for which every block has a record."""
     groups = {group for _, group in added}
     complete = {group for group in groups if all((block, group) in added for block in blocks)}
     return {(block, group) for block, group in added if group in complete}
 
 
 def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
-    """Return the error for a chunk that cannot be made smaller, with what to do."""
+    """Return the error for a chunk that cannot be made smaller, with advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
         f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. Pass a "

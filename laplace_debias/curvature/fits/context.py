@@ -21,15 +21,15 @@ from laplace_debias.system.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class FitContext:
-    """A network with its loss and blocks, and how its curvature is computed.
+    """A network with its loss and blocks, and the settings for computing its curvature.
 
     Attributes:
         cotangents: The loss, as the vectors at the outputs that are pushed back.
         blocks: The curvature blocks, in the order of the posterior.
-        backend: Runs the network forward and back: BackPACK or the layer tap.
-        factor_dtype: The dtype that factors are summed and decomposed in.
-        memory_bound: Bytes that one chunk's output gradients may take; None for the default of
-            `granted`.
+        backend: The backend that runs the network forward and back, BackPACK or the layer tap.
+        factor_dtype: The dtype in which factors are summed and decomposed.
+        memory_bound: The limit of the bytes of one chunk's output gradients; None for the default
+            of `granted`.
         ranks: The processes that share the data.
         checkpoint: The folder that saves passes over the data; None if they are not saved.
         example: The inputs of one example of the data.
@@ -59,10 +59,10 @@ class FitContext:
         return self.tap.network
 
     def for_output(self, output: int, num_outputs: int) -> "FitContext":
-        """Return the context of a fit to one output, with that entry of the loss Hessian only.
+        """Return the context of a fit to one output, with only this entry of the loss Hessian.
 
         Args:
-            output: The index of the output among an example's flattened ones.
+            output: The index of the output among an example's flattened outputs.
             num_outputs: The number of outputs that every example must have.
         """
         return replace(self, cotangents=self.cotangents.for_output(output, num_outputs))
@@ -89,7 +89,7 @@ class CurvatureFit:
     Attributes:
         curvature: The curvature, block by block.
         totals: The totals of the data.
-        report: A report of the fitting scheme; None if it makes none.
+        report: A report of the fitting scheme; None if the scheme makes no report.
     """
 
     curvature: BlockDiagonal

@@ -1,15 +1,15 @@
 """Cross-fitting: eigenvectors from all examples, curvature along them from held-out folds.
 
-Two separate batches use each half of the data for only one of the two purposes. Cross-fitting takes
-the eigenvectors from all examples. Their magnitudes come from K folds: the curvature of each fold
-is measured along the eigenvectors of the other folds, and the K lists of curvatures, each in the
-order of its eigenvalues, are averaged. So no example measures a direction that it was used to
-choose, which would bias the magnitudes.
+With two separate batches, each half of the data serves only one of the two purposes. Cross-fitting
+computes the eigenvectors from all examples. The magnitudes come from K folds: the curvature of each
+fold is measured along the eigenvectors of the other folds, and the K lists of curvatures, each in
+the order of its eigenvalues, are averaged. Therefore no example measures a direction that it helped
+to choose, which would bias the magnitudes.
 
-In the statistics of covariance matrices this is cross-validated shrinkage of the eigenvalues
-(Bartz, 2016, "Advances in high-dimensional covariance matrix estimation"); two separate batches
-are the split-sample estimator (Lam, 2016, "Nonparametric eigenvalue-regularized precision or
-covariance matrix estimator").
+In the statistics of covariance matrices, this is cross-validated shrinkage of the eigenvalues
+(Bartz, 2016, "Advances in high-dimensional covariance matrix estimation"); two separate batches are
+the split-sample estimator (Lam, 2016, "Nonparametric eigenvalue-regularized precision or covariance
+matrix estimator").
 """
 
 import operator
@@ -51,8 +51,8 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     The examples have the indices that they would have if the folds were read one after the other.
 
     Raises:
-        ValueError: If there is no example, K is not between 2 and their number, or all examples of
-            a fold have the weight zero.
+        ValueError: If there are no examples, K is not between 2 and the number of examples, or all
+            examples of a fold have the weight zero.
     """
     batches = list(data)
     first_indices = first_indices_of_batches(ranks, [batch.num_examples for batch in batches])
@@ -65,7 +65,7 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
             f"{num_folds}. Change `folds`."
         )
     if ranks.size == 1:
-        # All batches make one.
+        # All batches are joined.
         batches = [Batch.joined(batches)]
     num_before = 0
     folds = []
@@ -148,12 +148,12 @@ def crossfit_factors(
 def crossfit_with_replicates(
     context: FitContext, totals_by_fold: Sequence[DataTotals], sums_by_fold: Sequence[FactorSums]
 ) -> list[BlockDiagonal]:
-    """Build cross-fitted K-FAC, plain K-FAC, and for each fold a replicate without it.
+    """Build cross-fitted K-FAC, plain K-FAC, and for each fold a replicate without this fold.
 
     The replicates are for the jackknife estimate of the error. A replicate has the eigenbasis of
-    the other folds, which cross-fitting computes anyway. Its magnitudes are the cross-fitted ones,
-    each times the ratio of the other folds' eigenvalue to the mean of that eigenvalue over the
-    replicates. So no further factor is decomposed.
+    the other folds, which cross-fitting computes anyway. Its magnitudes are the cross-fitted
+    magnitudes, each multiplied by the ratio of the other folds' eigenvalue to the mean of this
+    eigenvalue over the replicates. Therefore no further factor is decomposed.
 
     Args:
         context: The blocks, and the processes that share them.
@@ -186,14 +186,14 @@ def crossfit_with_replicates(
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
-    """Return the blocks whose factors this process has, in the order of all."""
+    """Return the blocks whose factors this process has, in the order of all blocks."""
     return [block for block in context.blocks if block in sums_by_fold[0]]
 
 
 def _fold_sizes(
     totals_by_fold: Sequence[DataTotals], block: Block
 ) -> tuple[list[float], list[float]]:
-    """Return the weights of each fold's examples that G, and A, of a block are means over."""
+    """Return the weights of each fold's examples over which a block's G and A are means."""
     weights = [totals.weight for totals in totals_by_fold]
     present = [totals.present_weight(block) for totals in totals_by_fold]
     return weights, present if any(present) else weights
@@ -225,7 +225,7 @@ def _share_curvatures(
 
     Args:
         context: The blocks, and the processes.
-        operators: For each block of this process its operators, one for each curvature.
+        operators: For each block of this process, its operators, one for each curvature.
         num_curvatures: The number of curvatures.
         totals: The totals of all folds.
     """
@@ -264,8 +264,8 @@ class FoldEstimate:
 
     Attributes:
         eigenvalues: The eigenvalues of the other folds' mean factor, descending.
-        directions: Its eigenvectors, in coordinates of the range of all folds.
-        magnitudes: The fold's own curvature along them, summed over its examples.
+        directions: The eigenvectors of this factor, in coordinates of the range of all folds.
+        magnitudes: The fold's own curvature along the directions, summed over its examples.
     """
 
     eigenvalues: Float[Tensor, "*groups d"]
@@ -283,18 +283,18 @@ def crossfit_magnitudes(
 
     Magnitude i is the mean over folds, weighted by their sizes, of the fold's mean curvature along
     the i-th eigenvector of the other folds, in descending order of their eigenvalues. If there are
-    fewer directions than dimensions, the last magnitude belongs to all remaining ones. Curvature
-    along directions that the other folds do not determine, above all those without curvature, is
-    averaged over the space of these directions; see `degenerate.average_degenerate`.
+    fewer directions than dimensions, the last magnitude belongs to all remaining directions.
+    Curvature along directions that the other folds do not determine, above all directions without
+    curvature, is averaged over the space of these directions; see `degenerate.average_degenerate`.
 
-    A diagonal factor's directions are the coordinate axes, whatever the data: its magnitudes are
-    its entries, on held-out folds too.
+    The directions of a diagonal factor are the coordinate axes, whatever the data. Therefore its
+    magnitudes are its entries, also on held-out folds.
 
     Args:
         factors: The factor of each fold, summed over the fold's examples.
         sizes: The number or weight of each fold's examples.
         mean_pair: The eigenpairs of the mean factor.
-        dtype: The dtype that the factors were computed in, which decides which curvature is
+        dtype: The dtype in which the factors were computed, which determines the curvature that is
             only rounding errors.
     """
     eigenvalues, U = mean_pair
@@ -304,9 +304,9 @@ def crossfit_magnitudes(
     magnitudes = torch.zeros_like(eigenvalues)
     for fold in range(len(sizes)):
         estimate = _estimate_fold(factors, sizes, fold, subspace)
-        # The magnitudes are sums: dividing by all examples weighs the fold by its size.
+        # The magnitudes are sums, so dividing by all examples weights the fold by its size.
         magnitudes += estimate.magnitudes / sum(sizes)
-        # This frees its memory before the next fold.
+        # This frees memory before the next fold.
         del estimate
     return magnitudes
 
@@ -327,7 +327,7 @@ def _replicates(
             magnitudes += estimate.magnitudes / sum(sizes)
             pairs.append((estimate.eigenvalues, subspace.lift(estimate.directions)))
     mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
-    # Without curvature of the other folds there are only rounding errors to compare.
+    # Without curvature of the other folds, the ratio would be a ratio of rounding errors.
     least = resolution(dtype) * mean.amax(-1, keepdim=True)
     replicates: list[Eigenpairs] = []
     for eigenvalues, directions in pairs:
@@ -351,19 +351,20 @@ def _other_folds(factors: Sequence[Factor], sizes: Sequence[float], fold: int) -
     """Compute the mean factor of all folds but one."""
     total = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
     size = sum(sizes) - sizes[fold]
-    # Without examples the total is zero.
+    # Without examples, the total is zero.
     return total / size if size > 0 else total
 
 
 class _Subspace:
-    """The range of a factor, if it is much smaller than the space; else the whole space.
+    """The range of a factor if it is much smaller than the space, and otherwise the whole space.
 
-    Every fold's factor is at most the sum of all: it vanishes where that does. So eigenbases of
-    the other folds' factors are eigenbases of matrices `[r, r]` in coordinates of the sum's range.
-    The factors of groups are small, of different ranks, and stay as they are.
+    Every fold's factor is at most the sum of all factors, so it vanishes where the sum vanishes.
+    Therefore eigenbases of the other folds' factors follow from eigenbases of matrices `[r, r]` in
+    coordinates of the sum's range. The factors of groups are small and have different ranks, so the
+    whole space is used for them.
 
     Attributes:
-        dtype: The dtype that the factors were computed in.
+        dtype: The dtype in which the factors were computed.
         multiplicity: The number of directions that share the last magnitude.
     """
 
@@ -396,7 +397,7 @@ class _Subspace:
     def eigenpairs(
         self, factor: Factor
     ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
-        """Compute eigenvalues, the one of the remaining directions last, and eigenvectors."""
+        """Compute eigenvalues, the last one for the remaining directions, and eigenvectors."""
         eigenvalues, directions = eigh(self.project(factor))
         assert directions is not None
         return self.with_remainder(eigenvalues, factor), directions
@@ -404,7 +405,7 @@ class _Subspace:
     def with_remainder(
         self, curvature: Float[Tensor, "*groups r"], factor: Factor
     ) -> Float[Tensor, "*groups d"]:
-        """Compute a factor's curvature along a basis of the subspace, and outside of it."""
+        """Append a factor's mean curvature outside the subspace to its curvature along a basis."""
         remainder = 0.0
         if isinstance(factor, GramFactor) and self.multiplicity > 1:
             trace = factor.rows.square().sum() + factor.residual_trace
@@ -428,8 +429,8 @@ def crossfit_ekfac(
 ) -> BlockTensors:
     """Average the magnitudes of EKFAC over the folds, `[*groups, d_out, d_in]`.
 
-    Each fold is measured along the eigenbases of the other folds; `mean_bases` are those of all
-    folds together.
+    Each fold is measured along the eigenbases of the other folds; `mean_bases` are the eigenbases
+    of all folds together.
     """
     weights = [totals.weight for totals in totals_by_fold]
     total_weight = sum(weights)
@@ -456,7 +457,7 @@ def crossfit_ekfac(
 
 
 def _eigenpairs_within(factor: Factor, mean_pair: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
-    """Eigenpairs of some folds' factor, computed in the range of all folds' factor."""
+    """Compute eigenpairs of some folds' factor within the range of all folds' factor."""
     eigenvalues, U = mean_pair
     if U is None:
         return eigh(factor)

@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.outputs import DeferredChecks
 def _can_be_joined(batch: Batch, following: Batch) -> bool:
     """Whether a batch and the following one can be concatenated.
 
-    They are plain tensors without weights, and their examples have one shape and consecutive
+    This requires plain tensors without weights, and examples with the same shape and consecutive
     indices.
     """
     return (
@@ -43,7 +43,7 @@ def accumulate(accumulator: Accumulator, data: Iterable[Batch], first_index: int
     compute. A pass that was saved resumes after the batches that are in its sums.
 
     Args:
-        accumulator: It has the sums of all processes when the pass has ended.
+        accumulator: The accumulator, which has the sums of all processes after the pass.
         data: The batches of this process.
         first_index: The index of the data's first example among all examples of the fit. It is
             added to the indices of the batches, so that different data of a fit get different
@@ -71,8 +71,8 @@ class _DataPass:
         """Read the data to its end, and return the totals over all processes."""
         batches = (replace(batch, first_index=first_index + batch.first_index) for batch in data)
         for group in self._groups(batches):
-            # A batch that `remaining` has read counts as summed. So a group is read as a whole, and
-            # saved before the next one is read.
+            # A batch that `remaining` has read counts as summed. Therefore a group is read as a
+            # whole, and is saved before the next group is read.
             remaining = list(self._saved.remaining(group))
             if remaining:
                 self._run_batches(remaining)
@@ -84,10 +84,10 @@ class _DataPass:
         return totals
 
     def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Group consecutive batches that are run together: small ones that can be concatenated.
+        """Group consecutive batches that are run together, because they are small and compatible.
 
-        A group that no batch may join is yielded before the next batch is read. Batches that wait
-        for others are copied.
+        A group that no further batch may join is yielded before the next batch is read. Batches
+        that wait for further batches are copied.
         """
         group: list[Batch] = []
         for batch in batches:
@@ -122,7 +122,8 @@ class _DataPass:
     def _run_joined(self, batches: list[Batch]) -> None:
         """Concatenate batches and run them.
 
-        After an error they are run one after the other: its message has the number of the batch.
+        After an error, the batches are run one at a time, so that the error message has the number
+        of the batch.
         """
         try:
             self._run_batch(Batch.joined(batches))

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# If two eigenvalues differ by less than this fraction of the largest one, rounding mixes their
-# eigenvectors: the error of the angle between these is the rounding over the difference.
+# If two eigenvalues differ by less than this fraction of the largest eigenvalue, rounding mixes
+# their eigenvectors: the error of their angle is the rounding error divided by the difference.
 _RESOLUTION = 1e-7
 
 
@@ -14,7 +14,7 @@ def numerical_rank(values: Float[Tensor, " d"], dtype: torch.dtype | None = None
     if not len(values):
         return 0
     # In units of the largest eigenvalue, sums of rounded products have an error of a few units of
-    # rounding, and a decomposition in double precision one that grows as the root of the size.
+    # rounding. A decomposition in double precision has an error that grows as the root of the size.
     error_of_sums = 8 * torch.finfo(values.dtype if dtype is None else dtype).eps
     error_of_decomposition = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
     return int((values > max(error_of_sums, error_of_decomposition) * values[0]).sum())
@@ -31,24 +31,26 @@ def average_degenerate(
     dtype: torch.dtype,
     remaining: int = 1,
 ) -> Float[Tensor, "*entries"]:
-    r"""Average curvature along eigenvectors over those whose eigenvalues nearly coincide.
+    r"""Average curvature over eigenvectors whose eigenvalues nearly coincide.
 
-    Any orthonormal basis of an eigenspace consists of eigenvectors, above all in the null space:
-    which basis results depends on the order of the examples, on the batch size and on the machine,
-    and so does the curvature that *other* data have along it. The mean over the eigenspace depends
-    on none of them, and is the expected curvature along a random basis. With a weight k that is 1
-    up to half the `resolution`, falls linearly and is 0 from the full resolution on,
+    Any orthonormal basis of an eigenspace, above all of the null space, consists of eigenvectors.
+    The basis that a decomposition returns depends on the order of the examples, on the batch size
+    and on the machine, and so does the curvature of *other* data along this basis. The mean over
+    the eigenspace depends on none of these, and is the expected curvature along a random basis. Let
+    the weight k be 1 up to half the `resolution`, fall linearly, and be 0 above the full
+    resolution. The average is
 
     $$\tilde\Lambda_i = \frac{\sum_j k(\lambda_i - \lambda_j)\,\Lambda_j}
-    {\sum_j k(\lambda_i - \lambda_j)},$$
+    {\sum_j k(\lambda_i - \lambda_j)}.$$
 
-    the quotient of two traces of functions of the matrix, and so continuous in it.
+    It is a quotient of two traces of functions of the matrix, and is therefore continuous in the
+    matrix.
 
-    A matrix may also be only the rounding errors of a sum that cancels: gradients at the keys of
-    attention add up to zero over positions. So if all eigenvalues are below the square of the
-    resolution, as a fraction of the measured curvature, the average is over all eigenvectors. The
-    columns of `measured` are averaged one by one. The eigenvalues may be in any order; the last one
-    is for `remaining` eigenvectors.
+    A matrix may also consist only of rounding errors of a sum that cancels: for example, gradients
+    at the keys of attention add up to zero over positions. Therefore, if all eigenvalues are below
+    the square of the resolution, as a fraction of the measured curvature, the average is over all
+    eigenvectors. The columns of `measured` are averaged one by one. The eigenvalues may be in any
+    order; the last one is for `remaining` eigenvectors.
     """
     if eigenvalues.shape[-1] == 0:
         return measured

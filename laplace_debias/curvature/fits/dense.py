@@ -29,25 +29,26 @@ Rows = Float[Tensor, "rows parameters"]
 Sums = TypeVar("Sums", bound=Tensor | list[Tensor])
 
 DENSE_BLOCK = "parameters"
-"""The one block's name."""
-# With several processes the first one decomposes it.
+"""The name of the only block."""
+# With several processes, the first one decomposes the block.
 _ON_FIRST = {DENSE_BLOCK: 0}
 KEPT_ROWS = 2**30
 """Jacobian rows for eigenvectors are kept up to this many bytes, and compressed beyond it."""
 
-# Lanczos iterations for a k-th or less of the eigenpairs of a matrix with at least so many rows;
-# below, all eigenpairs take less time.
+# Lanczos iterations are used if a matrix has at least `_LANCZOS_FROM` rows, and at most 1 /
+# `_LANCZOS_SHARE` of its eigenpairs are needed. Otherwise, computing all eigenpairs takes less
+# time.
 _LANCZOS_FROM = 768
 _LANCZOS_SHARE = 16
-# Their tolerance, in units of the dtype's rounding.
+# The tolerance of Lanczos iterations, in units of the dtype's rounding error.
 _LANCZOS_ROUNDINGS = 10
 
 
 class RowAccumulator(Accumulator, Generic[Sums]):
     """An accumulator that joins the blocks' Jacobian rows to rows of all parameters.
 
-    For these `Σ rowᵀ row = N·C`. The type of the sums depends on the subclass: a tensor, or a list
-    of tensors that may be joined.
+    With these rows, `Σ rowᵀ row = N·C`. The type of the sums depends on the subclass: a tensor, or
+    a list of tensors that may be joined.
     """
 
     def __init__(self, context: FitContext, sums: Sums) -> None:
@@ -73,7 +74,7 @@ class RowAccumulator(Accumulator, Generic[Sums]):
         return torch.cat([rows for _, rows in dense_jacobians(record)])
 
     def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
-        """Keep the rows of a block, and add them once those of all blocks are complete."""
+        """Keep the rows of a block, and add them once the rows of all blocks are complete."""
         blocks = self.context.blocks
         self._parts[block] = measured
         self._extremes[block].append(torch.stack(torch.aminmax(measured)))
@@ -103,8 +104,8 @@ class RowAccumulator(Accumulator, Generic[Sums]):
 class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
     """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process.
 
-    On one process, few rows are kept as they are, because it takes less time to decompose them than
-    to decompose the matrix.
+    On one process, few rows are kept instead of the matrix, because decomposing them takes less
+    time.
     """
 
     def __init__(self, context: FitContext) -> None:
@@ -130,13 +131,13 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
             device=self.context.device,
         )
         if self.sums:
-            # All at once, because a resumed fit has the same rows in other parts.
+            # The rows are joined first, because a resumed fit has the same rows in different parts.
             add_moments(matrix, torch.cat(self.sums))
         self._sums[DENSE_BLOCK] = matrix
         return matrix
 
     def reduce(self) -> None:
-        """Check that the matrix is finite, and add those of all processes on the first one."""
+        """Check that the matrix is finite, and add up the processes' matrices on the first one."""
         super().reduce()
         if self.context.ranks.size > 1 or isinstance(self.sums, Tensor):
             matrix = _finite(self._multiply_out())
@@ -149,7 +150,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
             matrix.mul_(scale).add_(operator.to_dense().to(matrix), alpha=weight)
 
     def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
-        """Compute the eigenpairs of the mean for all processes, overwriting the sum."""
+        """Compute the eigenpairs of the mean over all processes, overwriting the sum."""
         pairs = {}
         if self._sums:
             sums = self._sums.pop(DENSE_BLOCK)
@@ -172,7 +173,7 @@ class KeptRows(RowAccumulator[list[Tensor]]):
         self.sums.append(rows)
 
     def take_rows(self) -> Rows:
-        """Return all rows, of which there may be none, and keep them no longer."""
+        """Return all rows (possibly none), and stop keeping them."""
         rows = self.sums
         if not rows:
             return torch.zeros(
@@ -263,17 +264,17 @@ def crossfit_rows(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Measure the curvature of each fold along the directions of the other folds.
 
-    The magnitudes are summed over the folds by the index of the direction, which is that of its
-    eigenvalue among the other folds' in descending order, and divided by the total weight. The
-    directions that are returned are those of all rows together. Magnitudes of directions whose
-    eigenvalues nearly coincide are averaged.
+    The magnitudes are summed over the folds by the index of the direction, in descending order of
+    the other folds' eigenvalues, and are divided by the total weight. The directions that are
+    returned are the directions of all rows together. Magnitudes of directions whose eigenvalues
+    nearly coincide are averaged.
 
     Args:
         rows_by_fold: The Jacobian rows of each fold.
         weight: The sum of all examples' weights.
         rank: The number of directions; None for all.
-        dtype: The dtype that the rows were computed in, whose rounding decides which
-            eigenvalues coincide.
+        dtype: The dtype in which the rows were computed. Its rounding determines which eigenvalues
+            coincide.
     """
     eigenvalues, U = leading_pairs(torch.cat(rows_by_fold), rank, dtype)
     total = torch.zeros_like(eigenvalues)
@@ -282,7 +283,7 @@ def crossfit_rows(
         other_eigenvalues, basis = leading_pairs(other_rows, rank, dtype)
         measured = (fold_rows.to(basis) @ basis).square().sum(0)
         measured = average_degenerate(measured, other_eigenvalues, dtype)
-        # Fewer rows span fewer directions; along the missing ones there is no curvature.
+        # Fewer rows span fewer directions; along the missing directions, there is no curvature.
         total[: len(measured)] += measured[: len(total)]
     return average_degenerate(total / weight, eigenvalues, dtype), U
 
@@ -292,8 +293,8 @@ def leading_pairs(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Compute leading eigenpairs of `rowsᵀ rows`, or all of them if `rank` is None.
 
-    They come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. Pairs that rounding in `dtype`,
-    in which the rows were computed, does not determine are left out.
+    The pairs come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. `dtype` is the dtype in which
+    the rows were computed. Pairs that are not determined because of its rounding are left out.
     """
     if rank is None:
         return all_pairs(rows)
@@ -301,8 +302,8 @@ def leading_pairs(
     products = moments(rows) if is_tall else moments(rows.mT)
     description = "the curvature" if is_tall else "the products of Jacobian rows"
     values, vectors = _largest_pairs(_finite(products), rank, description)
-    # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
-    # the prior.
+    # If all rows are zero, as for a saturated network, there are no directions, and the posterior
+    # is the prior.
     k = min(rank, int((values > values[:1] * resolution(dtype)).sum()))
     if is_tall:
         return values[:k], vectors[:, :k]
@@ -311,7 +312,7 @@ def leading_pairs(
 
 
 def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
-    """Compute all eigenpairs of `rowsᵀ rows`, those of the null space included."""
+    """Compute all eigenpairs of `rowsᵀ rows`, including the null space."""
     if not are_few(*rows.shape):
         return eigh(moments(rows), "the curvature")  # type: ignore[return-value]
     _finite_squares(rows.square().sum(0))
@@ -319,7 +320,7 @@ def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
 
 
 def are_few(num_rows: int, num_parameters: int) -> bool:
-    """Whether rows are decomposed in less time than their `[D, D]` products."""
+    """Whether decomposing rows takes less time than decomposing their `[D, D]` products."""
     return 3 * num_rows <= 2 * num_parameters
 
 
@@ -328,9 +329,9 @@ def _largest_pairs(
 ) -> tuple[Float[Tensor, " values"], Float[Tensor, "n values"]]:
     """Compute at least the k largest eigenpairs of a matrix, by descending eigenvalue.
 
-    Few eigenpairs of a large matrix come from a Lanczos iteration to the accuracy of the dtype. It
-    looks for missed copies of an eigenvalue at the end. If it does not converge in so few products
-    that it saves time, the whole matrix is decomposed.
+    Few eigenpairs of a large matrix come from a Lanczos iteration, to the accuracy of the dtype. At
+    the end, the iteration looks for missed copies of an eigenvalue. If the iteration does not
+    converge fast enough to save time, the whole matrix is decomposed.
     """
     size = len(matrix)
     if size >= _LANCZOS_FROM and _LANCZOS_SHARE * k <= size:
@@ -351,7 +352,7 @@ def _largest_pairs(
 
 
 def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """Products of Jacobian rows, none of which overflows."""
+    """Return products of Jacobian rows, and require that none overflows."""
     # No product is larger than the largest square.
     _finite_squares(products.diagonal())
     return products

@@ -1,4 +1,4 @@
-"""Directions: the eigenbases of Kronecker factors, as far as data determine them."""
+"""Directions: the eigenbases of Kronecker factors, as far as the data determine them."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Eigenbasis(NamedTuple):
     """The directions of a block, and the curvature of its factors along them.
 
     Eigenvectors are columns, by descending eigenvalue; None means the coordinate axes. Thin
-    directions (r < d) do not span the null space: then there are r + 1 eigenvalues, the last one
-    the mean of those in the remaining directions.
+    directions (r < d) do not span the null space. There are then r + 1 eigenvalues, and the last
+    one is the mean eigenvalue of the remaining directions.
     """
 
     U_G: Float[Tensor, "*groups d_out r_G"] | None
@@ -50,7 +50,7 @@ class Eigenbasis(NamedTuple):
 
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Return the eigenvalues and eigenvectors of G, and those of A."""
+        """Return the eigenvalues and eigenvectors of G, and then of A."""
         return (self.eigenvalues_G, self.U_G), (self.eigenvalues_A, self.U_A)
 
     def pooled(
@@ -58,14 +58,15 @@ class Eigenbasis(NamedTuple):
     ) -> Float[Tensor, "*groups rows columns"]:
         """Average magnitudes over directions whose eigenvalues nearly coincide.
 
-        The data do not determine which basis of such an eigenspace an eigendecomposition returns.
+        The data do not determine the basis that an eigendecomposition returns for such an
+        eigenspace.
 
         Args:
             measured: Curvature along each pair of directions of G and A.
-            dtype: The dtype that the factors were computed in, whose rounding decides which
+            dtype: The dtype in which the factors were computed. Its rounding determines which
                 eigenvalues coincide.
         """
-        # Eigenvalues of the block are products of those of G and A.
+        # Eigenvalues of the block are products of the eigenvalues of G and A.
         largest_G = self.eigenvalues_G.amax(-1, keepdim=True)
         largest_A = self.eigenvalues_A.amax(-1, keepdim=True)
         if self.U_G is not None:
@@ -76,8 +77,8 @@ class Eigenbasis(NamedTuple):
             eigenvalues = self.eigenvalues_A * largest_G
             multiplicity = self.input_directions.multiplicity
             measured = average_degenerate(measured.mT, eigenvalues, dtype, multiplicity).mT
-        # A file stores them contiguously. Products add in the order of memory, so that a posterior
-        # and its file give the same bits.
+        # A file stores magnitudes contiguously. Sums of products depend on the order in memory;
+        # with the same order, a posterior and its file give the same bits.
         return measured.contiguous()
 
 
@@ -94,16 +95,15 @@ def eigh(factor: Factor, description: str = "the factor") -> Eigenpairs:
 
 
 def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
-    """Decompose several factors as `eigh` does, those of one shape together.
+    """Decompose several factors of one shape together, in the same way as `eigh`.
 
-    The eigenvectors of rows are those that span them, followed by others of the null space: in
-    double precision, a decomposition of `[n, n]` coordinates loses no digit. Wide rows have thin
-    directions: only the eigenvectors that span them, and one eigenvalue more, the mean in the
-    remaining directions.
+    The eigenvectors of rows are the eigenvectors that span the rows, followed by a basis of the
+    null space. In double precision, a decomposition of `[n, n]` coordinates loses no digits. Wide
+    rows have thin directions: only the eigenvectors that span the rows, and one more eigenvalue,
+    the mean over the remaining directions.
 
-    The sign of an eigenvector is LAPACK's choice, and a sample depends on it. Here every
-    eigenvector has a positive product with one fixed vector, so that other machines draw the same
-    samples.
+    LAPACK chooses the sign of an eigenvector, and samples depend on it. Here every eigenvector has
+    a positive product with one fixed vector, so that samples are the same on other machines.
     """
     if isinstance(factors[0], Tensor):
         if factors[0].ndim == 1:
@@ -142,22 +142,22 @@ def eigh_in_full(
 def _complete_pairs(
     columns: Float[Tensor, "*batch d n"], description: str
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
-    """Compute all eigenpairs of the products of columns, those of the null space last."""
+    """Compute all eigenpairs of the products of columns, with the null space last."""
     d, n = columns.shape[-2:]
     Q, R = torch.linalg.qr(columns, mode="complete")
     R = R[..., :n, :]
     values, vectors = decomposition.eigh(R @ R.mT, description)
     values = values.flip(-1).clamp_min(0)
     directions = (Q[..., :n] @ vectors).flip(-1)
-    # Eigenvectors lie one after the other in memory, as torch has them.
+    # Eigenvectors lie one after the other in memory, as torch returns them.
     U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
     return F.pad(values, (0, d - n)), _signed(U)
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
-    """Return the eigenvectors, in place, each with a positive product with one fixed vector."""
-    # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
-    # every [1, -1], and rounding would choose the sign.
+    """Change the signs of eigenvectors in place, for positive products with one fixed vector."""
+    # The entries have no pattern that eigenvectors may have. A vector of ones, for example, would
+    # be orthogonal to every [1, -1], and rounding would choose the sign.
     size = vectors.shape[-2]
     numbers = torch.arange(1, size + 1, dtype=vectors.dtype, device=vectors.device)
     products = (numbers * _GOLDEN_RATIO).frac() @ vectors

@@ -15,19 +15,19 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 
-# Small factors of so many numbers in all are decomposed together.
+# Small factors are decomposed together, up to this many numbers in total.
 _DECOMPOSED_TOGETHER = 2**20
 
 
 def eigenbases(
     context: FitContext, sums: FactorSums, totals: DataTotals
 ) -> dict[Block, Eigenbasis]:
-    """Decompose the mean factors of the blocks, emptying `sums` on the way.
+    """Decompose the mean factors of the blocks, and empty `sums` in the process.
 
-    The sums are those of this process's blocks, over examples with these totals; the eigenbases of
-    all blocks are returned. Small factors of one shape are decomposed together: the calls take
-    longer than the work. If a layer has one position per example, G of its bias is that of its
-    weight, and is decomposed only once.
+    The sums belong to this process's blocks, over examples with these totals; the eigenbases of all
+    blocks are returned. Small factors of one shape are decomposed together, because the calls take
+    longer than the arithmetic. If a layer has one position per example, its bias and its weight
+    have the same G, which is decomposed only once.
     """
     blocks = list(sums)
     factors: dict[FactorKey, Factor] = {}
@@ -75,9 +75,10 @@ def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
 def _decompose(
     keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], totals: DataTotals
 ) -> dict[FactorKey, Eigenpairs]:
-    """Decompose the means of some factors of one form together; they are taken out of `factors`.
+    """Decompose the means of some factors of one form together, and remove them from `factors`.
 
-    The sums are decomposed, and their eigenvalues divided: a mean would be a copy of the sum.
+    The sums are decomposed, and their eigenvalues are divided, because a mean would be a copy of
+    the sum.
     """
     pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(map(str, keys)))
     mean_pairs: dict[FactorKey, Eigenpairs] = {}

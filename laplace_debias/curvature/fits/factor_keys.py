@@ -21,7 +21,7 @@ class FactorKey(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of its rows and columns, d_out for G and d_in for A."""
+        """The number of rows and columns of the factor, d_out for G and d_in for A."""
         return self.block.shape[self.side]
 
     @property
@@ -36,12 +36,12 @@ class FactorKey(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether no matrix is made of the factor, which is much wider than the block's rank."""
+        """Whether the factor is so much wider than the block's rank that no matrix is formed."""
         return self.block.is_streamed[self.side]
 
     @property
     def max_rows(self) -> int | None:
-        """The number of rows that a streamed factor is compressed above; None for others."""
+        """The number of rows above which a streamed factor is compressed; None otherwise."""
         return self.block.most_rows if self.is_streamed else None
 
     def __str__(self) -> str:

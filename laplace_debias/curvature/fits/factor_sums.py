@@ -1,6 +1,7 @@
 """Sums of the blocks' Kronecker factors over data.
 
-Several processes sum each block's factors at one of them, its owner, which decomposes them for all.
+With several processes, each block's factors are summed on one process, the block's owner, which
+decomposes the factors for all processes.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -27,19 +28,19 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batch import Batch
 
-# G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
+# G and A of every block. A diagonal factor is a vector; a factor of few examples is kept as rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
 
 
 class SideSums:
-    """Sums of the factors of one side, as rows while these are few, then as matrices.
+    """Sums of the factors of one side, as rows while there are few, and then as matrices.
 
-    For a streamed factor a bounded number of rows is kept; see `GramFactor.max_rows`.
+    For a streamed factor, a bounded number of rows is kept; see `GramFactor.max_rows`.
 
     Attributes:
         side: The side, G or A.
         sums: Matrices, and diagonals as vectors.
-        rows: Rows that no matrix was made of yet.
+        rows: Rows from which no matrix has been formed yet.
         residual_traces: The traces that compressed rows leave out.
     """
 
@@ -60,7 +61,7 @@ class SideSums:
         }
 
     def keeps_rows(self, block: Block) -> bool:
-        """Whether the factor of a block is measured as rows, however many these are."""
+        """Whether the factor of a block is measured as rows, however many there are."""
         return FactorKey(block, self.side).is_streamed
 
     def add_zero(self, block: Block) -> None:
@@ -91,11 +92,11 @@ class SideSums:
     def _add_matrix(self, block: Block, matrix: Tensor) -> None:
         """Add a matrix, or a diagonal."""
         sums = self.sums
-        # The sum has the dtype of the first. A second matrix of another dtype needs no copy.
+        # The sum has the dtype of its first summand. A later matrix of another dtype needs no copy.
         add_to(sums, block, matrix if block in sums else matrix.to(self._context.factor_dtype))
 
     def _add_streamed(self, block: Block, new_rows: Tensor) -> None:
-        """Add rows part by part, each of which is compressed with the leading directions so far."""
+        """Add rows part by part, and compress each part with the leading directions so far."""
         check_finite({block: new_rows})
         rows = self.rows[block]
         traces = self.residual_traces
@@ -109,7 +110,7 @@ class SideSums:
 
 
 def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]:
-    """Check that sums are finite, and add those of all processes at each block's owner.
+    """Check that sums are finite, and add the sums of all processes at each block's owner.
 
     Returns:
         The sums of all processes, for the blocks that this process owns.
@@ -128,7 +129,7 @@ def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]
 
 
 def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFactor]:
-    """Return the rows of all processes, where these are so few that no matrix is made of them.
+    """Return the rows of all processes if they are so few that no matrix is formed from them.
 
     The other rows are added to the matrices.
     """
@@ -164,7 +165,7 @@ Sums = TypeVar("Sums", bound=SideSums)
 
 
 class SidedAccumulator(Accumulator, Generic[Sums]):
-    """An accumulator of what is measured on the factors of each side.
+    """An accumulator of measurements on the factors of each side.
 
     Attributes:
         G: The sums of G.
@@ -219,7 +220,7 @@ class FactorAccumulator(SidedAccumulator[SideSums]):
         self._factors_A: Mapping[Block, Factor] = {}
 
     def reduce(self) -> None:
-        """Check that the sums are finite, and add those of all processes at each block's owner."""
+        """Check that the sums are finite, and add all processes' sums at each block's owner."""
         self._factors_G = sum_at_owners(self.context, self.G)
         self._factors_A = sum_at_owners(self.context, self.A)
 
@@ -227,7 +228,8 @@ class FactorAccumulator(SidedAccumulator[SideSums]):
         """Return G and A of the blocks that this process owns.
 
         Args:
-            weight: The sum of all examples' weights. It is A for blocks without an input factor.
+            weight: The sum of all examples' weights. This weight is A for blocks without an input
+                factor.
         """
         factors: FactorSums = {}
         for block, G in self._factors_G.items():
@@ -249,8 +251,9 @@ def factor_sums(
 ) -> tuple[FactorSums, DataTotals]:
     """Sum the factors of every block over all examples.
 
-    With several processes the sums are over the examples of all, each block's only at its owner.
-    `first_index` is that of the data's first example among all examples of the fit.
+    With several processes, the sums are over the examples of all processes, and each block's sums
+    are only at its owner. `first_index` is the index of the data's first example among all examples
+    of the fit.
     """
     accumulator = FactorAccumulator(context)
     totals = accumulate(accumulator, data, first_index)

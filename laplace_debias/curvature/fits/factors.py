@@ -1,23 +1,26 @@
 r"""Kronecker factors of one block, in the project's units.
 
-For T positions that share a weight, over the columns k of the loss Hessian's root and summed over
-examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfrac1M A$, where M of
-them have a position in the layer: all, unless stated otherwise below):
+Let T positions share a weight, let k be the columns of the loss Hessian's root, and let the sums be
+over examples n. The block of the mean loss over N examples is $\tfrac1N G \otimes \tfrac1M A$,
+where M of the examples have a position in the layer (all examples, unless stated otherwise below).
+The factors are:
 
 - `expand`: $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ and $A = \sum_n\sum_t a a^\top$;
 - `reduce`: $G = \sum_n\sum_k \hat g\hat g^\top$ with $\hat g = \sum_t g$, and
   $A = \sum_n \bar a\bar a^\top$ with $\bar a = \tfrac1T\sum_t a$.
 
-If only some positions take part (see `positions`), t runs over these, and T is their number,
-example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$. An example for which $T_n = 0$
-adds nothing to the sums, and does not count in M. So the mean of $G_n \otimes A_n$ over all
-examples, in which it is zero, is estimated without bias if G and A of the others are independent.
+If only some positions take part (see `positions`), t runs over these positions, and T is their
+number for each example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$. An example for which
+$T_n = 0$ adds nothing to the sums, and does not count in M. The product $G_n \otimes A_n$ of this
+example is zero. The mean of the products over all examples is therefore estimated without bias if G
+and A of the other examples are independent.
 
-A bias is exact (and a scale, and the kernel of a depthwise convolution, each with its Jacobian rows
-in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of
-a convolution have factors of their own, computed all at once. An embedding's activations are unit
-vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`. Only the
-diagonal of a factor wider than `blocks.WIDE` is computed, as a vector too.
+The block of a bias is exact: $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, and A is 1. So are the
+blocks of a scale and of the kernel of a depthwise convolution, with Jacobian rows instead of
+`Σ_t g`. Each group of a convolution has its own factors, and the factors of all groups are computed
+together. An embedding's activations are unit vectors, so its A is diagonal and is kept as a vector
+of counts; an embedding always uses `expand`. If a factor is wider than `WIDE`, only its diagonal is
+computed, also as a vector.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
 network architectures".
@@ -34,17 +37,17 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, select_positions
 from laplace_debias.curvature.layers.records import BlockRecord
 
-# From so many columns on, a factor is not written for every few rows, nor decomposed whole.
+# With at least this many columns, few rows are kept instead of their product.
 _WIDE = 16
 
 
 def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     """Compute G of one block on one chunk, summed over its examples.
 
-    Several calls of the layer count as further positions. If G is wide and there are fewer gradient
-    vectors than its size, these are returned in place of their product (`GramFactor`): it is
-    cheaper to multiply those of several chunks together than to write G for each. With `as_rows`
-    they always are.
+    Further calls of the layer count as further positions. If G is wide and there are fewer gradient
+    vectors than its size, the vectors are returned instead of their product (`GramFactor`): it is
+    cheaper to multiply the vectors of several chunks together than to write G for each chunk. With
+    `as_rows`, the vectors are always returned.
     """
     block = record.block
     d_out = block.shape[0]
@@ -68,15 +71,17 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
 def _gradients(
     record: BlockRecord,
 ) -> tuple[Iterable[Float[Tensor, "n *groups d_out positions"]], int, int]:
-    """Gradients, call by call, with the sum of whose outer products G is, divided by a number.
+    """Return gradients by call, their number of rows, and a divisor.
 
-    Between the two comes the number of all rows, one for each position.
+    G is the sum of the outer products of the gradients, divided by the divisor. There is one row
+    for each position.
     """
     block = record.block
     num_vectors = record.num_columns * record.num_examples
     if block.is_vector:
         slices_of_rows = record.jacobian_rows()
-        # One after the other: a slice of a large parameter may be a single example's.
+        # Slices are yielded one at a time, because a slice of a large parameter may have one
+        # example.
         return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_vectors, 1
     columns_by_call = [gradients.flatten(0, 1) for gradients in record.columns()]
     if block.sharing == "reduce":
@@ -86,7 +91,7 @@ def _gradients(
     num_rows = num_vectors * num_positions
     masks = _without_padding(record.layer, block, record.inputs, record.masks)
     if masks is None:
-        # No positions count as one: their sum is zero.
+        # The sum over no positions is zero, whatever the divisor.
         return columns_by_call, num_rows, max(1, num_positions)
     weights = _num_positions(masks).to(columns_by_call[0]).clamp_min(1).rsqrt()
     weighted_rows = []
@@ -107,9 +112,9 @@ def input_factors(
 ) -> Iterable[Factor]:
     """Compute A of one weight block on one batch, summed over its examples.
 
-    `inputs` are those of all calls, each `[B, ...]`, and `masks` the positions that take part. The
-    factor is rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows,
-    however many, which then come in several slices.
+    `inputs` are the inputs of all calls, each `[B, ...]`, and `masks` are the positions that take
+    part. The factor is kept as rows if A is wide and has at least twice as many rows. With
+    `as_rows`, the factor is always rows, which come in several slices.
     """
     masks = _without_padding(layer, block, inputs, masks)
     if block.is_one_hot:
@@ -142,7 +147,7 @@ def input_factors(
 def absent_examples(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Bool[Tensor, " batch"] | None:
-    """Mask the examples that have no position in the layer of a weight block; None for none."""
+    """Return a mask of the examples without a position in a weight block's layer, or None."""
     masks = _without_padding(layer, block, inputs, masks)
     if masks is not None:
         return _num_positions(masks) == 0
@@ -154,7 +159,7 @@ def absent_examples(
 def _without_padding(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Masks | None:
-    """The positions that take part and are no padding for the layer, as of an embedding."""
+    """Return the positions that take part and are not padding for the layer (an embedding)."""
     paddings = [block.rule.padding(layer, x) for x in inputs]
     is_input = [padding.logical_not() for padding in paddings if padding is not None]
     if not is_input or masks is None:
@@ -165,7 +170,7 @@ def _without_padding(
 def _count_indices(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Float[Tensor, " d_in"]:
-    """The diagonal of A for one-hot activations: how often each index occurs."""
+    """Compute the diagonal of A for one-hot activations, which is how often each index occurs."""
     weight = layer.get_parameter(block.rule.weight_name)
     counts = weight.new_zeros(block.shape[1], dtype=torch.long)
     for number, x in enumerate(inputs):
@@ -176,7 +181,7 @@ def _count_indices(
 
 
 def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
-    """T of every example."""
+    """Return T of every example."""
     return torch.stack([mask.sum(1) for mask in masks]).sum(0)
 
 
@@ -199,7 +204,7 @@ def input_rows(
 def _mean_activations(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Float[Tensor, "batch *groups d_in"]:
-    """ā, the mean over the positions of all calls."""
+    """Compute ā, the mean over the positions of all calls."""
     sums: list[Tensor] = []
     num_positions = 0
     for index, x in enumerate(inputs):
@@ -207,7 +212,7 @@ def _mean_activations(
         for examples in block.rule.slices(layer, block, x):
             rows = block.rule.activations(layer, block, x[examples])
             if masks is not None:
-                # Not a product: padded entries may be infinite.
+                # This is not a product, because padded entries may be infinite.
                 mask = masks[index][examples].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
                 rows = rows.where(mask, 0)
             slice_sums.append(rows.sum(1))

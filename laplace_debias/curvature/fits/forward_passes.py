@@ -30,8 +30,8 @@ class ForwardPasses:
     def __call__(self, batch: Batch, sums: SideSums, totals: DataTotals) -> Tensor:
         """Compute the outputs for a batch.
 
-        The layers' inputs are added to the sums of A, and the examples that have no position in a
-        layer to the totals.
+        The layers' inputs are added to the sums of A. The examples that have no position in a layer
+        are added to the totals.
         """
         context = self._context
         tap = self._tap
@@ -39,7 +39,7 @@ class ForwardPasses:
         check_outputs(forward_pass.outputs)
         if self._presence is None:
             self._presence = Presence(context, forward_pass)
-            # No backward pass will show which layers these are.
+            # No backward pass will show which layers are conditional.
             self._presence.find_conditional_layers(batch)
         presence = self._presence.of_chunk(batch, tap.conditional)
         for block in self._blocks:

@@ -1,4 +1,4 @@
-"""Kronecker factors that are kept as rows, because these are few, and products of rows."""
+"""Kronecker factors that are kept as rows if the rows are few, and products of rows."""
 
 from dataclasses import dataclass, replace
 
@@ -8,11 +8,13 @@ from torch import Tensor
 
 from laplace_debias.operators import eigh as decomposition
 
-# Rows of at least this many columns have thin directions; fewer columns are cheaper in full.
+# Rows of at least this many columns have thin directions; with fewer columns, all directions are
+# cheaper.
 _THIN_FROM = 256
-# If rows have more numbers than this, and at least so many columns, only one of the two symmetric
-# halves of their products is computed, in strips. Smaller products take less time in full; measured
-# on one thread of a processor with AVX-512, for 64 to 16,384 rows of 25 to 4,608 columns.
+# If rows have more numbers than `_WHOLE_UP_TO`, and at least `_STRIPS_FROM` columns, only one of
+# the two symmetric halves of their products is computed, in strips. For smaller products, both
+# halves take less time. This was measured on one thread of a processor with AVX-512, for 64 to
+# 16,384 rows of 25 to 4,608 columns.
 _WHOLE_UP_TO = 2**16
 _STRIPS_FROM = 128
 _NUM_STRIPS = 4
@@ -25,10 +27,10 @@ class GramFactor:
     The factor is `rowsᵀ rows`, plus an unknown remainder of known trace in other directions.
 
     Attributes:
-        rows: `[n, *groups, d]`; without `max_rows`, n is at most half of d.
+        rows: The rows, `[n, *groups, d]`; without `max_rows`, n is at most half of d.
         residual_trace: The trace of the remainder.
-        max_rows: The number of rows above which a sum keeps only the leading directions, half as
-            many; None to keep all rows.
+        max_rows: The number of rows above which a sum keeps only half as many leading directions;
+            None to keep all rows.
     """
 
     rows: Float[Tensor, "n *groups d"]
@@ -36,7 +38,7 @@ class GramFactor:
     max_rows: int | None = None
 
     def __add__(self, other: "Factor") -> "Factor":
-        """The sum of two factors; a matrix if one is, or if the rows are many."""
+        """Add two factors; the sum is a matrix if one factor is, or if there are many rows."""
         if isinstance(other, Tensor):
             return moments(self.rows) + other
         rows = torch.cat([self.rows, other.rows])
@@ -54,9 +56,9 @@ class GramFactor:
         return self * (1 / number)
 
     def compressed(self) -> "GramFactor":
-        """Compute the leading directions, if there are more rows than `max_rows`.
+        """Return only the leading directions if there are more rows than `max_rows`.
 
-        The trace of the others joins the remainder.
+        The trace of the other directions is added to the remainder.
         """
         if self.max_rows is None or len(self.rows) <= self.max_rows:
             return self
@@ -76,7 +78,7 @@ class GramFactor:
         return self.max_rows is not None or is_wide
 
 
-# A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.
+# A matrix `[*groups, d, d]`, the diagonal `[d]` of a matrix, or rows.
 Factor = Tensor | GramFactor
 
 
@@ -90,7 +92,7 @@ def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
 
 
 def add_moments(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]) -> None:
-    """Add `rowsᵀ rows` to a sum; only one of two symmetric halves is computed where that pays."""
+    """Add `rowsᵀ rows` to a sum; only one of two symmetric halves is computed if this is faster."""
     size = rows.shape[-1]
     if rows.ndim == 3:
         groups = rows.transpose(0, 1)

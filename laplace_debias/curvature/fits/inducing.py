@@ -1,4 +1,4 @@
-"""Inducing inputs: kernels between their Jacobian rows, and directions that these span."""
+"""Inducing inputs: kernels between their Jacobian rows, and directions in the rows' span."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,14 +41,14 @@ def block_rows(
 class InducingInputs:
     """Inducing inputs Z `[M, ...]` of a network, and products with their Jacobian J_Z `[M·C, D]`.
 
-    The rows of J_Z are computed anew for every product, as many at a time as fit into the memory
-    bound. They are kept only if all of them fit. Any number of threads may use one object.
+    The rows of J_Z are computed again for every product, as many at a time as fit into the memory
+    bound. They are kept only if all rows fit. Several threads may use the same object.
 
     Args:
-        network: The network; passes are made on copies of it.
-        blocks: The blocks of its Bayesian parameters, in the order of the columns.
+        network: The network, whose copies run the passes.
+        blocks: The blocks of the network's Bayesian parameters, in the order of the columns.
         inputs: Z.
-        memory_bound: Bytes for rows; None for the default of `granted`.
+        memory_bound: The limit of the bytes of rows; None for the default of `granted`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class InducingInputs:
         return tap.forward(take(self.inputs, slice(0, 1)), graph=False).outputs.numel()
 
     def num_rows(self, output: int | None = None) -> int:
-        """Count the rows of all outputs, M·C, or those of one output, M."""
+        """Count the rows of all outputs, M·C, or the rows of one output, M."""
         num_inputs = num_examples(self.inputs)
         return num_inputs * self.num_outputs if output is None else num_inputs
 
@@ -81,8 +81,8 @@ class InducingInputs:
         """Yield the rows of J_Z part by part, with their indices.
 
         Args:
-            output: The output whose rows are required, which are then indexed by the inputs; None
-                for the rows of all outputs, those of an input one after the other.
+            output: The output whose rows are yielded; their indices are then the indices of the
+                inputs. None for the rows of all outputs, input by input.
         """
         if self._rows_in_memory is not None:
             for indices, rows in self._rows_in_memory:
@@ -95,7 +95,7 @@ class InducingInputs:
             "a row of the Jacobian at the inducing inputs",
             self.parameter.device,
         )
-        # A product takes other rows of the same number of bytes.
+        # A product also needs other rows, with the same number of bytes.
         max_rows = max(1, bound // (2 * row_bytes))
         if max_rows < self.num_rows():
             columns = range(self.num_outputs) if output is None else range(output, output + 1)
@@ -132,7 +132,7 @@ class InducingInputs:
     def kernel(
         self, rows: BlockRows, output: int | None = None
     ) -> Float[Tensor, "rows inducing_rows"]:
-        """Compute J J_Zᵀ for rows of another Jacobian J; with the rows of one output if passed."""
+        """Compute J J_Zᵀ for rows of another Jacobian J, with the rows of one output if passed."""
         first = next(iter(rows.values()))
         products = first.new_zeros(len(first), self.num_rows(output))
         for indices, inducing_rows in self.rows(output):
@@ -149,7 +149,7 @@ class InducingInputs:
 def _rows_of_output(
     indices: slice, rows: BlockRows, num_outputs: int, output: int | None
 ) -> Iterator[tuple[slice, BlockRows]]:
-    """Yield the rows that are those of one output, with the indices of their inputs."""
+    """Yield the rows of one output, with the indices of their inputs."""
     if output is None:
         yield indices, rows
         return
@@ -170,7 +170,7 @@ class InducingDirections(LinearOperator):
     Args:
         inducing: Z.
         coefficients: W, in double precision.
-        output: The output whose rows of J_Z span the directions; None for those of all outputs.
+        output: The output whose rows of J_Z span the directions; None for the rows of all outputs.
     """
 
     inducing: InducingInputs
@@ -249,7 +249,7 @@ class CoordinatesAlong(LinearOperator):
 
 
 class ProjectedMoments(RowAccumulator[Tensor]):
-    """Sums `Uᵀ rowsᵀ rows U`, `[k, k]`; after `reduce` over all processes."""
+    """Sums `Uᵀ rowsᵀ rows U`, `[k, k]`, over all processes after `reduce`."""
 
     def __init__(self, context: FitContext, directions: InducingDirections) -> None:
         size = directions.shape[1]
@@ -260,12 +260,12 @@ class ProjectedMoments(RowAccumulator[Tensor]):
 
     @property
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
-        """The sums of the rows, and the trace of all of their products."""
+        """The sums of the rows, and the trace of the rows' products."""
         return {**super().tables, "traces": self._traces}
 
     @property
     def trace(self) -> Float[Tensor, ""]:
-        """The trace of `rowsᵀ rows`, also of the part outside of the directions' span."""
+        """The trace of `rowsᵀ rows`, including the part outside the directions' span."""
         return self._traces[DENSE_BLOCK]
 
     def add_rows(self, rows: Rows) -> None:
@@ -282,7 +282,7 @@ class ProjectedMoments(RowAccumulator[Tensor]):
 
 @dataclass(frozen=True)
 class ProjectedCurvature:
-    """The mean curvature of some data along directions, and outside of their span.
+    """The mean curvature of some data along directions, and outside their span.
 
     Attributes:
         moments: Uᵀ C U.
@@ -302,7 +302,7 @@ class ProjectedCurvature:
         return cls(moments / weight, trace / weight)
 
     def remainder(self, values: Float[Tensor, " k"], size: int) -> Float[Tensor, ""]:
-        """Compute the mean curvature of the other directions of D, from the trace."""
+        """Compute the mean curvature of the other of all D directions from the trace."""
         num_remaining = size - len(values)
         if num_remaining == 0:
             return torch.zeros_like(self.trace)
@@ -317,17 +317,17 @@ def _by_block(rows: Rows, blocks: Sequence[Block]) -> dict[Block, Tensor]:
 def independent_rows(
     kernel: Float[Tensor, "rows rows"], dtype: torch.dtype
 ) -> Float[Tensor, "rows k"]:
-    r"""Compute W for which the columns of $J_Z^\top W$ are an orthonormal basis of the rows' span.
+    r"""Compute W such that the columns of $J_Z^\top W$ are an orthonormal basis of the rows' span.
 
     Args:
         kernel: J_Z J_Zᵀ, in double precision.
-        dtype: The dtype that the rows were computed in. Directions below its rounding are left
-            out.
+        dtype: The dtype in which the rows were computed. Directions below its rounding error are
+            left out.
     """
     values, vectors = eigh(kernel, "the kernel at the inducing inputs")
     assert vectors is not None
     rounding = len(values) * torch.finfo(values.dtype).eps
-    # Singular values of the rows are the square roots.
+    # Singular values of the rows are the square roots of these eigenvalues.
     resolution = max(rounding, (8 * torch.finfo(dtype).eps) ** 2)
     k = int((values > values[:1] * resolution).sum())
     return vectors[:, :k] / values[:k].sqrt()
@@ -351,10 +351,10 @@ def rotate_to_eigenvectors(
 def leading_examples(
     kernel: Float[Tensor, "rows rows"], size: int, num_outputs: int
 ) -> Int[Tensor, " size"]:
-    """Choose examples one after the other, each with the largest residual of its kernel.
+    """Choose examples one at a time, each with the largest residual of the kernel.
 
-    The residual of an example is the trace of what the span of those before leaves of its Jacobian
-    rows: a pivoted Cholesky decomposition, block by block.
+    The residual of an example is the trace of the part of its Jacobian rows that is outside the
+    span of the examples chosen before. This is a block-wise pivoted Cholesky decomposition.
 
     Args:
         kernel: The kernel between the rows of all examples.
@@ -390,7 +390,7 @@ def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
 
 
 def all_inputs(context: FitContext, data: Iterable[Batch]) -> Inputs:
-    """Join the inputs of all examples of all processes, without those of weight zero."""
+    """Join the inputs of all examples of all processes, except examples with weight zero."""
     batches = []
     for batch in data:
         is_weighted = _is_weighted(batch)
@@ -410,13 +410,13 @@ def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
 def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: int) -> Inputs:
     """Draw inputs of the data without replacement, all with the same probability.
 
-    The draw depends only on the places of the examples in the data.
+    The draw depends only on the indices of the examples in the data.
 
     Args:
         context: The processes that share the data.
         data: The data.
-        least: The number of examples that must be there.
-        size: How many are drawn, if there are as many.
+        least: The number of examples that the data must have.
+        size: The number of examples to draw, if there are so many.
 
     Raises:
         ValueError: If there are fewer examples than required.

@@ -1,4 +1,4 @@
-"""The information of earlier data, to which that of new data is added."""
+"""The information of earlier data, to which the information of new data is added."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from laplace_debias.operators.structures.directions import is_thin
 
 @dataclass(frozen=True, eq=False)
 class Information:
-    """The information of earlier data: their number times the curvature of their mean loss.
+    """The information of earlier data: the number of examples times the mean loss's curvature.
 
     Attributes:
         curvature: C, block by block.
@@ -29,7 +29,7 @@ class Information:
 
 @dataclass(frozen=True)
 class ExampleCounts:
-    """Numbers of examples, by which earlier information and that of new data are weighted.
+    """Numbers of examples, which weight the information of earlier and of new data.
 
     Attributes:
         num_earlier: The number of earlier examples.
@@ -45,7 +45,7 @@ class ExampleCounts:
     def for_update(
         cls, information: Information, num_data: int | None, totals: DataTotals
     ) -> "ExampleCounts":
-        """Count the new examples: as passed, or by the weights of those that were read."""
+        """Count the new examples, by `num_data` or by the weights of examples that were read."""
         num_new = totals.weight if num_data is None else num_data
         return cls(information.weight, num_new, totals.weight)
 
@@ -56,11 +56,11 @@ class ExampleCounts:
 
     @property
     def scale(self) -> float:
-        """Factor by which sums over the examples that were read become sums over the new ones."""
+        """The factor that scales sums over the examples that were read to all new examples."""
         return self.num_new / self.weight_read
 
     def mean(self, earlier: Tensor, sums: Tensor) -> Tensor:
-        """Average earlier means and sums over what was read, in the dtype of the sums."""
+        """Average earlier means with sums over the examples that were read, in the sums' dtype."""
         return (self.num_earlier * earlier.to(sums) + self.scale * sums) / self.total
 
 
@@ -69,9 +69,9 @@ def add_earlier_factors(
 ) -> DataTotals:
     """Add the earlier factors to the factor sums of new data, in place.
 
-    The sums are then those of K-FAC on all data, `Σ G` and `Σ A`. A block (or group) whose earlier
-    curvature is zero has no earlier factors. Its sums are scaled so that the mean of all data is
-    that of the new data times their share.
+    The results are the sums of K-FAC on all data, `Σ G` and `Σ A`. A block (or group) whose earlier
+    curvature is zero has no earlier factors. Its sums are scaled so that the mean over all data is
+    the mean over the new data times the share of the new data.
 
     Args:
         sums: The factor sums of the new data.
@@ -80,7 +80,7 @@ def add_earlier_factors(
         totals: The totals of the new data.
 
     Returns:
-        The totals of all data. Their loss is not in them.
+        The totals of all data, without the loss.
     """
     all_totals = DataTotals(weight=counts.total)
     for block, (new_G, new_A) in sums.items():
@@ -121,13 +121,14 @@ def _factor(
     U: Float[Tensor, "*groups d r"] | None,
     new: Factor,
 ) -> Factor:
-    """Form a factor of its eigenvalues and eigenvectors, in the form of the new one.
+    """Build a factor from eigenvalues and eigenvectors, in the same form as the new factor.
 
     Args:
         key: The factor's block and side.
-        eigenvalues: The eigenvalues; of a thin basis the last one is for all other directions.
+        eigenvalues: The eigenvalues; for a thin basis, the last one belongs to all other
+            directions.
         U: The eigenvectors; None for the coordinate axes.
-        new: The factor of new data, to which it will be added.
+        new: The factor of new data, to which the result will be added.
     """
     dtype = new.dtype if isinstance(new, Tensor) else new.rows.dtype
     values = eigenvalues.to(dtype)

@@ -32,12 +32,12 @@ from laplace_debias.operators.structures.directions import Axes, Basis, Directio
 
 @dataclass(frozen=True)
 class ProductMagnitudes:
-    """Magnitudes that are products of the curvatures of both factors.
+    """Magnitudes that are products of the two factors' curvatures.
 
     Attributes:
         values: The products along every direction of each block.
         traces_A: The trace of A of each block.
-        totals: The totals of the data that they were measured on.
+        totals: The totals of the data on which the magnitudes were measured.
     """
 
     values: BlockTensors
@@ -66,12 +66,12 @@ def curvature_along(
 class ProjectedSums(SideSums):
     """Sums of the curvature of one side's factors along directions from other data.
 
-    Along thin directions rows are projected batch by batch. Along other directions the factors are
+    Rows are projected onto thin directions batch by batch. For other directions, the factors are
     summed first, and projected once.
 
     Attributes:
-        projected: The curvature along every direction, summed over examples. After `reduce` that of
-            all processes.
+        projected: The curvature along every direction, summed over examples, and after `reduce`
+            also over all processes.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class ProjectedSums(SideSums):
 
     @property
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
-        """The factors that are still summed, and the curvature along thin directions."""
+        """The factors that are still being summed, and the curvature along thin directions."""
         return {**super().tables, self.side.name: self.projected}
 
     def keeps_rows(self, block: Block) -> bool:
-        """Whether the factor of a block is measured as rows, which are projected at once."""
+        """Whether the factor of a block is measured as rows, which are projected immediately."""
         is_thin = isinstance(self._directions[block], ThinBasis)
         return is_thin or super().keeps_rows(block)
 
@@ -136,7 +136,7 @@ def directional_curvature(
 ) -> Float[Tensor, "*groups magnitudes"]:
     r"""Compute a factor's curvature along directions, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
-    Along thin directions the factor must be a `GramFactor`.
+    Along thin directions, the factor must be a `GramFactor`.
     """
     if isinstance(factor, GramFactor):
         return directions.pool(directions.coordinates(factor.rows).square().sum(0))
@@ -160,16 +160,16 @@ def ekfac_sums(
 
 
 class SquaredGradients(Accumulator):
-    """An accumulator of the exact curvature along directions, the squared gradients.
+    """An accumulator of squared gradients, which are the exact curvature along directions.
 
     Attributes:
-        squares: `[*groups, d_out, d_in]` for each block, summed over examples. After `reduce` those
-            of all processes.
+        squares: The squares `[*groups, d_out, d_in]` of each block, summed over examples, and after
+            `reduce` also over all processes.
     """
 
     def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
         super().__init__(context)
-        # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
+        # Rotations are computed in the model's dtype, because sums of squares do not cancel.
         self._bases = {block: basis.to(context.dtype) for block, basis in bases.items()}
         self.squares: BlockTensors = {}
 
@@ -185,7 +185,7 @@ class SquaredGradients(Accumulator):
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""
-        # The sum has the dtype of the first.
+        # The sum has the dtype of its first summand.
         if block not in self.squares:
             measured = measured.to(self.context.factor_dtype)
         add_to(self.squares, block, measured)
@@ -199,7 +199,7 @@ class SquaredGradients(Accumulator):
             self.add(block, zeros)
 
     def reduce(self) -> None:
-        """Check that the squares are finite, and add those of all processes."""
+        """Check that the squares are finite, and add the squares of all processes."""
         check_finite(self.squares)
         self.squares = sum_over_processes(self.context, self.squares)
 
@@ -218,7 +218,7 @@ def ekfac_magnitudes(
     is_linear = block.rule.is_linear and not block.is_vector
     total: Tensor | None = None
     if is_linear and len(record.inputs) == 1 and record.inputs[0].ndim == 2:
-        # One position: the square of the outer product is the outer product of the squares.
+        # With one position, the square of the outer product is the outer product of the squares.
         activations = block.rule.activations(record.layer, block, record.inputs[0])
         a = input_directions.coordinates(activations[:, 0])
         rows = output_directions.coordinates(record.columns()[0][..., 0])
@@ -241,7 +241,7 @@ def ekfac_magnitudes(
 
 
 class _DroppedSquares(SquaredGradients):
-    """Measures the squares along directions, and adds them to nothing."""
+    """An accumulator that measures the squares along directions, but does not add them."""
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Drop the squares."""
@@ -264,7 +264,7 @@ def assemble(
 ) -> BlockDiagonal:
     """Build the curvature from directions and magnitudes, `[*groups, d_out, d_in]` for each block.
 
-    Both are emptied on the way, so that no more than one block is there twice.
+    Both mappings are emptied in the process, so that at most one block is in memory twice.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in context.blocks:
@@ -277,7 +277,7 @@ def assemble_products(
 ) -> BlockDiagonal:
     """Build the curvature from directions and the products of the factors' curvatures along them.
 
-    Bases and products are emptied on the way, so that no more than one block is there twice.
+    Bases and products are emptied in the process, so that at most one block is in memory twice.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in context.blocks:
@@ -296,7 +296,7 @@ def assemble_eigenvalues(
 ) -> BlockDiagonal:
     """Build the curvature from directions and the products of the factors' own eigenvalues.
 
-    Bases are emptied on the way, so that no more than one block is there twice.
+    Bases are emptied in the process, so that at most one block is in memory twice.
 
     Args:
         context: The blocks, in order, and the dtype.

@@ -1,4 +1,4 @@
-"""Presence: which examples take part in a layer, chunk by chunk of a pass over data."""
+"""Presence: the examples that take part in a layer, for each chunk of a pass over data."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,12 +19,13 @@ class Presence:
     """A search for the positions and examples that take part in each layer.
 
     The search learns from the data which layers only some examples reach. A layer that a batch does
-    not call is one. A batch may also call a layer for examples whose outputs do not depend on it:
-    this shows where the first record of a layer has no gradient for some example.
+    not call is such a layer. A batch may also call a layer for examples whose outputs do not depend
+    on the layer. The search detects this if the first record of a layer has no gradient for some
+    example.
 
     Args:
-        context: The fit. Its tap knows the layers that only some examples reach, and the search
-            adds others.
+        context: The fit. Its tap knows layers that only some examples reach, and the search adds
+            further layers.
         forward_pass: A forward pass of one example.
     """
 
@@ -37,26 +38,26 @@ class Presence:
             layer_calls=forward_pass.layer_calls,
             outputs=forward_pass.outputs,
         )
-        # Whether all examples reach the layers of these blocks is not known yet.
+        # For the layers of these blocks, it is not known yet whether all examples reach them.
         self._new_blocks = {block for block in context.blocks if not block.is_vector}
 
     def of_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
-        """Find out who takes part among some examples.
+        """Find the positions and examples of a chunk that take part.
 
         Args:
-            chunk: The examples, on the device that the loader gave them on.
-            uncalled: The sites of layers that some batch did not call, besides those that the
+            chunk: The examples, on the device on which the loader returned them.
+            uncalled: The sites of layers that some batch did not call, besides the sites that the
                 context's tap knows.
         """
         return ChunkPresence(self, chunk, uncalled)
 
     def find_positions(self, chunk: Batch, uncalled: Collection[Site]) -> PresentPositions:
-        """Find the positions that take part; the arguments are those of `of_chunk`."""
+        """Find the positions that take part; see `of_chunk` for the arguments."""
         conditional = self._tap.conditional.union(uncalled)
         return self._positions.find(chunk.inputs, chunk.targets, conditional)
 
     def find_conditional_layers(self, batch: Batch) -> None:
-        """Examine all layers: find those that some of these examples do not reach."""
+        """Examine all layers to find the layers that some of these examples do not reach."""
         self._tap.conditional |= self._positions.sites_not_reached(batch.inputs, batch.targets)
         self._new_blocks.clear()
 
@@ -66,7 +67,7 @@ class Presence:
         Returns:
             Whether all layers were examined, so that other positions may take part now.
         """
-        # Without any gradient a record shows nothing: an adapter that is not trained yet has none.
+        # A record without any gradient shows nothing. An untrained adapter, for example, has none.
         if record.block not in self._new_blocks or not _has_gradient(record):
             return False
         self._new_blocks.discard(record.block)
@@ -81,8 +82,8 @@ class ChunkPresence:
 
     Args:
         presence: The search, which learns from the records of the chunk.
-        chunk: The examples, on the device that the loader gave them on.
-        uncalled: The sites of layers that some batch did not call, besides those that the
+        chunk: The examples, on the device on which the loader returned them.
+        uncalled: The sites of layers that some batch did not call, besides the sites that the
             context's tap knows.
     """
 
@@ -96,8 +97,8 @@ class ChunkPresence:
         """Mask the positions of a record's layer that take part.
 
         Returns:
-            The record with its masks, and the sum of the weights of the examples without a position
-            in the layer; None if there are none, or an earlier record had the inputs.
+            The record with its masks, and the total weight of the examples without a position in
+            the layer; None if there are no such examples, or an earlier record had the same inputs.
         """
         if self._presence.learn_from(record, self._chunk):
             self._present = self._presence.find_positions(self._chunk, self._uncalled)

@@ -1,4 +1,4 @@
-"""Totals of a pass over data: how many examples it read, and their loss."""
+"""Totals of a pass over data: the number of examples that it read, and their loss."""
 
 import operator
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from typing import Any
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.system.ranks import Ranks
 
-# A difference of two weights that is smaller than this, relative to them, is a rounding error.
+# A relative difference of two weights below this number is a rounding error.
 _ROUNDING = 1e-12
 
 
@@ -17,14 +17,14 @@ class DataTotals:
     """Totals over the examples of one or several passes.
 
     Attributes:
-        num_examples: Examples.
-        nll: Their negative log-likelihood in nats, times their weights; a tensor on the model's
-            device during a pass.
-        num_outputs: Numbers that the network returned, times the examples' weights.
-        weight: Weights of the examples; each has the weight 1 if the data has no weights.
-        absent: Weights of the examples that have no position in the layer of a block, by the
-            block's name, if there are any. They may be tensors during a pass. Passes that do not
-            look for positions leave this empty.
+        num_examples: The number of examples.
+        nll: The sum of the examples' negative log-likelihoods in nats, times their weights; a
+            tensor on the model's device during a pass.
+        num_outputs: The number of numbers that the network returned, times the examples' weights.
+        weight: The sum of the examples' weights, which are 1 if the data have no weights.
+        absent: The total weight of the examples that have no position in the layer of a block, by
+            the block's name, if there are any. The weights may be tensors during a pass. Passes
+            that do not look for positions leave this empty.
     """
 
     num_examples: int = 0
@@ -35,7 +35,7 @@ class DataTotals:
 
     def add_absent(self, block: Block, weight: Any) -> None:
         """Add the weight of examples that have no position in the layer of a block."""
-        # Without a first summand, whose dtype the sum would have.
+        # The sum does not start at a zero, whose dtype it would have.
         earlier = self.absent.get(block.name)
         self.absent[block.name] = weight if earlier is None else earlier + weight
 
@@ -45,22 +45,22 @@ class DataTotals:
         return present if present > _ROUNDING * self.weight else 0.0
 
     def input_divisor(self, block: Block) -> float:
-        """Return the weight that the sum of the input factors A of a block is divided by.
+        """Return the weight by which the sum of the input factors A of a block is divided.
 
-        It is that of the examples that have a position in the layer. If there are none, the sum is
-        zero, and it is the weight of all examples.
+        This is the weight of the examples that have a position in the layer. If there are no such
+        examples, the sum is zero, and the weight of all examples is returned.
         """
         return self.present_weight(block) or self.weight
 
     def input_share(self, block: Block) -> float:
-        """Return the share of the examples that the factor A of a block is the mean over.
+        """Return the share of the examples over which the factor A of a block is a mean.
 
-        It is 0 if no example has a position in the layer.
+        The share is 0 if no example has a position in the layer.
         """
         return self.present_weight(block) / self.weight
 
     def __add__(self, other: "DataTotals") -> "DataTotals":
-        """The totals of two passes over different data."""
+        """Add the totals of two passes over different data."""
         absent = dict(self.absent)
         for name, weight in other.absent.items():
             absent[name] = absent[name] + weight if name in absent else weight
@@ -91,7 +91,7 @@ class DataTotals:
         """Return the totals over all processes.
 
         Raises:
-            ValueError: If there is no example, or none with a weight above zero.
+            ValueError: If there are no examples, or no example has a weight above zero.
         """
         totals = reduce(operator.add, ranks.exchange(self.as_numbers()))
         if totals.num_examples == 0:
