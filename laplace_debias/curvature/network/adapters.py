@@ -1,4 +1,4 @@
-"""Which adapters of PEFT a model uses: they can be switched without a change of any tensor."""
+"""The PEFT adapters that a model uses, which can be switched without changing any tensor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class AdapterState:
-    """State of the adapters in a module of PEFT.
+    """State of the adapters in a PEFT module.
 
     Attributes:
         active: The names of the active adapters.
         is_disabled: Whether the module is used without its adapters.
         merged: The names of the adapters that are merged into the weights.
-        scales: The factor of each active adapter that has one.
+        scales: The scale factors of those active adapters that have one.
     """
 
     active: tuple[str, ...]
@@ -35,12 +35,12 @@ def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
     """Return the state of each module that has adapters of PEFT, by its path."""
     states = {}
     for path, module in model.named_modules():
-        # The layers have the first attribute. The model itself, which has the second one, uses it
-        # to select among several prompts.
+        # Layers have the first attribute. The model itself has the second one, which selects one of
+        # several prompts.
         active = getattr(module, "_active_adapter", vars(module).get("active_adapter"))
         names = (active,) if isinstance(active, str) else active
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            continue  # Another library, or the user, may call something else by this name.
+            continue  # Another library or the user may use this name for something else.
         is_disabled = getattr(module, "_disable_adapters", False)
         states[path] = AdapterState(
             active=tuple(names),
@@ -52,11 +52,11 @@ def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
 
 
 def unused_originals(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the names of modules that PEFT replaces by trained copies.
+    """Return the name prefixes of modules that PEFT replaces by trained copies.
 
     These are the originals of `modules_to_save`. The outputs do not depend on them while the copy
-    is active. They are often a new head with random weights, which differ each time the model is
-    loaded.
+    is active. Often, such an original is a new head with random weights, which differ each time the
+    model is loaded.
     """
     prefixes = []
     for path, module in model.named_modules(remove_duplicate=False):

@@ -24,13 +24,13 @@ class Batch:
     Attributes:
         inputs: The inputs of the model, with the examples along the first dimension.
         targets: The targets, `[B, ...]`.
-        weights: The weights of the examples, which are finite and at least 0. None if each example
+        weights: The weights of the examples, which are finite and at least 0; None if each example
             counts once.
-        number: The number of the batch in the user's data, from 1, which errors state; None if it
-            was made from the user's batches.
-        first_index: The index of the first example in the data of all processes; the others follow
-            it. Random numbers that are drawn for an example, as for its Monte-Carlo label, depend
-            on its index.
+        number: The number of the batch in the user's data, counted from 1 and used in error
+            messages; None if the batch was made from several or parts of the user's batches.
+        first_index: The index of the first example in the data of all processes; the other examples
+            have the following indices. Random numbers for an example, such as for its Monte-Carlo
+            label, depend on its index.
     """
 
     inputs: Inputs
@@ -41,7 +41,7 @@ class Batch:
 
     @staticmethod
     def joined(batches: "Sequence[Batch]") -> "Batch":
-        """Concatenate several batches, whose examples get consecutive indices.
+        """Concatenate several batches, and give the examples consecutive indices.
 
         Examples without weights count once.
         """
@@ -63,14 +63,14 @@ class Batch:
 
     @property
     def weights_or_ones(self) -> Float[Tensor, " batch"]:
-        """The weights; ones if there are none."""
+        """The weights; ones if the batch has no weights."""
         if self.weights is None:
             return torch.ones(self.num_examples, device=self.targets.device)
         return self.weights
 
     @property
     def total_weight(self) -> float:
-        """The sum of the weights; the number of examples if there are none."""
+        """The sum of the weights; the number of examples if the batch has no weights."""
         if self.weights is None:
             return self.num_examples
         return float(self.weights.double().sum())
@@ -83,7 +83,7 @@ class Batch:
     def take(self, examples: slice | Tensor) -> "Batch":
         """Select examples by a slice, by their positions in the batch, or by a mask.
 
-        They make a batch without a number, whose indices begin at 0.
+        The result is a batch without a number, whose indices begin at 0.
         """
         weights = self.weights
         if weights is not None:
@@ -93,7 +93,7 @@ class Batch:
         return Batch(take(self.inputs, examples), self.targets[examples], weights)
 
     def copied(self) -> "Batch":
-        """Copy the tensors, since a loader may write the next batch into the same memory."""
+        """Copy the tensors, because a loader may write the next batch into the same memory."""
         return replace(
             self,
             inputs=with_tensors(self.inputs, map(torch.clone, tensors_of(self.inputs))),

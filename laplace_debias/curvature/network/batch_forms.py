@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.inputs import (
     without_subclass,
 )
 
-# From what the data yields to (inputs, targets).
+# A function from an item of the data to (inputs, targets).
 BatchHook = Callable[[Any], tuple[Any, Any]]
 
 TARGETS = ("labels", "label", "label_ids", "targets", "target", "y")
@@ -28,10 +28,10 @@ USE_A_HOOK = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlainBatch:
-    """A batch whose inputs are passed to the model as they are.
+    """A batch whose inputs are passed to the model unchanged.
 
     Attributes:
-        inputs: The inputs; a `dict` for those of a mapping or dataclass.
+        inputs: The inputs; a `dict` if they come from a mapping or dataclass.
         targets: The targets; None if the batch has none.
         weights: The weights of the examples; None if the batch has none.
     """
@@ -60,13 +60,13 @@ def batch_form(
     """Find the form of a batch of the data.
 
     Args:
-        batch: What the data yields.
+        batch: The item that the data yields.
         name: The batch's name in errors.
-        needs_targets: Whether targets may not be missing.
+        needs_targets: Whether the batch must have targets.
         takes_weights: Whether the batch may have weights of its examples as a third entry.
 
     Raises:
-        TypeError: If the batch has another form.
+        TypeError: If the batch has none of the supported forms.
         ValueError: If not exactly one of the named entries has a name of targets.
     """
     weights = None
@@ -112,7 +112,7 @@ def hook_form(batch: Any) -> PlainBatch:
 def named_entries(batch: Any) -> dict[str, Any] | None:
     """Return the entries of a mapping or a dataclass, by name; None for anything else."""
     if isinstance(batch, OneArgument):
-        return None  # The model takes it as it is.
+        return None  # The model receives it unchanged.
     if isinstance(batch, Mapping):
         return dict(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -121,7 +121,7 @@ def named_entries(batch: Any) -> dict[str, Any] | None:
 
 
 def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batch:
-    """Require entries of one size, and weights that are finite and not negative."""
+    """Require entries of the same size, and weights that are finite and not negative."""
     if not isinstance(targets, Tensor):
         advice = ' Or use `return_tensors="pt"` in the tokenizer or collator.'
         raise TypeError(
@@ -187,7 +187,7 @@ def _is_pair(batch: Any) -> bool:
 
 
 def _is_inputs_only(batch: Any) -> bool:
-    """Whether a batch that is no pair has the form of inputs without targets."""
+    """Whether a batch that is not a pair has the form of inputs without targets."""
     if isinstance(batch, (tuple, list)):
         return len(batch) == 1
     return isinstance(batch, (Tensor, OneArgument))

@@ -41,10 +41,10 @@ class Learned:
     """Properties of a model that its readers learn from the first batch that needs them.
 
     Attributes:
-        label_positions: The positions of the outputs that labels of tokens belong to; None if it
-            has not been learned yet.
-        is_independent_of_targets: Whether the outputs are the same without the targets; False as
-            long as it has not been checked.
+        label_positions: The positions of the outputs to which labels of tokens belong; None if they
+            have not been learned yet.
+        is_independent_of_targets: Whether the outputs are the same without the targets; False if
+            this has not been checked yet.
     """
 
     label_positions: LabelPositions | None = None
@@ -55,24 +55,25 @@ class Learned:
 class BatchReader:
     """A reader that splits batches into inputs and targets.
 
-    A batch is a pair `(inputs, targets)`, or a mapping or dataclass with an entry that is called as
-    `TARGETS` has it. The rest of such a batch are the inputs: passed by name where the model's
-    forward pass takes them by name, and a single one of another name by position. A model is never
-    given the targets, so it computes no loss. If a Hugging Face model moves the labels of tokens by
-    one position, as causal language models do, or PEFT adds positions for a prompt, the targets are
-    moved too (see `LabelPositions`). A hook makes `(inputs, targets)` of what the data yields; they
-    are taken as they are.
+    A batch is a pair `(inputs, targets)`, or a mapping or dataclass with an entry whose name is in
+    `TARGETS`. The other entries of a mapping or dataclass are the inputs. They are passed by name
+    if the model's forward pass has parameters of these names; a single input with a different name
+    is passed by position. A model never receives the targets, so it computes no loss. If a Hugging
+    Face model moves the labels of tokens by one position, as causal language models do, or PEFT
+    adds positions for a prompt, the targets are also moved (see `LabelPositions`). A hook converts
+    an item of the data to `(inputs, targets)`, which are used unchanged.
 
-    If it does not need targets, a batch may also consist of inputs only: a tensor, as the only
-    entry of a tuple or list, or a mapping or dataclass without targets; or the targets may be None.
-    A pair is always inputs and targets.
+    If the reader does not need targets, a batch may also consist only of inputs: a tensor, a tuple
+    or list with a single entry, or a mapping or dataclass without targets. The targets may also be
+    None. A pair always consists of inputs and targets.
 
     Attributes:
         model: The model, with its wrappers.
-        hook: Converts what the data yields to (inputs, targets); None if no conversion is needed.
-        needs_targets: Whether targets may not be missing. Missing targets are read as zeros.
+        hook: A function that converts an item of the data to (inputs, targets); None if no
+            conversion is needed.
+        needs_targets: Whether batches must have targets. If not, missing targets are read as zeros.
         takes_weights: Whether a batch may have weights of its examples as a third entry.
-        learned: Properties of the model. Readers made by `dataclasses.replace` share them.
+        learned: Properties of the model, which readers made by `dataclasses.replace` share.
     """
 
     model: nn.Module
@@ -82,7 +83,7 @@ class BatchReader:
     learned: Learned = dataclasses.field(default_factory=Learned)
 
     def __call__(self, batch: Any, name: str = "A batch") -> Batch:
-        """Read a batch, which errors call by its name."""
+        """Read a batch; errors refer to the batch by its name."""
         form: PlainBatch | NamedBatch
         if self.hook is not None:
             form = hook_form(self.hook(batch))
@@ -104,9 +105,10 @@ class BatchReader:
     def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
         """Return the inputs of a prediction, from inputs or from a mapping with targets.
 
-        An entry that the forward pass takes under that name is an input, except for `labels`. With
-        a hook, which returns the inputs of a batch, `labels` are an input too. They come on a
-        device; gradients flow back to them only if `keeps_graph`. Raises as `move`.
+        An entry is an input if the forward pass has a parameter of this name, except for `labels`.
+        With a hook, which returns only the inputs of a batch, `labels` are also an input. The
+        inputs are moved to a device. Gradients flow back to the inputs only if `keeps_graph`. See
+        `move` for the errors.
         """
         named = named_entries(x)
         if named is not None:
@@ -144,14 +146,14 @@ class BatchReader:
     def _check_outputs(
         self, batch: Mapping[str, Any], inputs: Inputs, target_name: str, forward: ForwardArguments
     ) -> None:
-        """Require once that the outputs are the same without the targets, which are left out."""
+        """Require once that the outputs are the same if the targets are left out."""
         if not self.learned.is_independent_of_targets and forward.takes(target_name):
             check_outputs_without_targets(unwrapped(self.model), batch, inputs, target_name)
             self.learned.is_independent_of_targets = True
 
 
 def _check_dtypes(inputs: Inputs, model: nn.Module) -> None:
-    """Require that floats have the dtype of a parameter, usually that of the first."""
+    """Require that floats have the dtype of a parameter, usually of the first parameter."""
     for x in tensors_of(inputs):
         if x.is_floating_point() and not _has_dtype(model, x.dtype):
             dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -159,7 +161,7 @@ def _check_dtypes(inputs: Inputs, model: nn.Module) -> None:
 
 
 def _has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a parameter has a dtype; `model.parameters()` would take longer for the first one."""
+    """Whether a parameter has a dtype; faster than `model.parameters()` if the first one does."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype == dtype:

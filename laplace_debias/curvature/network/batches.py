@@ -54,9 +54,9 @@ def check_batches(source: Any) -> None:
 
 
 def total_size(batches: Sequence[Any]) -> int | None:
-    """Return the number of examples of some batches; None if a batch shows no tensor.
+    """Return the number of examples of some batches; None if a batch contains no tensor.
 
-    It is the length of each batch's first tensor, whether of its inputs or of its targets.
+    The number is the sum of the lengths of the batches' first tensors, which are inputs or targets.
     """
     total = 0
     for batch in batches:
@@ -72,9 +72,9 @@ def randomness(
 ) -> AbstractContextManager[object]:
     """Return the context in which batches are read, so that a generator determines them.
 
-    Within it, the order and the augmentation of a loader's passes are a function of the generator.
-    Passes differ from each other, as those of a shuffling loader do, and torch's global generator
-    is left as it was. The batches of a list need no random numbers.
+    Within the context, the order and the augmentation of a loader's passes are a function of the
+    generator. Passes differ from each other, as with any shuffling loader. The state of torch's
+    global generator does not change. The batches of a list need no random numbers.
     """
     check_generator(generator)
     if generator is None or isinstance(source, (list, tuple)):
@@ -85,17 +85,18 @@ def randomness(
 class Stream:
     """The user's batches, read, checked and numbered.
 
-    The indices of the examples are those among the examples of this process.
+    The indices of the examples are indices among the examples of this process.
 
-    The first batch can be looked at without being lost: the next pass goes on with the iterator
-    that gave it, so that a loader which shuffles is not begun twice.
+    The first batch can be inspected without being lost: the next pass continues with the same
+    iterator, so that a shuffling loader is not started twice.
 
     Args:
         source: The user's batches.
-        read: Reads a batch as inputs and targets.
-        generator: Determines the order and the augmentation of passes; see `randomness`.
-        device: The device that inputs are moved to; None to leave them.
-        target_device: The device that targets are moved to; None to leave them.
+        read: The reader, which reads a batch as inputs and targets.
+        generator: The generator that determines the order and the augmentation of passes; see
+            `randomness`.
+        device: The device to which inputs are moved; None to leave them where they are.
+        target_device: The device to which targets are moved; None to leave them where they are.
         progress: The title of a progress bar; None for no bar.
     """
 
@@ -133,7 +134,7 @@ class Stream:
         """Read the data once.
 
         Raises:
-            ValueError: If several workers each read all of a data set that is a stream.
+            ValueError: If each of several workers reads all of an iterable-style data set.
         """
         started_pass = self._started_pass
         self._started_pass = None
@@ -155,7 +156,7 @@ class Stream:
         return isinstance(self.source, Sized) and not isinstance(self.source, Iterator)
 
     def extra_pass(self) -> Iterator[Inputs]:
-        """Yield the inputs of all batches, in a pass besides those of the fit."""
+        """Yield the inputs of all batches, in a pass in addition to the passes of the fit."""
         for batch in self._pass(self.source):
             yield batch.inputs
 
@@ -186,11 +187,11 @@ class Stream:
 
 
 def _of_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterator[Batch]:
-    """Require that the workers which read a stream start with different examples."""
+    """Require that the workers that read a stream start with different examples."""
     marks = set[str]()
     for number, batch in enumerate(batches, start=1):
         if number <= 2 and num_workers > 1:
-            # The first batches of two workers, which come in turn.
+            # These are the first batches of the workers, which take turns.
             marks.add(mark_of(batch.inputs, batch.targets))
             if len(marks) < number:
                 raise ValueError(

@@ -14,10 +14,11 @@ class BradleyTerry(nn.Module):
 
     `Laplace(BradleyTerry(model), "binary")` is fitted to batches `((a, b), y)` with labels y = 1
     where a was preferred. `la.predict((a, b))` is then the probability of a preference, and
-    `la.functional(x)` the mean and the variance of the reward of single inputs.
+    `la.functional(x)` is the mean and the variance of the reward of single inputs.
 
-    A constant that is added to all rewards changes no preference: only the prior determines it, so
-    that the variance of a reward contains the prior's. Differences of rewards do not.
+    A constant that is added to all rewards changes no preference. Only the prior determines this
+    constant, so the variance of a reward contains the prior variance of the constant. Differences
+    of rewards do not contain it.
 
     Args:
         model: A network with one output, `[B, 1]` or `[B]`.

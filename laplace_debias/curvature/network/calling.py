@@ -1,4 +1,4 @@
-"""Calls of a model, its outputs as one tensor, and the settings of torch under which it runs."""
+"""Calls of a model, its outputs as one tensor, and the torch settings with which it runs."""
 
 import re
 import warnings
@@ -29,13 +29,13 @@ from laplace_debias.system.threads import SharedSetting
 def call(
     model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Call the model as `returned_outputs` does, with outputs `[B]` as `[B, 1]`."""
+    """Call the model like `returned_outputs`, but return outputs `[B]` as `[B, 1]`."""
     outputs = returned_outputs(model, inputs, parameters)
     return as_columns(outputs, tensors_of(inputs)[0].shape[:1])
 
 
 def as_columns(outputs: Tensor, batch_shape: torch.Size) -> Tensor:
-    """Add the dimension of outputs `[B, 1]` to a single output for each example, `[B]`."""
+    """Reshape a single output for each example, `[B]`, to outputs `[B, 1]`."""
     return outputs.unsqueeze(1) if outputs.shape == batch_shape else outputs
 
 
@@ -44,11 +44,12 @@ def returned_outputs(
 ) -> Tensor:
     """Call the model, and return its outputs in their own shape.
 
-    With other values for some `parameters` it is differentiable in them by `torch.func`. The model
-    gets copies: what works in place on its inputs must not change a batch that is used again.
+    With other values for some `parameters`, the call is differentiable in them by `torch.func`. The
+    model receives copies of the inputs, because in-place operations must not change a batch that is
+    used again.
 
     Raises:
-        TypeError: If the model returns no tensor of real numbers.
+        TypeError: If the model does not return a tensor of real numbers.
     """
     inputs = with_tensors(inputs, map(torch.clone, tensors_of(inputs)))
     arguments: tuple[Any, ...] = ()
@@ -69,7 +70,7 @@ def returned_outputs(
             outputs = functional_call(model, dict(parameters), arguments, named)
             return without_subclass(logits_of(outputs))
     except ValueError as error:
-        # The model computes statistics over the batch, which has a single example.
+        # The model computes statistics over the batch, but the batch has a single example.
         if "more than 1 value per channel" in str(error):
             raise mixing_error() from error
         raise
@@ -88,7 +89,7 @@ def mixing_error() -> ValueError:
 @SharedSetting
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
-    """Switch off torch's fused transformer layers, which hooks cannot see into, and checkpoints."""
+    """Switch off checkpoints and torch's fused transformer layers, which bypass hooks."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -101,12 +102,12 @@ def layer_by_layer() -> Iterator[None]:
 _PLAIN_CHECKPOINTS = PlainCheckpoints(layer_by_layer.is_made_by_this_thread)
 
 
-# Keeps attention from its fused kernels, which have no forward derivative.
+# Prevents fused attention kernels, which have no forward derivative.
 _plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
 
 
 def _ignoring(category: type[Warning], message: str = "") -> tuple[Any, ...]:
-    """A filter of warnings, as `warnings.filters` has it."""
+    """Return a filter of warnings, in the format of `warnings.filters`."""
     pattern = re.compile(message, re.IGNORECASE) if message else None
     return ("ignore", pattern, category, None, 0)
 
@@ -116,13 +117,14 @@ def _ignoring(category: type[Warning], message: str = "") -> tuple[Any, ...]:
 def quiet() -> Iterator[None]:
     """Suppress torch's warnings about its own parts.
 
-    The filters are added and removed one by one, so that those that other threads set in the
-    meantime stay.
+    The filters are added and removed one by one, so that filters that other threads set in the
+    meantime are kept.
     """
     added = [
         _ignoring(FutureWarning),
         _ignoring(Warning, "TF32 acceleration"),
-        # An operation that torch does not vectorise runs in a loop: slower, and the same numbers.
+        # An operation that torch does not vectorise runs in a loop, slower but with the same
+        # numbers.
         _ignoring(Warning, "There is a performance drop"),
     ]
     filters: Any = warnings.filters
@@ -139,7 +141,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
     with ExitStack() as stack:
-        # The switches set the flag along with the one that is meant.
+        # These switches also set the TF32 flag, which causes a warning.
         with quiet():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
@@ -160,15 +162,15 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Find the outputs in what a model returns, and convert half precision to single.
+    """Find the outputs in a model's return value, and convert half precision to single precision.
 
-    That is the tensor itself; `.logits` of an object; the entry `"logits"` of a mapping, or its
-    only tensor; the first entry of a tuple or list, or the second where the first is a loss, a
-    single number (Hugging Face with `return_dict=False`).
+    The outputs are the tensor itself; `.logits` of an object; the entry `"logits"` of a mapping, or
+    its only tensor; the first entry of a tuple or list, or the second entry if the first is a loss,
+    a single number (Hugging Face with `return_dict=False`).
     """
     logits = outputs
     if type(outputs) is Tensor:
-        pass  # It is looked at first, because a plain tensor is by far the most common.
+        pass  # This case comes first, because a plain tensor is by far the most common.
     elif hasattr(outputs, "logits"):
         logits = outputs.logits
     elif isinstance(outputs, Mapping):
@@ -197,7 +199,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def _description(outputs: Any) -> str:
-    """Names what came by its kind and its entries' kinds: they may hold millions of numbers."""
+    """Describe outputs by their type and their entries' types, because they may be large."""
     kind = type(outputs).__name__
     if isinstance(outputs, Mapping):
         return f"a {kind} with the entries {[str(key) for key in outputs]}"

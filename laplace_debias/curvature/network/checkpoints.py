@@ -1,4 +1,4 @@
-"""Activation checkpointing, which working copies of a model do without.
+"""Activation checkpointing, which is switched off in working copies of a model.
 
 A checkpointed function keeps no graph, and the backward pass runs it again. By then, the hooks that
 record the calls of layers are gone, so the second run differs from the first one. Derivatives of
@@ -13,8 +13,9 @@ from typing import Any
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-# The first one in torch 2.8, and the second one in later versions, with the function and its
-# arguments: they run until the function is called, and then from its end.
+# The first name is used in torch 2.8, and the second one in later versions. These generators
+# receive the function and its arguments. They run until the function is called, and continue after
+# its end.
 _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
@@ -23,7 +24,7 @@ _INHERITED_APPLY = CheckpointFunction.apply
 
 
 class _Recomputed:
-    """A function of this package's own, of which a backward pass needs no hooks."""
+    """A function of this package, for which a backward pass needs no hooks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -34,7 +35,7 @@ class _Recomputed:
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function that the backward pass calls again, instead of keeping its graph."""
-    # All of it is run again, for accelerate's hooks to unload what they have loaded.
+    # The whole function is run again, so that accelerate's hooks unload the weights that they load.
     with torch_checkpoint.set_checkpoint_early_stop(False):
         return torch_checkpoint.checkpoint(
             _Recomputed(function), *args, use_reentrant=False, preserve_rng_state=False, **kwargs
@@ -44,12 +45,12 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class PlainCheckpoints:
     """A context in which `torch.utils.checkpoint` runs functions as plain calls.
 
-    The functions that `checkpoint` calls are replaced, because models import `checkpoint` by its
+    The functions that `checkpoint` calls are replaced, because models import `checkpoint` itself by
     name. A context must be left before it is entered again.
 
     Args:
-        is_pass: Whether the thread that calls it runs a pass of this package. Checkpoints work as
-            usual in other threads, such as one that trains meanwhile.
+        is_pass: A function that returns whether the calling thread runs a pass of this package. In
+            other threads, such as a thread that trains at the same time, checkpoints work as usual.
     """
 
     def __init__(self, is_pass: Callable[[], bool]) -> None:
@@ -71,7 +72,7 @@ class PlainCheckpoints:
 
     def __exit__(self, *_: object) -> None:
         vars(torch_checkpoint).update(self._originals)
-        # The class inherits its own.
+        # The class then inherits the original method again.
         del CheckpointFunction.apply
 
     def _start(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,19 +22,21 @@ from laplace_debias.system.memory import is_out_of_memory
 Positions = int | Sequence[int] | Tensor
 """One position, positions for all examples `[p]`, or positions for each example `[B, p]`."""
 
-# Under which the positions are among the inputs.
+# The name of the positions among the inputs.
 _NAME = "_chosen_positions"
 
 
 @dataclass(frozen=True)
 class ChosenPositions:
-    """The requested positions, and where they can be chosen.
+    """The requested positions, and the place in the network at which they can be chosen.
 
     Attributes:
-        columns: Indices of the positions among those of the outputs, `[B, p]`.
-        is_single: Whether a single position was requested, which has no dimension in the results.
-        head: The path of the `nn.Linear` whose outputs, `[B, T, C]`, are the network's: it needs
-            only the inputs at these positions. None if there is no such layer.
+        columns: Indices of the positions among the positions of the outputs, `[B, p]`.
+        is_single: Whether a single position was requested. Results then have no dimension for
+            positions.
+        head: The path of the `nn.Linear` whose outputs, `[B, T, C]`, are the outputs of the
+            network. This layer needs only the inputs at the positions. None if there is no such
+            layer.
     """
 
     columns: Int[Tensor, "batch p"]
@@ -52,8 +54,8 @@ class ChosenPositions:
     def network(self, model: nn.Module, before_head: bool) -> nn.Module:
         """Copy a model, with outputs `[B, p, C]` for the inputs that `inputs` returns.
 
-        With `before_head` only the chosen positions go into the head, so that nothing of size T·C
-        is computed.
+        With `before_head`, only the chosen positions are passed to the head, so that nothing of
+        size T·C is computed.
         """
         copied = shared_copy(model)
         columns = torch.empty(0)
@@ -91,8 +93,8 @@ class ChosenPositions:
 def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> ChosenPositions:
     """Locate the requested positions, by running one example.
 
-    Negative ones count from the end: if the inputs hold an `attention_mask` `[B, T]`, from the last
-    position that is not padding.
+    Negative positions count from the end or, if the inputs contain an `attention_mask` `[B, T]`,
+    from the last position that is not padding.
     """
     requested = _as_tensor(positions)
     example = take(x, slice(0, 1))
@@ -109,7 +111,7 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     mask = _attention_mask(model, x, outputs.shape[1])
     requested = requested.to(outputs.device)
     columns = _columns(requested, mask, num_examples(x), outputs.shape[1])
-    # The linear layer that the outputs come from as they are, if there is one.
+    # Whether the outputs are the unchanged outputs of a linear layer.
     is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
     chosen = ChosenPositions(columns, requested.ndim == 0, calls.path)
     if is_head and calls.x.ndim == 3 and _takes_fewer(model, chosen, example, outputs):
@@ -172,7 +174,7 @@ def _columns(
             f"{int(num_real[example])} positions that are not padding, of {length} in total. "
             "Pass one of these positions."
         )
-    # Padding first, then the other positions, each in its order.
+    # Padding comes first, followed by the other positions, both in their original order.
     in_order = is_real.argsort(dim=1, stable=True)
     columns = torch.where(requested < 0, in_order.gather(1, requested % length), requested)
     is_padding = is_real.gather(1, columns) == 0
@@ -187,7 +189,7 @@ def _columns(
 
 
 def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
-    """Return the mask of the positions among the inputs; a decoder's if it has its own inputs.
+    """Return the attention mask among the inputs, or the decoder's mask if it has its own inputs.
 
     A prompt of PEFT comes before the positions of the inputs, and is not padding.
     """
@@ -212,7 +214,7 @@ def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
 class LinearCalls:
     """A recorder of the last call of a linear layer in a forward pass.
 
-    Hooks are left on the working copy. The call turned `x`, with its past, into `z`.
+    Hooks stay on the working copy. The call computed `z` from `x`, which keeps its graph.
     """
 
     def __init__(self, network: nn.Module, head: str | None = None) -> None:
@@ -238,12 +240,12 @@ class LinearCalls:
 def _takes_fewer(
     model: nn.Module, chosen: ChosenPositions, example: Inputs, outputs: Tensor
 ) -> bool:
-    """Whether the forward pass runs if only some positions go into the head."""
+    """Whether the forward pass runs if only some positions are passed to the head."""
     first = ChosenPositions(chosen.columns[:1], chosen.is_single, chosen.head)
     try:
         with torch.no_grad():
             at_positions = call(first.network(model, before_head=True), first.inputs(example))
-    # A forward pass may raise anything.
+    # A forward pass may raise any error.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -254,5 +256,5 @@ def _takes_fewer(
 
 
 def values_at(values: Tensor, columns: Int[Tensor, "batch p"]) -> Tensor:
-    """Select positions of values `[B, T, d]`; returns `[B, p, d]`."""
+    """Select positions of values `[B, T, d]`, and return `[B, p, d]`."""
     return values.gather(1, columns.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

@@ -19,7 +19,7 @@ from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 
-# Their length is the number of examples.
+# The length of these samplers is the number of examples.
 _COUNTED_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler)
 # The relative error of a sum of weights that were scaled to a whole number in single precision.
 _ROUNDING = 1e-6
@@ -30,10 +30,10 @@ class TrainingSize:
     """N, the number of training examples of a fit.
 
     Attributes:
-        num_data: N; None for the number of examples that the fit reads.
-        is_inferred: Whether N is from a loader's sampler.
-        must_match_read: Whether the fit reads the whole loader, so that as many examples as N must
-            be read.
+        num_data: N; None if N is the number of examples that the fit reads.
+        is_inferred: Whether N was inferred from a loader's sampler.
+        must_match_read: Whether the fit reads the whole loader, so that it must read exactly N
+            examples.
         is_shared: Whether several processes share the data by `ShardedBatches`.
     """
 
@@ -43,11 +43,11 @@ class TrainingSize:
     is_shared: bool = False
 
     def after_reading(self, weight: float) -> int:
-        """Determine N, given the weights of the examples that the fit has read, summed.
+        """Determine N, given the total weight of the examples that the fit has read.
 
         Raises:
-            ValueError: If the sum is not a whole number, up to rounding, or not the number that
-                must be read.
+            ValueError: If the total weight is not a whole number, up to rounding, or is not the
+                required number.
         """
         number = round(weight)
         is_whole = number > 0 and abs(weight - number) <= _ROUNDING * weight
@@ -71,11 +71,11 @@ class TrainingSize:
 def training_size(
     loader: Any, num_data: SupportsIndex | None, mode: str, reads_whole_loader: bool
 ) -> TrainingSize:
-    """Determine N: it is passed, inferred from the loader, or counted during the fit.
+    """Determine N, which is passed, inferred from the loader, or counted during the fit.
 
     Raises:
-        ValueError: If the fit reads a part of the data and the size of all of it cannot be
-            inferred, or if the loader leaves out examples in every pass.
+        ValueError: If the fit reads only a part of the data and the size of the whole data cannot
+            be inferred, or if the loader leaves out examples in every pass.
     """
     is_shared = check_shared(process_group(), loader)
     if num_data is not None:
@@ -87,7 +87,7 @@ def training_size(
             "cannot be inferred from this loader. Pass `num_data=`, the number of training "
             "examples."
         )
-    # Not the loader's own `drop_last`, which is False if a batch sampler was passed to it.
+    # The loader's own `drop_last` is not used, because it is False if a batch sampler was passed.
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
     if type(batches) is BatchSampler and batches.drop_last and isinstance(sampler, Sized):
@@ -109,11 +109,11 @@ def dataset_size(loader: Any) -> int | None:
     """Infer the number of training examples from a plain `DataLoader`'s sampler.
 
     Returns:
-        The number; None for anything else, such as a list, a stream or a sampler of the user's own,
-        whose examples a pass over all data counts.
+        The number; None for other data, such as a list, a stream or a user-defined sampler, whose
+        examples are counted in a pass over all data.
 
     Raises:
-        ValueError: As `check_sampler`.
+        ValueError: In the same cases as `check_sampler`.
     """
     check_sampler(loader)
     if not _has_sampler(loader):
@@ -128,11 +128,11 @@ def dataset_size(loader: Any) -> int | None:
 
 
 def check_sampler(loader: Any) -> None:
-    """Require that the sampler of a `DataLoader` gives every example once in a pass.
+    """Require that the sampler of a `DataLoader` yields every example once per pass.
 
     Raises:
-        ValueError: If it draws with replacement, draws a part, or splits the data over other
-            processes than take part.
+        ValueError: If the sampler draws with replacement, draws only a part of the data, or splits
+            the data over a different set of processes.
     """
     if not _has_sampler(loader):
         return

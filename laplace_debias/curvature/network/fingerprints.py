@@ -1,4 +1,4 @@
-"""Fingerprints of a model's tensors, by which changes are detected."""
+"""Fingerprints of a model's tensors, which are used to detect changes."""
 
 import hashlib
 import json
@@ -19,17 +19,17 @@ from laplace_debias.curvature.network.quantised import plain_parts
 from laplace_debias.system.files import bytes_of
 from laplace_debias.system.gathering import full_value, is_sharded
 
-# Integers of as many bytes as an entry; two of eight for a complex one in float64.
+# Integers with as many bytes as an entry. An entry of 16 bytes is read as two integers of 8 bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
     """Compute a number for each tensor of the model's state, the same on every device.
 
-    It is the sum of the entries' bits, taken for integers: exact, so that no device rounds it
-    otherwise, and read once. Training, another checkpoint or new statistics of a normalisation
-    change it; exchanging entries does not. Buffers that checkpoints do not hold, such as caches
-    that a forward pass fills, do not count.
+    The number is the sum of the entries' bits, read as integers. The sum is exact, so it does not
+    depend on a device's rounding. Training, a different checkpoint or new statistics of a
+    normalisation change the number, but exchanging entries does not. Buffers that are not in
+    checkpoints, such as caches that a forward pass fills, are not included.
     """
     sums = {}
     for name, tensor in _state(model):
@@ -41,8 +41,8 @@ def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under every name that they have.
 
-    These are the tensors of `state_dict`, which quantised layers change when it is called, without
-    those of modules that PEFT has replaced.
+    These are the tensors of `state_dict`, except for modules that PEFT has replaced. `state_dict`
+    itself is not called, because quantised layers change during its call.
     """
     replaced = unused_originals(model)
     modules = [
@@ -96,19 +96,19 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-# How many entries of a tensor are compared; up to twice as many.
+# The number of entries of a tensor that are compared; the actual number is up to twice this.
 _SAMPLE_SIZE = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class _Trace:
-    """A tensor's storage and how often torch has changed it, and a sample of its entries.
+    """A tensor's place in memory, the number of torch's changes to it, and some of its entries.
 
     Attributes:
         place: The address, version, dtype, shape and strides.
-        entries: The sampled entries in the tensor's storage, as integers; None if they are not a
-            view of it.
-        sample: Their values at the time of the trace.
+        entries: The sampled entries as a view of the tensor's storage, as integers; None if they
+            cannot be a view.
+        sample: The values of these entries at the time of the trace.
     """
 
     place: tuple[Any, ...]
@@ -124,24 +124,24 @@ class _Trace:
         return cls(_place(values), entries if is_view else None, sample)
 
     def is_current(self, values: Tensor) -> bool:
-        """Whether the tensor has not changed since."""
+        """Whether the tensor has not changed since the trace."""
         if _place(values) != self.place:
             return False
-        # Writing through `.data` leaves the version as it is.
+        # Writing through `.data` does not change the version.
         entries = _sampled_entries(values) if self.entries is None else self.entries
         return self.sample.equal(entries)
 
 
 @dataclass(frozen=True, eq=False)
 class _CheckedModel:
-    """A model that was found unchanged, and what to compare to see that it still is.
+    """A model that was found unchanged, with the data for checking that it still is unchanged.
 
     Attributes:
-        snapshot: The modules, and where their tensors lie.
+        snapshot: The modules, and the places of their tensors in memory.
         mean: The posterior's mean.
-        parameters: The Bayesian parameters, each with its part of the mean.
+        parameters: The Bayesian parameters, each with the matching part of the mean.
         versions: The other tensors, each with its version.
-        samples: Sampled entries of the other tensors, as lists of one dtype, with their values.
+        samples: Sampled entries of the other tensors, in one list per dtype, with their values.
     """
 
     snapshot: ModuleSnapshot
@@ -158,7 +158,7 @@ class _CheckedModel:
         mean: Tensor,
         traces: Mapping[str, list[_Trace]],
     ) -> "_CheckedModel | None":
-        """Prepare the comparison; None if all of the model has to be read every time."""
+        """Prepare the comparison; None if the whole model has to be read every time."""
         try:
             snapshot = ModuleSnapshot(model)
         except UncomparableAttributeError:
@@ -193,7 +193,7 @@ class _CheckedModel:
             return False
         if any(tensor._version != version for tensor, version in self.versions):
             return False
-        # Writing through `.data` leaves the version as it is.
+        # Writing through `.data` does not change the version.
         if not all(torch.cat(entries).equal(values) for entries, values in self.samples):
             return False
         return all(parameter.equal(values) for parameter, values in self.parameters)
@@ -201,9 +201,9 @@ class _CheckedModel:
 
 @dataclass
 class ChangeDetector:
-    """A detector of changes in a model's state outside of the Bayesian parameters.
+    """A detector of changes in a model's state outside the Bayesian parameters.
 
-    The first call reads everything. A copy, or what comes out of a pickle, starts afresh.
+    The first call reads the whole model. A copied or unpickled detector starts from the beginning.
     """
 
     traces: dict[str, list[_Trace]] = field(default_factory=dict, repr=False)
@@ -212,15 +212,15 @@ class ChangeDetector:
     def unchanged_modules(self, model: nn.Module, mean: Tensor) -> ModuleSnapshot | None:
         """Return the modules' snapshot if nothing has changed since `remember` was called.
 
-        The modules' attributes and the versions of the tensors are compared, and of the values only
-        the Bayesian parameters and a sample of each other tensor.
+        The modules' attributes and the versions of the tensors are compared. The values are
+        compared only for the Bayesian parameters and for a sample of each other tensor.
 
         Args:
             model: The model.
             mean: The posterior's mean.
 
         Returns:
-            The snapshot; None after a change, and if nothing is remembered.
+            The snapshot; None after a change, or if nothing is remembered.
         """
         checked = self._checked
         if checked is None or checked.mean is not mean or not checked.is_current(model):
@@ -238,7 +238,7 @@ class ChangeDetector:
             mean: The posterior's mean.
 
         Returns:
-            A snapshot of its modules; None if all of the model has to be read every time.
+            A snapshot of the model's modules; None if the whole model has to be read every time.
         """
         self._checked = _CheckedModel.build(model, names, mean, self.traces)
         return None if self._checked is None else self._checked.snapshot

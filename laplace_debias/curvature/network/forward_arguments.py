@@ -1,4 +1,4 @@
-"""The arguments of a model's forward pass, and which of them the entries of a batch are."""
+"""The parameters of a model's forward pass, and their assignment to the entries of a batch."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 @dataclass(frozen=True)
 class ForwardArguments:
-    """The arguments that a forward pass takes.
+    """The arguments that a forward pass accepts.
 
     Attributes:
-        parameters: The parameters of the forward pass by name, as `inspect.signature` has them.
+        parameters: The parameters of the forward pass by name, in the form of `inspect.signature`.
     """
 
     parameters: Mapping[str, inspect.Parameter]
 
     @classmethod
     def of(cls, model: nn.Module) -> "ForwardArguments":
-        """Return the arguments of a model; of the model inside, where PEFT passes all on."""
+        """Return the arguments of a model, or of the inner model if PEFT passes all of them on."""
         parameters = inspect.signature(model.forward).parameters
         base = getattr(model, "get_base_model", None)
         if base is not None and all(p.kind in _ANY for p in parameters.values()):
@@ -34,18 +34,18 @@ class ForwardArguments:
 
     @property
     def takes_any(self) -> bool:
-        """Whether the forward pass takes arguments of any name."""
+        """Whether the forward pass accepts arguments of any name."""
         return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     def takes(self, name: str) -> bool:
-        """Return whether the forward pass takes an argument of a name."""
+        """Return whether the forward pass accepts an argument of this name."""
         return name in self.parameters or self.takes_any
 
     def inputs(self, named: dict[str, Any]) -> Inputs:
-        """Return inputs by name; a single one that the forward pass does not know as it is.
+        """Return inputs by name; a single input of an unknown name is returned unchanged.
 
         Raises:
-            ValueError: If the forward pass does not take one of several inputs.
+            ValueError: If the forward pass does not accept one of several inputs.
         """
         unknown = [key for key in named if key not in self.parameters]
         if len(named) == 1 and unknown:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 class FunctionModel(nn.Module):
     """A module that calls `f(parameters, x)` with a dictionary of parameter tensors.
 
-    Operators and `Laplace` accept it in place of a network. Its parameters have the names of the
-    dict and share memory with the tensors of the dict, so a step in place changes both.
+    Operators and `Laplace` accept it instead of a network. Its parameters have the names of the
+    dict and share memory with the tensors of the dict, so an in-place step changes both.
 
     Args:
-        function: From the parameters by name, and the inputs in the form of the data, to outputs
-            `[B, ..., C]` that torch can differentiate. It may be made by
+        function: A function from the parameters by name, and the inputs in the form of the data, to
+            outputs `[B, ..., C]` that torch can differentiate. It may use
             `torch.func.functional_call`.
         parameters: Tensors of floating-point numbers by name.
 
@@ -57,7 +57,7 @@ class FunctionModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the function with the parameters and the inputs."""
-        # Within `functional_call` they are tensors, which `get_parameter` refuses.
+        # Within `functional_call`, the parameters are plain tensors, which `get_parameter` rejects.
         parameters = {name: attrgetter(name)(self) for name in self._names}
         return self._function(parameters, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Inputs and targets that models of Hugging Face and PEFT make from labels."""
+"""Inputs and targets that Hugging Face and PEFT models make from labels."""
 
 import inspect
 import re
@@ -25,8 +25,8 @@ _PRETRAINED = r"transformers\..*\.PreTrainedModel|peft\.peft_model\.PeftModel"
 def with_decoder_inputs(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """Add the decoder's inputs that an encoder-decoder model makes from the labels.
 
-    The model itself makes them, or one within a wrapper that passes them on. Other entries are
-    returned as they are.
+    The model itself makes these inputs, or a model within a wrapper that passes them on. Other
+    entries are returned unchanged.
     """
     labels = named.get("labels")
     has_decoder_inputs = not named.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds"))
@@ -42,10 +42,10 @@ def with_decoder_inputs(model: nn.Module, named: dict[str, Any]) -> dict[str, An
 
 
 def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
-    """Return the inputs that a model of Hugging Face gives its decoder; None for other modules.
+    """Return the inputs that a Hugging Face model passes to its decoder; None for other modules.
 
-    Some models (Whisper, M2M100, Blenderbot) have no method for that, but call a function of the
-    file that defines them.
+    Some models (Whisper, M2M100, Blenderbot) have no method for this purpose, but call a function
+    of the file that defines them.
     """
     if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
         prepare: Any = module.prepare_decoder_input_ids_from_labels
@@ -68,7 +68,7 @@ def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
 
 
 def are_token_labels(targets: Any, inputs: Inputs) -> bool:
-    """Return whether targets are labels of tokens, `[B, T]`, as some input has them."""
+    """Return whether targets are labels of tokens, `[B, T]`, in the shape of some input."""
     if not isinstance(targets, Tensor) or targets.ndim != 2:
         return False
     if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -78,10 +78,10 @@ def are_token_labels(targets: Any, inputs: Inputs) -> bool:
 
 @dataclass(frozen=True)
 class LabelPositions:
-    """The positions of the outputs that labels `[B, T]` belong to.
+    """The positions of the outputs to which labels `[B, T]` belong.
 
     Attributes:
-        num_virtual: The number of positions that come before those of the tokens, for a prompt that
+        num_virtual: The number of positions before the positions of the tokens, for a prompt that
             PEFT adds.
         is_shifted: Whether a label belongs to the output at the position before it.
     """
@@ -100,15 +100,14 @@ class LabelPositions:
 
 @torch.inference_mode(False)
 def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> LabelPositions:
-    """Find the outputs that the labels of tokens belong to in a Hugging Face model's own loss.
+    """Find the outputs to which labels of tokens belong in a Hugging Face model's own loss.
 
-    Most causal language models shift labels by one position, some of that name do not (those of
-    BART's family), nor do token classifiers and masked language models. PEFT's prompts add
-    positions. So it is tried out: a single position of one example is labelled, and the gradient of
-    the model's own loss in its logits shows which of them the label belongs to. Labels are
-    `[B, T]`.
+    Most causal language models shift labels by one position. Some models of that name (BART's
+    family), token classifiers and masked language models do not. PEFT's prompts add positions.
+    Therefore a single position of one example is labelled, and the gradient of the model's own loss
+    in the logits shows to which logits the label belongs. Labels are `[B, T]`.
     """
-    # The outermost model of Hugging Face's that computes a loss.
+    # Find the outermost Hugging Face model that computes a loss.
     for candidate in model.modules():
         names = [f"{kind.__module__}.{kind.__name__}" for kind in type(candidate).__mro__]
         is_pretrained = any(re.fullmatch(_PRETRAINED, name) for name in names)
@@ -122,8 +121,8 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
     parameters = inspect.signature(candidate.forward).parameters
-    # PEFT's models pass on what they are given. The models of transformers also have such
-    # arguments, but a wrapper of the user may take other entries of the batch itself.
+    # PEFT's models pass on all arguments. The models of transformers also accept further arguments,
+    # but other entries of the batch may be meant for a user's wrapper.
     takes_any = any(name.startswith("peft.") for name in names)
     inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
@@ -133,7 +132,7 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
         outputs = twin(**example, labels=marked)
     is_tuple = isinstance(outputs, tuple)
     loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
-    # The gradient of NaN is NaN, also where the loss ignores it.
+    # The gradient at NaN is NaN, even if the loss ignores it.
     check_outputs(logits)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()

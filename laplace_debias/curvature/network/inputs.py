@@ -1,4 +1,4 @@
-"""Inputs of a model: one tensor, several, or named ones."""
+"""Inputs of a model: one tensor, several tensors, or named tensors."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprints import digest_of
 
-# One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
-# by name, or whole (`OneArgument`). An entry that is no tensor (None, a flag) belongs to every
-# example.
+# One tensor [B, ...]; a tuple or list of several inputs, passed by position; or a mapping, passed
+# by name or as a whole (`OneArgument`). An entry that is not a tensor (None, a flag) belongs to
+# every example.
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 @runtime_checkable
 class Record(Protocol):
-    """A dataclass, whose fields are inputs by name, and targets perhaps."""
+    """A dataclass whose fields are inputs by name, and possibly targets."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -26,8 +26,8 @@ class OneArgument(dict[str, Any]):
     """A mapping that is passed as one argument: `model(batch)`, not `model(**batch)`.
 
     Use it wherever inputs are expected: `[(OneArgument(x), y) for x, y in loader]`, and
-    `la.predict(OneArgument(x))`. The model gets a plain `dict`. All tensors of examples in it must
-    have the same leading dimension.
+    `la.predict(OneArgument(x))`. The model receives a plain `dict`. All tensors of examples in it
+    must have the same leading dimension.
 
     Example:
         >>> import torch
@@ -118,7 +118,7 @@ def move(
     for x in tensors_of(inputs):
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
             raise dtype_error(x.dtype, dtypes)
-        # Tensors made under inference_mode cannot take part in differentiation.
+        # Tensors that were made in inference mode cannot be differentiated.
         if x.is_inference():
             x = x.clone()
         elif not keeps_graph:
@@ -128,7 +128,7 @@ def move(
 
 
 def dtype_error(dtype: torch.dtype, dtypes: Collection[torch.dtype]) -> TypeError:
-    """Make the error for inputs of a dtype that no parameter has."""
+    """Make the error for inputs whose dtype no parameter has."""
     return TypeError(
         f"Inputs have dtype {dtype}, but the model's parameters have "
         f"{', '.join(map(str, dtypes))}. Convert one of them."
@@ -147,9 +147,9 @@ def tensors_of(inputs: Any) -> list[Tensor]:
 
 
 def without_subclass(tensor: Tensor) -> Tensor:
-    """Return a tensor without its class, such as an image of a data library.
+    """Convert a tensor of a subclass, such as an image of a data library, to a plain tensor.
 
-    Classes that define what an operation computes, such as distributed tensors, are kept.
+    Subclasses that define how operations are computed, such as distributed tensors, are kept.
     """
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return tensor
@@ -165,7 +165,7 @@ def mark_of(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> s
 
 
 def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
-    """Replace the tensors among the inputs, in their order."""
+    """Replace the tensors among the inputs, in order."""
     replacements = iter(tensors)
     if isinstance(inputs, Tensor):
         return next(replacements)

@@ -1,4 +1,4 @@
-"""A check that a model's outputs do not depend on the targets, which calls leave out."""
+"""A check that a model's outputs do not depend on the targets, which are not passed in calls."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,8 @@ from laplace_debias.system.memory import is_out_of_memory
 
 _ROUNDINGS = 2.0**10
 _LARGEST_TOLERANCE = 0.05
-"""Differences between outputs count as rounding if they are at most `_ROUNDINGS` units of the
-model's precision, relative to the largest output, and never if they are larger than this."""
+"""Differences between outputs, relative to the largest output, count as rounding errors if they are
+at most `_ROUNDINGS` units of the model's precision, and at most this number."""
 
 
 @torch.inference_mode(False)
@@ -25,8 +25,8 @@ def check_outputs_without_targets(
 ) -> None:
     """Require that a model has the same outputs with and without the targets of a batch.
 
-    Only its first example is tried, on a copy of the model. A model that raises an error with the
-    targets, or returns nothing but a loss, does not have outputs to compare.
+    Only the first example of the batch is used, on a copy of the model. If the model raises an
+    error with the targets, or returns only a loss, there are no outputs to compare.
 
     Args:
         model: A model whose forward pass takes the targets by name.
@@ -51,7 +51,7 @@ def check_outputs_without_targets(
             outputs_without = logits_of(
                 working_copy(**example) if is_by_name else working_copy(example)
             )
-        except Exception as error:  # A forward pass may raise anything.
+        except Exception as error:  # A forward pass may raise any error.
             if is_out_of_memory(error):
                 raise
             return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.quantised import is_kept
 
-# Values of these types never change, and `copy.deepcopy` returns them as they are.
+# Values of these types never change, and `copy.deepcopy` returns them unchanged.
 _CONSTANTS = (
     types.NoneType,
     bool,
@@ -44,12 +44,13 @@ class UncomparableAttributeError(Exception):
 
 
 class ModuleSnapshot:
-    """The modules of a model: their types, attributes, hooks, and where their tensors lie.
+    """The modules of a model: their types, attributes and hooks, and the places of their tensors.
 
-    The values of the tensors are not part of it. As long as it is current, a copy of the modules
-    around the same tensors is what a new copy would be.
+    The values of the tensors are not part of the snapshot. As long as the snapshot is current, an
+    earlier copy of the modules around the same tensors equals a new copy.
 
-    Objects are compared by identity, all in a few calls: this takes a microsecond per module.
+    Objects are compared by identity, all of them in a few calls, which takes a microsecond per
+    module.
 
     Args:
         model: The model.
@@ -67,7 +68,7 @@ class ModuleSnapshot:
         self._modules = list(model.modules())
         self._types = list(map(type, self._modules))
         self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are empty: they are for hooks, and most modules have none.
+        # Most containers are empty, because they are for hooks, and most modules have no hooks.
         self._empty: list[Any] = []
         registries: list[dict[str, Any]] = []
         self._contents: list[tuple[Any, Hashable]] = []
@@ -86,11 +87,12 @@ class ModuleSnapshot:
             if isinstance(entry, Tensor):
                 _check_comparable(entry)
                 self._tensors.append(entry)
-        # The copy holds the tensors' storage, so that no new tensor can lie there.
+        # The copy keeps the tensors' storage alive, so that no new tensor can have the same
+        # address.
         self._places = list(map(_place, self._tensors))
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether the model's modules are still as they were."""
+        """Whether the model's modules are unchanged."""
         modules = self._modules
         if model is not modules[0] or list(map(type, modules)) != self._types:
             return False
@@ -107,7 +109,7 @@ class ModuleSnapshot:
 
 
 class Entries:
-    """The entries of dictionaries at some time.
+    """The entries of dictionaries at the time of construction.
 
     Args:
         dictionaries: The dictionaries.
@@ -123,7 +125,7 @@ class Entries:
         return zip(chain.from_iterable(self._names), self._values, strict=True)
 
     def are_in(self, dictionaries: list[dict[str, Any]]) -> bool:
-        """Whether dictionaries have these names, in this order, with these very objects."""
+        """Whether dictionaries have the same names in the same order, with the same objects."""
         if list(map(tuple, dictionaries)) != self._names:
             return False
         return all(map(is_, chain.from_iterable(map(dict.values, dictionaries)), self._values))
@@ -134,14 +136,14 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _check_comparable(tensor: Tensor) -> None:
-    """Require a plain tensor, which changes only with its place or its values."""
+    """Require a plain tensor, whose changes are visible in its place or its values."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_leaf
     if not is_plain or tensor.layout != torch.strided or is_kept(tensor):
         raise UncomparableAttributeError
 
 
 def _constant(value: Any) -> Hashable:
-    """Return a constant, or what a container holds, as a tuple."""
+    """Return a constant, or the contents of a container, as a tuple."""
     kind = type(value)
     if kind is OrderedDict or kind is dict:
         return (kind, *map(_constant, value.keys()), *map(_constant, value.values()))
@@ -150,7 +152,7 @@ def _constant(value: Any) -> Hashable:
     if kind is list or kind is tuple or kind is torch.Size:
         return (kind, *map(_constant, value))
     if kind is float or kind is bool:
-        return (kind, value)  # 1, 1.0 and True are equal.
+        return (kind, value)  # 1, 1.0 and True compare equal.
     if isinstance(value, _CONSTANTS):
         return value
     raise UncomparableAttributeError
@@ -159,7 +161,8 @@ def _constant(value: Any) -> Hashable:
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the modules' attributes that are numbers or texts, by the module's path and name.
 
-    The mode is left out, because working copies are in eval mode, and what torch notes on hooks.
+    Two attributes are left out: the mode, because working copies are in eval mode, and torch's flag
+    for hooks.
     """
     return {
         (path, name): value

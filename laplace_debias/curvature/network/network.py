@@ -36,10 +36,10 @@ from laplace_debias.system.checks import check_is, check_no_autocast
 
 
 class Network:
-    """A model as a function of the selected parameters, in its order, with the others fixed.
+    """A model as a function of the selected parameters, in the model's order; the others are fixed.
 
-    Tied weights are one parameter under their first name, and all of their uses count. The data are
-    needed only to find the last layer, by running an example.
+    Tied weights are one parameter under their first name, and derivatives include all uses of it.
+    The data are needed only to find the last layer, by running an example.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Network:
         *,
         takes_weights: bool = False,
     ) -> Stream:
-        """Read data as batches, without moving them; with `takes_weights` they may have weights."""
+        """Read data as batches, which are not moved, and may have weights with `takes_weights`."""
         return Stream(data, replace(self._read, takes_weights=takes_weights), generator)
 
     def working_copy(self) -> nn.Module:
@@ -94,12 +94,12 @@ class Network:
         return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
-        """Copy the model anew."""
+        """Make a new copy of the model."""
         model = self.working_copy()
         self._numbers = numbers_of(unwrapped(self._user_model))
         copies: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # Linearisations that are kept refer to the copies, which must not change.
+            # The linearisations that are kept refer to these copies, which must not change.
             if not is_kept(tensor):
                 copies[name] = tensor.detach().clone()
         self._copied_state = tuple(copies.values())
@@ -116,9 +116,9 @@ class Network:
         return (*self.parameters, *self.fixed)
 
     def is_current(self) -> bool:
-        """Whether the model's parameters, buffers and numbers are those that were copied.
+        """Whether the model's parameters, buffers and numbers are the same as when it was copied.
 
-        Their contents are compared: a change through `.data` leaves no other trace.
+        Their contents are compared, because a change through `.data` leaves no other trace.
         """
         if numbers_of(unwrapped(self._user_model)) != self._numbers:
             return False
@@ -164,7 +164,7 @@ class Network:
                 f"{size} examples. Return {self.dtype} outputs, one row per example."
             )
         check_outputs(outputs, least=0)
-        # Not to the last bit: parallel sums on an accelerator may differ in their order.
+        # The outputs need not be bitwise equal: parallel sums on an accelerator may vary in order.
         if not torch.allclose(once, twice, rtol=1e-4, atol=1e-6):
             raise ValueError(
                 "Two forward passes of the same examples differ, but curvature needs a "
@@ -195,7 +195,7 @@ class Network:
 
 
 class _Call(nn.Module):
-    """The model under the convention of `calling.call`, for `functional_call`."""
+    """A wrapper that calls the model with `calling.call`, for `functional_call`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Checks of a network's outputs: their values, their shape and their size.
 
-Whether labels are in range and outputs are finite is known once the device has computed it. If the
-host read each answer, it would wait for the device in every batch. So a pass over data collects the
-answers on the device and reads them together, at its end and in a long pass also on the way. No
-results are used before that. On the CPU, an answer is read at once.
+The device computes whether labels are in range and outputs are finite. If the host read each
+answer, it would wait for the device in every batch. Therefore a pass over data collects the answers
+on the device and reads them together at the end of the pass, and in a long pass also in between. No
+results are used before the answers have been read. On the CPU, an answer is read immediately.
 """
 
 import math
@@ -27,8 +27,8 @@ MEMORY_BOUND = 2**27
 """Memory limit on a CPU, in bytes, if the user sets none."""
 MOST_GRANTED = 2**32
 """If one example needs more than the default limit, up to this many bytes are used."""
-# Answers that are kept before they are read: a pass over wrong data ends early, and an answer takes
-# half a kilobyte of the device's memory.
+# The number of answers that are kept before they are read. It is bounded so that a pass over wrong
+# data ends early, and because an answer takes half a kilobyte of the device's memory.
 _MOST_KEPT = 1024
 _CURRENT: ContextVar["DeferredChecks | None"] = ContextVar("deferred_checks", default=None)
 
@@ -50,7 +50,7 @@ class DeferredChecks:
 
     @contextmanager
     def during_batch(self, number: int | None) -> Iterator[None]:
-        """Add the number of a batch to the errors that `require` raises within."""
+        """Add the number of a batch to the errors that `require` raises within the context."""
         token = _CURRENT.set(self)
         self.number = number
         try:
@@ -76,14 +76,14 @@ class DeferredChecks:
 
 
 def require(is_right: Tensor | bool, error: Callable[[], Exception]) -> None:
-    """Require a condition on tensors, at once or at the end of a pass.
+    """Require a condition on tensors, immediately or at the end of a pass.
 
-    The function `error` is kept: let it refer to few numbers, not to the batch.
+    The function `error` is kept, so it should refer to a few numbers, not to the batch.
     """
     checks = _CURRENT.get()
     if checks is not None and isinstance(is_right, Tensor) and is_right.device.type != "cpu":
         checks.pending.append((is_right, error, checks.number))
-    elif not is_right:  # on the CPU nobody waits for it
+    elif not is_right:  # On the CPU, this does not wait.
         raise _with_batch_number(error(), None if checks is None else checks.number)
 
 
@@ -98,7 +98,7 @@ def granted(
 ) -> int:
     """Return the number of bytes that may be used, which must be at least `needed`.
 
-    A bound of None is 128 MiB, 2 GiB on a GPU, and more where one example needs it, up to 4 GiB.
+    A bound of None means 128 MiB (2 GiB on a GPU), or up to 4 GiB if one example needs more.
     """
     available = MEMORY_BOUND * ROOM[device.type] if bound is None else bound
     if needed <= available:
@@ -115,9 +115,9 @@ def granted(
 
 
 def check_outputs(outputs: Tensor, least: int = 2) -> None:
-    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`, of `least` dimensions.
+    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`, with at least `least` dimensions.
 
-    Within a pass over data, `DeferredChecks` reports whether they are finite.
+    Within a pass over data, `DeferredChecks` reports outputs that are not finite.
     """
     if outputs.ndim < least:
         shape = tuple(outputs.shape)
@@ -137,18 +137,18 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
 
 
 def are_finite(values: Tensor) -> Tensor | bool:
-    """Whether all entries are finite; on a GPU as a tensor that it has not computed yet."""
+    """Return whether all entries are finite; on a GPU, as a tensor to be computed."""
     values = values.detach()
     if values.is_cpu and math.isfinite(values.sum()):
         return True  # The sum of finite entries may overflow, but no other sum is finite.
     if values.is_floating_point() and values.numel() > 0:
-        # The largest magnitude is NaN or infinite if an entry is. It takes a single pass.
+        # The largest magnitude is NaN or infinite if an entry is, and is computed in a single pass.
         return torch.linalg.vector_norm(values, math.inf) < math.inf
     return values.isfinite().all()
 
 
 def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
-    """Explain errors that arise because the inputs are a single example, not a batch."""
+    """Explain errors that occur because the inputs are a single example, not a batch."""
     if (
         is_out_of_memory(error)
         or not isinstance(x, Tensor)
@@ -167,7 +167,7 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     try:
         with torch.no_grad():
             outputs = call(model, x[:1])
-    # A forward pass may raise anything.
+    # A forward pass may raise any error.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -183,7 +183,7 @@ def are_repeated(outputs: Tensor, again: Tensor) -> bool:
 
 
 def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outputs: Tensor) -> None:
-    """Require outputs that are the same again, with any other examples in the batch."""
+    """Require that outputs are repeatable, and independent of other examples in the batch."""
     if are_repeated(outputs, batch_outputs):
         return
     with torch.no_grad(), preserve_attributes(network.modules()):
@@ -194,7 +194,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outpu
             "(`F.dropout` without `training=self.training`, added noise, ...). Make its "
             "forward pass deterministic in eval mode."
         )
-    # Other sizes of a batch have other roundings.
+    # Rounding errors depend on the size of a batch.
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
     largest = float(outputs.abs().max())
@@ -205,7 +205,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outpu
         raise mixing_error()
 
 
-# How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.
+# How far from 1 the sum of probabilities may be, because softmaxes may be in half precision.
 _ROUNDING = 1e-3
 
 
@@ -216,7 +216,7 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
         outputs = logits_of(raw_outputs)
         has_dim = -outputs.ndim <= class_dim < outputs.ndim
         if not has_dim or class_dim % max(outputs.ndim, 1) == 0:
-            # How many examples a probe had is none of the user's business.
+            # The number of examples of a probe would only confuse the user.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
                 f"`class_dim={class_dim}` must be a dimension of the model's outputs "
@@ -230,10 +230,11 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
 
 
 def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> Tensor:
-    """Reorder targets to go with outputs `[B, ..., C]`.
+    """Reorder targets to match outputs `[B, ..., C]`.
 
-    Targets with an entry for every output (regression, several labels) have the classes where the
-    model's outputs have them, and so they are moved too; class indices stay as they are.
+    Targets with an entry for every output (regression, several labels) have the classes in the same
+    dimension as the model's outputs, so their dimensions are also moved. Class indices do not
+    change.
     """
     if class_dim is None or targets.ndim != ndim:
         return targets
@@ -243,7 +244,7 @@ def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> T
 def warn_of_probabilities(outputs: Tensor) -> None:
     """Warn if every row of the outputs `[B, ..., C]` is a distribution over C ≥ 2 classes.
 
-    Logits may be one row of non-negative numbers that sum to 1, but hardly several.
+    One row of logits may be non-negative and sum to 1 by chance, but hardly several rows.
     """
     if outputs.ndim < 2 or outputs.shape[-1] < 2 or outputs[..., 0].numel() < 2:
         return

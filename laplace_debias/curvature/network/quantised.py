@@ -1,7 +1,7 @@
-"""Parameters that are not plain tensors: quantised and offloaded ones.
+"""Parameters that are not plain tensors, because they are quantised or offloaded.
 
-A copy of the network holds them as the objects that they are, with their class and attributes. They
-can be run, but not be Bayesian.
+A copy of the network keeps these parameters in their original form, with their class and
+attributes. They can be used in passes, but cannot be Bayesian.
 """
 
 import copy
@@ -24,7 +24,7 @@ def is_quantised(tensor: Tensor) -> bool:
 
 
 def is_kept(tensor: Tensor) -> bool:
-    """Whether a copy of the network holds a parameter or buffer as the object that it is."""
+    """Whether a copy of the network keeps a parameter or buffer in its original form."""
     return tensor.is_meta or is_quantised(tensor)
 
 
@@ -34,9 +34,9 @@ def can_require_grad(parameter: Tensor) -> bool:
 
 
 def shared_parameter(parameter: nn.Parameter) -> Tensor:
-    """Make a frozen parameter that shares its values, and keep the attributes of a quantised one.
+    """Make a frozen parameter with shared values, and keep a quantised parameter's attributes.
 
-    A parameter that wraps other tensors, or has no values here, is returned as it is.
+    A parameter that wraps other tensors, or has no values here, is returned unchanged.
     """
     if parameter.is_meta or hasattr(parameter, "__tensor_flatten__"):
         return parameter
@@ -47,7 +47,7 @@ def shared_parameter(parameter: nn.Parameter) -> Tensor:
             values = values.clone()
         return nn.Parameter(values, requires_grad=False)
     shared = Tensor._make_subclass(type(parameter), parameter.data, False)
-    # Forward passes change such attributes, and those of the user's parameter must stay.
+    # Forward passes change such attributes, but the user's parameter must not change.
     for name, value in vars(parameter).items():
         vars(shared)[name] = value if isinstance(value, Tensor) else copy.copy(value)
     return shared
@@ -56,8 +56,8 @@ def shared_parameter(parameter: nn.Parameter) -> Tensor:
 def keep_differentiable(network: nn.Module) -> None:
     """Make the quantised layers of a working copy differentiable.
 
-    On some processors bitsandbytes packs 4-bit weights at the first inference, into a form that has
-    no derivative in the inputs. Its `state_dict` unpacks them.
+    On some processors, bitsandbytes packs 4-bit weights at the first inference into a form without
+    a derivative in the inputs. `state_dict` unpacks these weights.
     """
     for module in network.modules():
         if not getattr(module, "support_avx512bf16_for_cpu", False):
@@ -69,10 +69,10 @@ def keep_differentiable(network: nn.Module) -> None:
 
 
 def recompute_weights(network: nn.Module) -> None:
-    """Let the quantised layers of a working copy dequantise anew in backward passes.
+    """Make the quantised layers of a working copy dequantise again in backward passes.
 
-    The graph of a forward pass would keep the dequantised weights of torchao's layers. That of
-    bitsandbytes' layers keeps the quantised ones.
+    The graph of a forward pass would keep the dequantised weights of torchao's layers. For
+    bitsandbytes' layers, the graph keeps only the quantised weights.
     """
     for module in network.modules():
         is_copy_of_copy = isinstance(vars(module).get("forward"), _RecomputedForward)
@@ -86,11 +86,11 @@ def recompute_weights(network: nn.Module) -> None:
 
 
 class _RecomputedForward:
-    """A layer's forward pass of which the graph keeps only the inputs.
+    """A layer's forward pass whose graph keeps only the inputs.
 
     Args:
         module: The layer.
-        forward: Its own forward pass.
+        forward: The layer's own forward pass.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -110,13 +110,13 @@ class _RecomputedForward:
         # `functional_call` replaces a Bayesian bias only in the forward pass.
         if any(parameter.requires_grad for parameter in self._module.parameters()):
             return False
-        # Transforms of torch.func forbid the hooks by which a pass is recomputed.
+        # Transforms of torch.func forbid the hooks that recompute a pass.
         functorch: Any = torch._C._functorch
         return functorch.peek_interpreter_stack() is None
 
 
 def quantised_state(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that a quantised layer keeps in attributes which are no tensors."""
+    """Yield the tensors that a quantised layer keeps within attributes that are not tensors."""
     if not any(is_quantised(tensor) for _, tensor in _own_tensors(module)):
         return
     for value in vars(module).values():
@@ -131,7 +131,8 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
     """Require a Bayesian parameter that is not quantised, offloaded or sharded.
 
     Raises:
-        NotImplementedError: With the parameter's name and what to do instead.
+        NotImplementedError: If the parameter is quantised, offloaded or sharded. The message names
+            the parameter and a remedy.
     """
     if is_sharded(parameter):
         raise split_over_processes(name)
@@ -149,7 +150,7 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
 
 
 def split_over_processes(name: str) -> NotImplementedError:
-    """Return the error for a parameter or wrapper that curvature cannot be computed with."""
+    """Return the error for a parameter or wrapper with which curvature cannot be computed."""
     return NotImplementedError(
         f"{name} is split over processes (fully_shard, tensor parallelism), but "
         "each process needs every Bayesian parameter in full. Exclude the "
@@ -189,10 +190,10 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor consists of: itself, or those of a subclass."""
+    """Yield the plain tensors of which a tensor consists: itself, or the parts of a subclass."""
     detached: Any = tensor.detach()
     if is_sharded(detached):
-        # The part of this process.
+        # This is the part of this process.
         yield detached.to_local()
         return
     if detached.is_meta:

@@ -26,15 +26,16 @@ _NO_PART = (
 class Data:
     """Batches of inputs and targets that must be the same in every pass.
 
-    A batch's index, the labels drawn for it and a linearised network belong to that batch for good,
-    so a loader that shuffles or augments at random is an error, not noise.
+    A batch's index, the labels drawn for it and a linearised network always belong to the same
+    batch. Therefore a loader that shuffles or augments at random causes an error, not noise.
 
     A batch may have weights of its examples as a third entry, if the stream reads them. An example
-    of weight w counts as w examples in the loss and in `total_weight`, but as one in
+    of weight w counts as w examples in the loss and in `total_weight`, but as one example in
     `num_examples`.
 
-    NaN is refused; where Inf among the inputs matters, the outputs are not finite either. The
-    `sizes` are of this process's batches; `firsts` and `num_examples` count those of all processes.
+    Batches that contain NaN are rejected. If Inf among the inputs matters, the outputs are not
+    finite either, which is checked elsewhere. `sizes` are the sizes of this process's batches;
+    `firsts` and `num_examples` refer to the batches of all processes.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Data:
     def __iter__(self) -> Iterator[Batch]:
         """Read the data once, on the model's device.
 
-        The indices of the examples are those among the examples of all processes.
+        The indices of the examples are indices among the examples of all processes.
         """
         index = -1
         for index, batch in enumerate(self._stream):

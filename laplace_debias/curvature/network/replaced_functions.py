@@ -1,4 +1,4 @@
-"""Functions in place of those of torch whose derivatives are missing or wrong."""
+"""Replacements of torch functions whose derivatives are missing or wrong."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Keeps the row of `padding_idx` fixed in every derivative, as it is in training.
+    """Look rows up, and keep the row of `padding_idx` fixed in every derivative, as in training.
 
-    torch's forward derivatives have that row, and so have those of a table for each example.
+    torch's forward derivatives wrongly include this row, and so do derivatives of a table for each
+    example.
     """
     rows = F.embedding(input, weight, padding_idx, *args, **kwargs)
     if padding_idx is None:
@@ -35,8 +36,8 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Look rows up, then reduce them bag by bag: torch's own has one derivative only."""
-    if max_norm is not None:  # Which changes the table in place.
+    """Look rows up and reduce them bag by bag: torch's function has only one derivative."""
+    if max_norm is not None:  # This changes the table in place.
         return F.embedding_bag(
             input,
             weight,
@@ -64,7 +65,7 @@ def _embedding_bag(
         counts = (input.flatten() != padding_idx % len(weight)).to(bags.dtype)
     sums = rows.new_zeros(num_bags, weight.shape[1])
     if mode == "max":
-        # Entries of padding go into a bag of their own.
+        # Padding entries are put into an additional bag.
         bags = torch.where(counts > 0, bags, num_bags)
         sums = rows.new_zeros(num_bags + 1, weight.shape[1])
         index = bags.unsqueeze(1).expand_as(rows)
@@ -81,33 +82,33 @@ def _embedding_bag(
 
 
 def _pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
-    """Distances between every two rows, in the order of `F.pdist`."""
+    """Compute distances between every two rows, in the order of `F.pdist`."""
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
     return torch.linalg.vector_norm(input[first] - input[second], p, -1)
 
 
-# Instead of torch's own, of which not all derivatives are there or right. Arguments have torch's
-# names, as they may be passed by name; `compute_mode` of distances changes their speed alone.
+# These functions replace torch functions with missing or wrong derivatives. Arguments have torch's
+# names, because they may be passed by name; `compute_mode` of distances affects only the speed.
 _IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.embedding: _embedding,
-    # No forward derivative, and no second one.
+    # torch has no forward derivative and no second derivative.
     F.embedding_bag: _embedding_bag,
     F.pdist: _pairwise_distances,
-    # No second derivative.
+    # torch has no second derivative.
     F.hardsigmoid: lambda input, inplace=False: (
         input.add_(3).clamp_(0, 6).div_(6) if inplace else F.relu6(input + 3) / 6
     ),
-    # Wrong gradients of several examples, and along several columns, at once.
+    # torch's gradients are wrong for several examples or several columns at once.
     torch.cdist: lambda x1, x2, p=2.0, compute_mode=None: torch.linalg.vector_norm(
         x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1
     ),
-    # A second derivative that is not symmetric.
+    # torch's second derivative is not symmetric.
     torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
 }
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """Runs the functions of `_IN_PLACE_OF`."""
+    """A mode that runs the functions of `_IN_PLACE_OF`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

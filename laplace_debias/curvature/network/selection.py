@@ -20,7 +20,7 @@ from laplace_debias.curvature.network.quantised import (
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 LAST_LAYER = "last_layer"
-# Examples that are run if one does not reach all layers.
+# The number of examples that are run if one example does not reach all layers.
 _NUM_EXAMPLES = 16
 _REMEDY = (
     'Use `params="all"`, or pass the names of the parameters, `params=[...]` (see '
@@ -31,10 +31,10 @@ _REMEDY = (
 def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]:
     """Return the names of the trainable parameters of the layer that computes the outputs.
 
-    Every layer's output is cut from what went into it; what the network's outputs still depend on
-    is what they come from. Operations without parameters (views, a softmax, a temperature, pooling)
-    do not count, nor do normalisations and single numbers such as a learned temperature: they
-    rescale what the last layer gives.
+    The output of every layer is detached from its inputs. The layer on which the network's outputs
+    still depend is the last layer. Operations without parameters (views, a softmax, a temperature,
+    pooling) do not count. Normalisations and single numbers such as a learned temperature do not
+    count either, because they only rescale the output of the last layer.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -66,7 +66,7 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
 
 @torch.inference_mode(False)
 def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Paths of the layers that the outputs come from; parameters used outside of a layer."""
+    """Find the layers that compute the outputs, and the parameters used outside a layer."""
     network = shared_copy(model)
     for module in list(network.modules()):
         layer_rule(module).prepare(module)
@@ -100,7 +100,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own and none inside; reparametrised ones as a whole."""
+    """Yield modules that directly hold parameters, and reparametrised modules as a whole."""
     reparametrised: list[str] = []
     for path, module in network.named_modules():
         if any(path.startswith(prefix) for prefix in reparametrised):
@@ -114,7 +114,7 @@ def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _only_rescales(module: nn.Module) -> bool:
-    """Whether a module only rescales: a normalisation, or one with only single numbers."""
+    """Whether a module only rescales, as a normalisation or a module of only single numbers."""
     rule = layer_rule(module)
     if rule.only_rescales:
         return True
@@ -123,21 +123,21 @@ def _only_rescales(module: nn.Module) -> bool:
 
 
 def _cutter(cuts: list[tuple[str, Tensor]], path: str) -> Any:
-    """A forward hook that cuts a layer's output from its past, and keeps where it begins anew."""
+    """Make a forward hook that detaches a layer's output, and records the new leaf."""
 
     def cut(value: Tensor) -> Tensor:
         if not value.is_floating_point() or value.is_inference():
             return value
         leaf = value.detach().requires_grad_()
         cuts.append((path, leaf))
-        # The forward pass goes on with a copy, which it may overwrite.
+        # The forward pass continues with a copy, which it may overwrite.
         return leaf.clone()
 
     return lambda _, __, output: tree_map_only(Tensor, cut, output)
 
 
 def _trainable(model: nn.Module, path: str) -> list[str]:
-    """Names of the layer's trainable parameters, which are its own."""
+    """Return the names of a layer's trainable parameters, which no other layer may share."""
     layer = _owner(model, path)
     title = f"{path or 'model'} ({type(layer).__name__})"
     parameter_ids = {id(parameter) for parameter in layer.parameters()}
@@ -162,7 +162,7 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """The user's module at the path; attention itself for a projection made of its parameters."""
+    """Return the user's module at a path; the attention for a projection of an attention."""
     parent, _, key = path.rpartition(".")
     above = model.get_submodule(parent)
     is_made = key in layer_rule(above).made_layers and key not in above._modules
@@ -178,8 +178,8 @@ def select_parameters(
 ) -> list[str]:
     """Return the names of the Bayesian parameters, in the model's order.
 
-    `"weights"` are all but the biases; `"supported"` is here as `"all"`, since which layers are
-    supported is not known here. Frozen parameters are never Bayesian.
+    `"weights"` are all parameters except biases. `"supported"` has the same result as `"all"`,
+    because the supported layers are not known here. Frozen parameters are never Bayesian.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -218,7 +218,7 @@ def select_parameters(
             )
         names = [name for name in trainable if name in selected]
     else:
-        # Not the thing itself: it may hold, and would print, every weight.
+        # Only the type is shown, because the selection itself may contain every weight.
         came = type(selection).__name__
         if isinstance(selection, Sequence) and selection:
             came += f" of {type(selection[0]).__name__}"
@@ -240,7 +240,7 @@ def leaving_out(names: Sequence[str]) -> str:
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require real Bayesian parameters that share a device and a dtype, and no memory."""
+    """Require real Bayesian parameters with the same device and dtype, and with separate memory."""
     _check_own_memory(model, names)
     kinds = set()
     for name in names:
@@ -269,26 +269,26 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
-    """Require that no other parameter has all of the memory of a Bayesian one.
+    """Require that no other parameter has the same memory as a Bayesian parameter.
 
-    Training changes such parameters together, but derivatives take them for independent ones. A
-    parameter that several modules hold, and is one object, is no such case.
+    Training changes such parameters together, but derivatives treat them as independent. If several
+    modules have the same parameter as one object, it is not such a case.
     """
     owners: dict[tuple[torch.device, int, int], str] = {}
     bayesian = {id(model.get_parameter(name)) for name in names}
-    # The Bayesian parameters come first, so that each of the others is compared with them.
+    # The Bayesian parameters come first, so that all other parameters are compared with them.
     parameters = sorted(model.named_parameters(), key=lambda item: id(item[1]) not in bayesian)
     for name, parameter in parameters:
         if is_kept(parameter) or parameter.numel() == 0:
             continue
         address = parameter.data_ptr()
         if not address:
-            continue  # A tensor without memory, such as one of a subclass.
+            continue  # This tensor has no memory of its own, such as a tensor of a subclass.
         owner = owners.setdefault((parameter.device, address, parameter.numel()), name)
         if owner != name and id(model.get_parameter(owner)) in bayesian:
             raise NotImplementedError(
                 f"{owner} and {name} are two parameters in the same memory, so they always have "
-                "the same values, but derivatives take them for independent parameters. Make "
+                "the same values, but derivatives treat them as independent parameters. Make "
                 "them one parameter (`model.head.weight = model.embedding.weight`), or give one "
                 "of them its own memory (`parameter.data = parameter.data.clone()`). For "
                 "adapters of PEFT, pass ensure_weight_tying=False to their configuration."

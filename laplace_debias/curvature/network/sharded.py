@@ -1,8 +1,8 @@
 """Modules whose parameters `fully_shard` (FSDP2) has split over processes.
 
-A copy of the network has gathering hooks of its own in place of FSDP's, which need all processes to
-run the same passes. The modules of a unit have whole parameters during the unit's forward pass, and
-those that its backward pass needs are gathered again then.
+A copy of the network has its own gathering hooks instead of FSDP's hooks, which require all
+processes to run the same passes. The modules of a unit have whole parameters during the unit's
+forward pass. The parameters that the backward pass needs are gathered again in that pass.
 """
 
 from collections import OrderedDict
@@ -22,9 +22,9 @@ _IS_WIDE = "_gathers_single_precision"
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module, which gives it a class with these methods.
+    """Whether `fully_shard` was called on a module, which gives the module a class of FSDP.
 
-    FSDP's own class is not used here, since importing it takes a second.
+    The class is recognised by its methods, because importing it takes a second.
     """
     return hasattr(type(module), "unshard") and hasattr(type(module), "reshard")
 
@@ -35,11 +35,11 @@ def has_units(model: nn.Module) -> bool:
 
 
 def plain_unit(module: Any) -> nn.Module:
-    """Make a module of the class before `fully_shard` around the same parameters and submodules.
+    """Make a module of the original class around the same parameters and submodules.
 
-    Its hooks gather the parameters.
+    The hooks of the new module gather the parameters.
     """
-    # After a forward pass FSDP may leave the parameters of the outermost unit whole.
+    # After a forward pass, FSDP may leave the parameters of the outermost unit unsharded.
     module.reshard()
     original_class: Any = type(module).__mro__[2]
     plain: nn.Module = object.__new__(original_class)
@@ -64,7 +64,7 @@ def plain_unit(module: Any) -> nn.Module:
 
 
 def gather_in_single_precision(network: nn.Module) -> None:
-    """Let the units of a working copy have parameters in single precision or wider."""
+    """Make the units of a working copy gather parameters in single precision or wider."""
     for module in network.modules():
         if _is_plain_unit(module):
             setattr(module, _IS_WIDE, True)
@@ -80,7 +80,7 @@ def _is_plain_unit(module: nn.Module) -> bool:
 
 
 def _modules_of_unit(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a unit that belong to no unit inside it."""
+    """Yield the modules of a unit that do not belong to an inner unit."""
     yield unit
     for child in unit.children():
         if not _is_plain_unit(child):
@@ -124,7 +124,7 @@ def _value(parameter: Tensor, is_wide: bool) -> Tensor:
 
 
 class _RegatheredTensors(saved_tensors_hooks):
-    """Keeps gathered parameters out of the graph; the backward pass gathers them again.
+    """Hooks that keep gathered parameters out of the graph; the backward pass gathers them again.
 
     Args:
         gathered: The sharded parameters by the addresses of their whole values.

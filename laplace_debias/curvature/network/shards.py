@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness
 
-# Examples of a data set that are read to compare it with another.
+# The number of examples that are read to compare a data set with another one.
 _NUM_COMPARED = 4
 # Without known sizes, the indices of two processes' examples are this far apart.
 FAR = 2**40
@@ -32,19 +32,19 @@ FAR = 2**40
 class ShardedBatches(Sampler[list[int]]):
     """A `batch_sampler` that divides each batch of indices among all processes.
 
-    Every batch of `batch_size` examples is cut into one part per process, of nearly equal size, and
-    each process reads its part. No example is read twice or left out, nothing is padded, and the
-    k-th batches of all processes together are the k-th batch of a single process. So the result of
-    a fit does not depend on the number of processes. If a batch has fewer examples than there are
-    processes, some processes have no part of it, and read fewer batches.
+    Every batch of `batch_size` examples is split into one part per process, of nearly equal size,
+    and each process reads its part. No example is read twice or left out, nothing is padded, and
+    the k-th batches of all processes together are the k-th batch of a single process. Therefore the
+    result of a fit does not depend on the number of processes. If a batch has fewer examples than
+    there are processes, some processes have no part of it, and read fewer batches.
 
     Args:
         data: The data set, or anything with the same length.
-        batch_size: Number of examples per batch, summed over all processes.
+        batch_size: The number of examples per batch, summed over all processes.
         shuffle: Whether the order of the examples is random. It is the same in every pass.
-        seed: Fixes the order. It must be the same on all processes.
-        rank: Which process this is. Default: its rank in torch's process group, which must exist
-            before; 0 without a group.
+        seed: The seed of the order, which must be the same on all processes.
+        rank: The index of this process. Default: its rank in torch's process group, which must
+            already exist; 0 without a group.
         num_ranks: The number of processes. Default: the size of torch's process group; 1 without a
             group.
 
@@ -103,7 +103,7 @@ class ShardedBatches(Sampler[list[int]]):
             size = min(self.batch_size, len(self.data) - start)
             share, remainder = divmod(size, self.num_ranks)
             first = start + self.rank * share + min(self.rank, remainder)
-            # The first ranks have one example more.
+            # The first ranks have one more example.
             shares.append(range(first, first + share + (self.rank < remainder)))
         return list(filter(None, shares))
 
@@ -125,7 +125,7 @@ class ShardedBatches(Sampler[list[int]]):
 
 
 def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[Any]:
-    """Return a loader of other batches, which reads and collates them as a given loader does."""
+    """Return a loader of other batches that reads and collates like a given loader."""
     return DataLoader(
         dataset,
         batch_sampler=batch_sampler,
@@ -142,8 +142,9 @@ def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[An
 def first_indices_of_stream(ranks: Ranks, stream: Stream) -> list[int] | None:
     """Return the index of this process's first example in each batch of shared data.
 
-    Examples are in the order of the batches, and within the union of the processes' k-th batches in
-    the order of the ranks. None if the sizes of batches are not known before the data is read.
+    Examples are in the order of the batches and, within the union of the processes' k-th batches,
+    in the order of the ranks. The result is None if the sizes of batches are not known before the
+    data are read.
     """
     data = stream.source
     sampler = getattr(data, "batch_sampler", None)
@@ -167,7 +168,7 @@ def first_indices_of_batches(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
 
 
 def check_shared(ranks: Ranks, data: Any) -> bool:
-    """Require, before data is read, that the processes read different examples.
+    """Require, before data are read, that the processes read different examples.
 
     Returns:
         Whether the processes share the data by `ShardedBatches`.
@@ -219,7 +220,7 @@ def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
 
 
 def _data_set_summary(data: Any) -> str | None:
-    """Summarise a data set, to compare it with another's, if a loader reads all of it."""
+    """Summarise a data set for comparisons between processes, if a loader reads all of it."""
     samplers = RandomSampler, SequentialSampler
     if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
         return None
@@ -228,7 +229,7 @@ def _data_set_summary(data: Any) -> str | None:
     size = len(data.sampler)  # type: ignore[arg-type]
     if not size:
         return None
-    # Augmentation by torch draws the same numbers on all, and leaves the generator as it was.
+    # Augmentation by torch draws the same numbers on all processes. The generator is restored.
     with Randomness(torch.Generator().manual_seed(0)):
         indices = range(0, size, max(1, size // _NUM_COMPARED))
         examples = [data.dataset[index] for index in indices]

@@ -28,23 +28,24 @@ from laplace_debias.system.memory import is_out_of_memory
 def shared_copy(model: nn.Module) -> nn.Module:
     """Copy a model's module tree while sharing the storage of its parameters.
 
-    Changes of the copy (hooks, attributes, `requires_grad`, gradients, modes) never reach the
-    original, even if an exception interrupts the work. Since the storage is shared, the copy needs
-    little memory and is never out of date.
+    Changes of the copy (hooks, attributes, `requires_grad`, gradients, modes) never affect the
+    original, even if an exception occurs. Because the storage is shared, the copy needs little
+    memory, and its parameters are never out of date.
 
     The copy is in eval mode, and its parameters require no gradient. Gradients of embeddings are
-    dense, and not divided by how often a token is in the batch. Forward passes that accelerate runs
-    in half precision, for training, are run in the precision of the parameters.
+    dense, and are not divided by the tokens' frequencies in the batch. If accelerate runs forward
+    passes in half precision for training, the copy runs them in the precision of the parameters.
     """
     memo: dict[int, object] = {}
     for module in model.modules():
         for attribute in vars(module).values():
             if type(attribute) in (OrderedDict, dict, set) and not attribute:
-                # Every module has a dozen, for hooks that it lacks: they would take longest.
+                # Every module has a dozen empty containers for hooks, which would take longest to
+                # copy.
                 memo[id(attribute)] = type(attribute)()
             for tensor in _tensors_in(attribute):
                 if not tensor.is_leaf:
-                    # It is computed from others, as the weight of a weight norm.
+                    # The tensor is computed from other tensors, like the weight of a weight norm.
                     memo[id(tensor)] = tensor.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = shared_parameter(parameter)
@@ -55,11 +56,11 @@ def shared_copy(model: nn.Module) -> nn.Module:
         for tensor in quantised_state(module):
             memo[id(tensor)] = tensor
         if hasattr(module, "_hf_hook"):
-            # It holds the values of offloaded parameters, which would be copied.
+            # The hook holds the values of offloaded parameters, which would otherwise be copied.
             memo[id(module._hf_hook)] = module._hf_hook
     try:
         copied_model = copy.deepcopy(model, memo)
-    # Attributes of a module may raise anything when they are copied.
+    # Copying attributes of a module may raise any error.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -76,7 +77,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
             if type(attribute) is dict and not name.startswith("_"):
                 for key, value in attribute.items():
                     if isinstance(value, Tensor) and not value.is_leaf:
-                        # A module's cache from one pass to the next is computed anew.
+                        # The copy computes a module's cache between passes again.
                         vars(copied)[name].pop(key, None)
         if _is_in_mixed_precision(module):
             _set_method(copied, "forward", vars(copied).pop("_original_forward"))
@@ -86,7 +87,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or those in nested containers."""
+    """Yield a tensor, or the tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif type(value) in (dict, list, tuple):
@@ -95,7 +96,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _is_of_compiler(function: Any) -> bool:
-    """Whether a function is a wrapper that `torch.compile` makes."""
+    """Whether a function is a wrapper made by `torch.compile`."""
     is_function = type(function) is types.FunctionType
     return is_function and function.__globals__.get("__name__", "").startswith("torch._dynamo")
 
@@ -105,8 +106,8 @@ def _bind_to_copy(
 ) -> None:
     """Replace a compiled method by the method itself, bound to the copy.
 
-    The compiled function goes on to call the modules that it was compiled for. If it was traced
-    before, it runs no global hooks, so that `refuse_calls` would not notice.
+    The compiled function would still call the modules for which it was compiled. If it has already
+    been traced, it does not run global hooks, so `refuse_calls` would not notice.
 
     Args:
         copied: The copied module.
@@ -132,7 +133,7 @@ def _set_method(module: nn.Module, name: str, method: Any) -> None:
 def _is_in_mixed_precision(module: nn.Module) -> bool:
     """Whether accelerate has wrapped the module's forward pass in `torch.autocast`.
 
-    Hugging Face's Trainer with `bf16=True` does so, and does not undo it after the training.
+    Hugging Face's Trainer with `bf16=True` does this, and does not undo it after training.
     """
     original = vars(module).get("_original_forward")
     if original is None:
@@ -149,16 +150,16 @@ def _is_in_mixed_precision(module: nn.Module) -> bool:
 def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module) -> Iterator[None]:
     """Raise an error if a copy calls the user's own modules.
 
-    A function that refers to a module, such as a lambda in an attribute, is copied as it is. The
-    copy then calls the module itself, and no derivative in its parameters is computed.
+    A function that refers to a module, such as a lambda in an attribute, is not copied deeply. The
+    copy then calls the original module, and no derivatives in its parameters are computed.
 
     Args:
         model: The user's model.
-        names: Parameters in whose modules derivatives are computed.
+        names: The parameters with respect to which derivatives are computed.
         copied_model: The copy that is run in this thread.
 
     Raises:
-        NotImplementedError: If one of their modules is called.
+        NotImplementedError: If the copy calls one of the user's modules that has such parameters.
     """
     thread = threading.get_ident()
     copies = set(map(id, copied_model.modules()))
@@ -178,7 +179,8 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
                 "it an attribute of the module that calls it, or exclude its parameters."
             )
 
-    # Hooks of the user's own modules would be in the copies that other threads make meanwhile.
+    # This is a global hook, because copies that other threads make meanwhile would include hooks of
+    # the user's own modules.
     handle = register_module_forward_pre_hook(refuse)
     try:
         yield
@@ -188,7 +190,7 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
 
 @contextmanager
 def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters of a shared copy require gradients within."""
+    """Make parameters of a shared copy require gradients within the context."""
     parameters = list(parameters)
     for parameter in parameters:
         parameter.requires_grad_()
@@ -201,9 +203,9 @@ def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what a forward pass leaves in modules' attributes, such as caches.
+    """Undo the changes of modules' attributes by a forward pass, such as caches.
 
-    The next pass would take them for its own, with the numbers of other examples.
+    The next pass would otherwise use the caches of other examples.
     """
     saved = SavedAttributes(modules)
     try:
@@ -212,7 +214,7 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
         saved.restore()
 
 
-# Modules of these files, without hooks, do not change in a forward pass in eval mode.
+# Without hooks, modules of these files do not change in a forward pass in eval mode.
 _CONSTANT_MODULES = {
     f"torch.nn.modules.{name}"
     for name in (
@@ -232,7 +234,7 @@ _CONSTANT_MODULES = {
 
 
 def are_constant(modules: Iterable[nn.Module]) -> bool:
-    """Whether forward passes leave all attributes of modules as they are: torch's own do."""
+    """Whether forward passes do not change attributes of modules, as for torch's own modules."""
     for module in modules:
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         if has_hooks or "forward" in vars(module):
@@ -243,7 +245,7 @@ def are_constant(modules: Iterable[nn.Module]) -> bool:
 
 
 class SavedAttributes:
-    """The attributes of modules, to which they can be restored.
+    """The saved attributes of modules, which can be restored.
 
     Args:
         modules: The modules.
@@ -253,7 +255,7 @@ class SavedAttributes:
         self._saved = []
         self._modules = list(modules)
         self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are those of hooks that a module does not have.
+        # Most containers are empty, for hooks that a module does not have.
         self._empty: list[Any] = []
         self._filled: list[tuple[Any, Any]] = []
         for module in self._modules:
@@ -287,7 +289,7 @@ class SavedAttributes:
 
 
 def _has_entries(container: Any, entries: Any) -> bool:
-    """Whether a dictionary or list has the same objects as another one, in the same order."""
+    """Whether a dictionary or list has the same objects as another, in the same order."""
     if len(container) != len(entries):
         return False
     if type(container) is list:

@@ -26,20 +26,20 @@ class Subnetwork(nn.Module):
     """A network whose only trainable parameter is the vector of the selected weights.
 
     `Laplace(Subnetwork(model, entries), curvature="full")` is a posterior over single entries, with
-    all other entries fixed. It supports everything that a posterior does; load a file with
+    all other entries fixed. It supports all operations of a posterior. To load a file, use
     `Laplace.load(path, Subnetwork(model, entries))`. The curvature of the entries is one exact
     block, which is computed from the gradients of full parameters.
 
     Args:
-        model: The trained network. It is not changed; the fixed entries are shared with it, the
-            selected ones are copied.
+        model: The trained network. It is not changed: the fixed entries are shared with it, and the
+            selected entries are copied.
         entries: A mapping from names of parameters to masks of their shapes, or indices into all
             trainable parameters, flattened in the model's order. `largest_magnitude` and
             `largest_variance` return indices.
 
     Attributes:
         entries: The selected entries, `[S]`, in the model's order.
-        indices: Their indices among all trainable parameters, ascending.
+        indices: The indices of these entries among all trainable parameters, ascending.
 
     Raises:
         TypeError: If `entries` is neither masks nor integers.
@@ -83,7 +83,7 @@ class Subnetwork(nn.Module):
         start = 0
         for name, size in self._sizes.items():
             is_inside = (self.indices >= start) & (self.indices < start + size)
-            # Within `functional_call` it is a tensor, which `get_parameter` refuses.
+            # Within `functional_call`, it is a plain tensor, which `get_parameter` rejects.
             fixed = attrgetter(name)(self.network)
             positions = self.indices[is_inside] - start
             values = fixed.flatten().index_put((positions,), self.entries[is_inside])
@@ -100,11 +100,12 @@ def largest_magnitude(
     Args:
         model: The network.
         count: The number of entries.
-        params: The parameters among which they are chosen: `"all"`, `"weights"`, names or a
+        params: The parameters among which the entries are chosen: `"all"`, `"weights"`, names or a
             predicate.
 
     Raises:
-        ValueError: If `count` is not between 1 and the number of entries, or `params` selects none.
+        ValueError: If `count` is not between 1 and the number of entries, or `params` selects no
+            parameter.
     """
     plain = unwrapped(model)
     magnitudes = {name: parameter.detach().abs() for name, parameter in _trainable(plain).items()}
@@ -158,14 +159,14 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[Tensor, " entries"]:
-    """Ascending indices among all entries, of masks or of indices in any order."""
+    """Return ascending indices among all entries, from masks or from indices in any order."""
     num_entries = sum(parameter.numel() for parameter in parameters.values())
     device = next(iter(parameters.values())).device
     if isinstance(entries, Mapping):
         indices = _complete_mask(entries, parameters).nonzero().flatten()
     else:
         values = torch.as_tensor(entries)
-        # An empty list has no integers.
+        # An empty list becomes a tensor of floats.
         is_wrong_dtype = values.dtype == torch.bool or values.is_floating_point()
         if values.numel() and is_wrong_dtype:
             raise TypeError(
@@ -189,7 +190,7 @@ def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[T
 def _complete_mask(
     masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> Bool[Tensor, " parameters"]:
-    """The masks of all parameters, flattened; parameters without a mask are left out."""
+    """Concatenate the masks of all parameters; no entry is selected without a mask."""
     unknown = sorted(masks.keys() - parameters.keys())
     if unknown:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The user's model without wrappers, and its parameters' names there."""
+"""The user's model without wrappers, and the names of its parameters without them."""
 
 import copy
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = None) -> nn.Module:
     """Remove the wrappers around a model and around its submodules.
 
-    Its parameters are the user's own tensors, under the names that they have in the plain model. A
-    wrapper computes what the model in it computes, but neither hooks nor derivatives of any order
-    can be relied on through it. If submodules are wrapped, the result is a copy of the modules
-    around them, in which modes that are set later have no effect: call this function where the
-    plain model is needed, and do not keep the result. `plain_modules` holds the submodules that
-    were unwrapped before, by their `id`.
+    The parameters of the result are the user's own tensors, under their names in the plain model. A
+    wrapper computes the same as the model inside it, but hooks and derivatives may not work through
+    a wrapper. If submodules are wrapped, the result is a copy of the modules around them, and modes
+    that are set later have no effect on it. Therefore call this function where the plain model is
+    needed, and do not keep the result. `plain_modules` contains the submodules that were unwrapped
+    before, by their `id`.
     """
     plain_modules = {} if plain_modules is None else plain_modules
     model = without_outer_wrappers(model)
@@ -37,11 +37,12 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
 
 
 def without_outer_wrappers(model: nn.Module) -> nn.Module:
-    """Remove the wrappers around a model, and not those around its submodules."""
+    """Remove the wrappers around a model, but not the wrappers around its submodules."""
     inside: nn.Module | None = model
     while inside is not None:
         model = inside
-        # A compiled module by its attribute: to import torch's compiler takes a second.
+        # A compiled module is recognised by its attribute, because importing the compiler takes a
+        # second.
         inside = model._modules.get("module" if isinstance(model, _PARALLEL) else "_orig_mod")
         if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
             raise ValueError(
@@ -53,7 +54,7 @@ def without_outer_wrappers(model: nn.Module) -> nn.Module:
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return names in the plain model, `0.weight` for `module.0.weight`; unknown ones stay."""
+    """Return names in the plain model, `0.weight` for `module.0.weight`; keep unknown names."""
     plain = dict(unwrapped(model).named_parameters())
     own_names = {id(parameter): name for name, parameter in plain.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False)) | plain

@@ -17,8 +17,8 @@ from laplace_debias.system.gathering import is_sharded, number_parameter
 def validate_model(model: nn.Module) -> nn.Module:
     """Check that curvature is defined for a model, and return the model without wrappers.
 
-    Its parameters hold numbers, and its outputs are neither random nor those of a whole batch. A
-    buffer may hold Inf, as a mask of attention does: if it matters, the outputs are not finite.
+    Parameters must be finite, and the outputs must not be random or depend on the whole batch. A
+    buffer may contain Inf, as an attention mask does: if this matters, the outputs are not finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")
@@ -30,7 +30,7 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "whose layers are not accessible. Pass the Python module that it was made from, "
                 "with the same state_dict."
             )
-        # By attributes: to import the classes takes a second.
+        # These classes are recognised by attributes, because importing them takes a second.
         if hasattr(module, "summon_full_params"):
             raise split_over_processes(path or "The model")
         if is_unit(module):
@@ -53,7 +53,7 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "first, for example with model.to_empty(device='cpu') and then "
                 "model.load_state_dict(...)."
             )
-        # Detached: threads that use one parameter under autograd at once can block each other.
+        # The tensor is detached because threads that use it under autograd can block each other.
         is_checked = isinstance(tensor, nn.Parameter) and not is_kept(tensor)
         if is_checked and not tensor.detach().isfinite().all():
             raise ValueError(
@@ -63,7 +63,7 @@ def validate_model(model: nn.Module) -> nn.Module:
     plain = unwrapped(model)
     for path, module in plain.named_modules():
         name = f"{path or 'model'} ({type(module).__name__})"
-        # By its module: to import the classes takes long, and torchao is to replace them.
+        # The classes are recognised by their module, because importing them takes long.
         if ".quantized.dynamic." in type(module).__module__:
             raise ValueError(
                 f"{name} is dynamically quantised. It rounds according to the largest input of "

@@ -15,10 +15,10 @@ from laplace_debias.system.gathering import is_sharded
 def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     """Make a working copy compute in single precision if some of its parameters are narrower.
 
-    The parameters keep their values, which single precision holds exactly. So curvature, directions
-    and predictives are those of the function of these values, without the rounding of every
-    activation and gradient to the 8 bits of bfloat16. It takes 4 bytes for each parameter of the
-    model, Bayesian or not.
+    The parameters keep their values, which single precision holds exactly. Therefore curvature,
+    directions and predictives belong to the function with these values, without the rounding of
+    every activation and gradient to the 8 bits of bfloat16. This takes 4 bytes for each parameter
+    of the model, Bayesian or not.
     """
     dtypes = set[torch.dtype]()
     for name in names:
@@ -34,7 +34,7 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _widen_tensors(network: nn.Module) -> None:
-    """Replace tensors in half precision, each by one: those that are tied stay so.
+    """Replace each tensor in half precision by a new tensor; tied tensors stay tied.
 
     `nn.Module.to` would change a quantised parameter, which the copy shares with the user's model.
     """
