@@ -10,10 +10,10 @@ _MOST_SHOWN_BLOCKS = 4
 
 
 def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
-    """Collect a few facts by name, whose size does not depend on the model."""
+    """Collect a few facts by name; the size of the text does not depend on the model."""
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())
-    # The selected entries of a subnetwork are copies.
+    # A subnetwork holds copies of its selected entries.
     subnetworks = [module for module in model.modules() if isinstance(module, Subnetwork)]
     total -= sum(subnetwork.entries.numel() for subnetwork in subnetworks)
     lines = {

@@ -67,7 +67,7 @@ class GaussianPrior:
             if not value.isfinite().all():
                 raise ValueError(f"`{name}` contains NaN or Inf. Check how it was computed.")
         assert isinstance(self.precision, Tensor)
-        # Copies: the mean may be a view of weights that are trained further.
+        # Copies are kept, because the mean may be a view of weights that are trained further.
         object.__setattr__(self, "mean", self.mean.detach().clone())
         object.__setattr__(self, "precision", self.precision.detach().clone())
         if not (self.precision > 0).all():
@@ -80,14 +80,15 @@ class GaussianPrior:
     def penalty(self, model: nn.Module) -> Float[Tensor, ""]:
         r"""Compute $\tfrac12(\theta - \mu)^\top P_0 (\theta - \mu)$, in nats.
 
-        It is the negative logarithm of the prior's density, without its constant, and belongs to
-        the sum of the examples' losses. Divide it by N if the loss is a mean.
+        The penalty is the negative logarithm of the prior's density, without the constant. Add it
+        to the sum of the examples' losses. If the loss is a mean, divide the penalty by N.
 
         Args:
             model: A model with parameters of these names.
 
         Raises:
-            ValueError: If the model's parameters of these names have a different number of entries.
+            ValueError: If the model's parameters with these names have a different number of
+                entries.
         """
         plain = unwrapped(model)
         values = [plain.get_parameter(name).flatten() for name in self.param_names]
@@ -169,7 +170,7 @@ class GaussianPrior:
 def _with_excess(
     block: CurvatureBlock, curvature_weight: float, excess: CurvatureBlock
 ) -> EigenKronecker:
-    """Average a block over the examples and one more, whose curvature is a diagonal matrix."""
+    """Average a block over the examples and one more example with diagonal curvature."""
     assert isinstance(block, EigenKronecker)
     total_weight = curvature_weight + 1
     if block.U_G is None:

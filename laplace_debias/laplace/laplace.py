@@ -76,7 +76,7 @@ from laplace_debias.system.checks import check_extra, check_is, whole
 from laplace_debias.system.ranks import collective, process_group, refuse_ranks
 from laplace_debias.system.shown import html_table, warn
 
-# Held for the moment in which a state takes the place of another.
+# This lock is held only while one state replaces another.
 _EXCHANGE = threading.RLock()
 
 
@@ -170,8 +170,8 @@ class Laplace(Predictor):
             uses BackPACK where possible, except for convolutions on a CPU. Both give the same
             factors.
         factor_dtype: The dtype in which curvature is summed and decomposed.
-        memory_bound: The limit of the working memory for output gradients, in bytes. It does not
-            affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
+        memory_bound: The limit of the working memory for output gradients, in bytes. The limit does
+        not affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
             needs more.
 
     Raises:
@@ -192,7 +192,7 @@ class Laplace(Predictor):
     torch's global generator is left unchanged.
     """
 
-    # One state takes the place of another as a whole: other threads see either.
+    # A state is always replaced as a whole, so other threads see either the old or the new state.
     _state: FitSetup | FittedPosterior
 
     @explains_laplace_torch_arguments
@@ -328,9 +328,9 @@ class Laplace(Predictor):
 
         Raises:
             ValueError: If data and likelihood do not match, there are too few batches, N cannot be
-                inferred or differs from what was read, the posterior does not fit into memory,
-                processes read the same data, or `resume` belongs to a different fit or needs
-                batches that cannot be read again in the same order.
+                inferred or differs from the number of examples read, the posterior does not fit
+                into memory, processes read the same data, or `resume` belongs to a different fit or
+                needs batches that cannot be read again in the same order.
             TypeError: If inputs or targets have the wrong dtype, or `num_data` is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
                 examples cannot be separated.
@@ -452,9 +452,11 @@ class Laplace(Predictor):
         Raises:
             RuntimeError: If nothing has been fitted, or the model has changed since the fit.
             ValueError: If the posterior was thinned, if it is a `"kfac"` posterior from a file of
-                an earlier version, which has no factors, or if the new data do not use the same
-                parameters. Also raises the errors of `fit`. The posterior is then unchanged.
-            NotImplementedError: If the curvature is of your own class and defines no `update`.
+                an earlier version, which has no factors, or if the new data does not use the same
+                parameters. Also raises the errors of `fit`. After an error, the posterior is
+                unchanged.
+            NotImplementedError: If the curvature is an instance of your own class, which does not
+                define `update`.
 
         Example:
             >>> import torch
@@ -490,7 +492,7 @@ class Laplace(Predictor):
 
         The sizes of the sums and the posterior are computed from shapes. The memory and the time of
         a batch are measured on the first batch. Nothing is fitted. In a process group, each process
-        plans for itself.
+        plans its own fit.
 
         Args:
             train_loader: The data of `fit`. Its first batch is read, so it must be re-iterable.
@@ -627,13 +629,13 @@ class Laplace(Predictor):
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
         """Choose the prior precision with the largest marginal likelihood, and set it.
 
-        It reads no data, and does not change the link. Prefer `tune` if data can be held out: in
-        the study of docs/does-it-help.md, posteriors over all parameters had a worse NLL with
-        `tune_evidence` on every problem.
+        This method reads no data, and does not change the link. Prefer `tune` if data can be held
+        out: in the study of docs/does-it-help.md, posteriors over all parameters had a worse NLL
+        with `tune_evidence` than with `tune` on every problem.
 
         Args:
             sigma: Whether to tune a regression's noise as well. By default, it is tuned if you
-                never set it. With `per`, the noise is the one that is best for a single, common
+                never set it. With `per`, the chosen noise is the best noise for a single, common
                 prior precision.
             per: Use one prior precision for each `"kind"` of layer (linear, convolution, embedding,
                 normalisation, bias, other) or for each `"block"`. Default: a single prior
@@ -724,7 +726,8 @@ class Laplace(Predictor):
             UserWarning: If the new value is smaller than the prior precision at which the posterior
                 was thinned.
         """
-        # So that `la.prior_precision *= 2` changes the prior by the setter only.
+        # A copy is returned, so that `la.prior_precision *= 2` changes the prior only through the
+        # setter.
         return self._state.prior.precision.clone()
 
     @prior_precision.setter
@@ -970,7 +973,8 @@ class Laplace(Predictor):
         and `.log_prob(y)`, it has `.icdf(q)` and `.cdf(y)`:
         `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and a tensor of Q probabilities
         `[Q, 1, 1]` gives `[Q, B, C]`. In closed form, it is a `Normal`; with samples, it is a
-        mixture of the S normal distributions p(y | f_s) with equal weights. Both include the noise.
+        mixture of the S normal distributions p(y | f_s) with equal weights. Both distributions
+        include the noise.
 
         Args:
             x: Inputs, `[B, ...]`, in any form that `predict` accepts.
@@ -1027,10 +1031,10 @@ class Laplace(Predictor):
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
-        The file does not contain the model. It has a checksum, and is byte-identical for identical
-        posteriors. An existing file is replaced only when the new one is complete. If the path is a
-        symbolic link, its target is replaced. With several processes, the first one writes and the
-        others wait for it.
+        The file does not contain the model. It contains a checksum, and is byte-identical for
+        identical posteriors. An existing file is replaced only when the new one is complete. If the
+        path is a symbolic link, its target is replaced. With several processes, the first one
+        writes and the others wait for it.
 
         Args:
             path: The file, in a folder that exists.
@@ -1059,15 +1063,15 @@ class Laplace(Predictor):
     ) -> None:
         """Write the posterior and a model card into a folder, which is created if needed.
 
-        The posterior is the file `posterior.safetensors`; see `save`. The card is `README.md`. It
-        describes the posterior, states how to load it, and has a table of its calibration. If the
-        folder already has a card, for example the card of the network, only the section on the
-        posterior is replaced.
+        The posterior is the file `posterior.safetensors`; see `save`. The card is the file
+        `README.md`. The card describes the posterior, states how to load it, and contains a table
+        of its calibration. If the folder already has a card, for example the card of the network,
+        only the section on the posterior is replaced.
 
         Args:
             folder: The folder, for example the one that the model's own `save_pretrained` wrote.
             card: Whether to write the card.
-            evaluation: Metrics for the card's table: what `la.evaluate(test_loader)` returns.
+            evaluation: Metrics for the card's table, as returned by `la.evaluate(test_loader)`.
             own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
 
         Raises:
@@ -1104,7 +1108,7 @@ class Laplace(Predictor):
         Args:
             repository: The name of the repository, `"user/name"`.
             card: Whether to upload a card.
-            evaluation: Metrics for the card's table: what `la.evaluate(test_loader)` returns.
+            evaluation: Metrics for the card's table, as returned by `la.evaluate(test_loader)`.
             private: Whether a new repository is private. Default: the setting of the account.
             token: A token with the right to write. Default: the token that `hf auth login` stored.
             message: The message of the commit.
@@ -1170,9 +1174,9 @@ class Laplace(Predictor):
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, if the
-                posterior is of a different kind, if inputs are not tensors, if the likelihood is of
-                your own class and cannot be exported, or if ONNX has no operator for a part of the
-                program.
+                posterior is of a different kind, if inputs are not tensors, if the likelihood is an
+                instance of your own class and cannot be exported, or if ONNX has no operator for a
+                part of the program.
             ValueError: If the suffix is neither `.pt2` nor `.onnx`, or the link is unknown.
             RuntimeError: If the program and `predict` disagree on the example.
             OSError: If the file cannot be written. Also raises the errors of `predict`.
@@ -1281,9 +1285,9 @@ class Laplace(Predictor):
 
     @property
     def state(self) -> FitSetup | FittedPosterior:
-        """The model with its prior, and after a fit with its posterior.
+        """The model with its prior and, after a fit, its posterior.
 
-        It is immutable: a change of the `Laplace` replaces it.
+        The state is immutable: a change of the `Laplace` replaces its state.
         """
         return self._state
 
@@ -1300,15 +1304,15 @@ class Laplace(Predictor):
 
     @property
     def _unchanged_fit(self) -> FittedPosterior:
-        """The fitted state, of a model that is what it was at the fit."""
+        """The fitted state; requires that the model has not changed since the fit."""
         fitted = self.fitted
         fitted.check_unchanged()
         return fitted
 
     def _replace(self, fitted: FittedPosterior) -> None:
-        """Put another fit in the place of the current state, and keep its prior and link.
+        """Replace the state by a new fit, but keep the current prior, temperature and link.
 
-        Prior and link may have been set while the fit was running.
+        These may have been set while the fit was running.
         """
         with _EXCHANGE:
             state = self._state
@@ -1316,9 +1320,9 @@ class Laplace(Predictor):
             self._state = fitted.with_prior(state.prior.to(fitted.device)).with_link(state.link)
 
     def _apply(self, tuned: TunedFit) -> None:
-        """Set what a search chose, and keep everything else.
+        """Set the values that a search chose, and keep everything else.
 
-        Other values may have been set, and another posterior fitted, while it was running.
+        While the search was running, other values may have been set, and another posterior fitted.
         """
         with _EXCHANGE:
             state = self._state if tuned.tuning.sigma is None else tuned.fitted
@@ -1355,9 +1359,9 @@ class Laplace(Predictor):
 
 
 def _with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
-    """Set a Gaussian prior, which names the parameters of a last layer that no fit has found yet.
+    """Set a Gaussian prior, whose names stand for the last layer until a fit has found this layer.
 
-    The first fit compares the names with those of the layer.
+    The first fit compares these names with the names of the layer's parameters.
     """
     parameters = setup.parameters
     if parameters is None:

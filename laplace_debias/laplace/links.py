@@ -1,8 +1,9 @@
 """Links, which turn Gaussian logits into probabilities.
 
-A link is a formula and a temperature T: the formula takes the logits divided by T, N(μ/T, Σ/T²).
-T = 1 is plain Laplace, and with δ → ∞ the family ends in temperature scaling. The formula is only
-for the closed form; the temperature divides the logits wherever they become probabilities.
+A link consists of a formula and a temperature T. The formula is applied to the logits divided by T,
+N(μ/T, Σ/T²). T = 1 is the plain Laplace approximation; the limit δ → ∞ is temperature scaling. The
+formula is used only for the closed form. The temperature divides the logits wherever they are
+converted to probabilities.
 """
 
 import math
@@ -23,9 +24,9 @@ from laplace_debias.laplace.pairwise import Covariance, Logits, pairwise
 from laplace_debias.operators.eigh import eigh
 
 MOST_CLASSES = 100
-"""With more classes than this, the default is the probit link, as covariances cost too much."""
+"""With more classes than this, the default is the probit link: covariances would cost too much."""
 NUM_DRAWS = 128
-"""Sobol points of the `"exact"` link."""
+"""The number of Sobol points of the `"exact"` link."""
 
 
 def tempered_probit(
@@ -33,7 +34,7 @@ def tempered_probit(
 ) -> Float[Tensor, "temperatures *batch classes"]:
     r"""Compute `probit` of the logits divided by each temperature T.
 
-    It is $\mu_k / \sqrt{T^2 + \tfrac\pi8 \Sigma_{kk}}$.
+    The result is $\mu_k / \sqrt{T^2 + \tfrac\pi8 \Sigma_{kk}}$.
 
     Args:
         mean: The means μ.
@@ -49,17 +50,18 @@ def tempered_probit(
 def exact(mean: Logits, covariance: Covariance) -> Logits:
     """Compute the logarithm of the expected softmax from 128 fixed Sobol points.
 
-    Its divergence from 10⁵ draws is about 1e-4 for 10 classes and 1e-3 for 100, ten times that for
-    standard deviations of 3.
+    The divergence from the result of 10⁵ draws is about 1e-4 for 10 classes and 1e-3 for 100
+    classes. For standard deviations of 3, the divergence is ten times larger.
     """
-    # A part that all logits share cancels: without it a large one takes no point for itself.
+    # A part that all logits share cancels in the softmax. It is removed, because otherwise a large
+    # common part would take up the best points.
     mu = mean.double()
     sigma = covariance.double()
     sigma = sigma - sigma.mean(-1, keepdim=True)
     sigma = sigma - sigma.mean(-2, keepdim=True)
     values, vectors = eigh((sigma + sigma.mT) / 2, "the functional covariance")
-    # The leading directions get the best points; their signs do not depend on the order of the
-    # classes.
+    # The leading directions get the best points. The signs of the directions are chosen such that
+    # they do not depend on the order of the classes.
     signs = torch.where((vectors * mu.unsqueeze(-1)).sum(-2, keepdim=True) < 0, -1.0, 1.0)
     root = (vectors * signs * values.clamp_min(0).sqrt().unsqueeze(-2)).flip(-1)
     z = normal_points(mean.shape[-1]).to(mu)
@@ -68,7 +70,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
 
 
 def exact_sigmoid(mean: Logits, covariance: Float[Tensor, "..."]) -> Logits:
-    """Compute `exact` of each label: the choice between its logit and zero."""
+    """Compute `exact` for each label, as a choice between the label's logit and zero."""
     is_matrix = covariance.ndim > mean.ndim
     variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
     both_means = torch.stack([torch.zeros_like(mean), mean], -1)
@@ -81,8 +83,8 @@ def bridge(mean: Logits, covariance: Covariance) -> Logits:
     r"""Compute the logarithms of the Dirichlet parameters of the Laplace bridge.
 
     $$\alpha_k = \frac1{\Sigma_{kk}} \Big(1 - \frac2C + \frac{e^{\mu_k}}{C^2} \sum_l
-    e^{-\mu_l}\Big)$$ for logits that are conditioned on a sum of zero. Probabilities are the mean
-    $\alpha_k / \sum_l \alpha_l$. Use it only for comparisons with other libraries: for small
+    e^{-\mu_l}\Big)$$ for logits that are conditioned on a sum of zero. The probabilities are the
+    means $\alpha_k / \sum_l \alpha_l$. Use it only for comparisons with other libraries: for small
     variances, its probabilities do not approach the probabilities of the network.
 
     Reference: Hobbhahn, Kristiadi & Hennig (2022), "Fast predictive uncertainty for classification
@@ -95,7 +97,7 @@ def bridge(mean: Logits, covariance: Covariance) -> Logits:
 def bridge_norm(mean: Logits, covariance: Covariance) -> Logits:
     r"""Compute the Laplace bridge of logits scaled to a mean variance of $\sqrt{C / 2}$.
 
-    See `bridge`. Without the scaling the bridge is poor for large variances.
+    See `bridge`. Without the scaling, the bridge is inaccurate for large variances.
     """
     mu, variances = _with_zero_sum(mean.double(), covariance.double())
     scale = variances.mean(-1, keepdim=True) / math.sqrt(mean.shape[-1] / 2)
@@ -103,11 +105,11 @@ def bridge_norm(mean: Logits, covariance: Covariance) -> Logits:
 
 
 def _with_zero_sum(mean: Logits, covariance: Covariance) -> tuple[Logits, Logits]:
-    """Mean and variances of Gaussian logits under the condition that their sum is zero."""
+    """Compute mean and variances of Gaussian logits, conditioned on a sum of zero."""
     row_sums = covariance.sum(-1)
     total = row_sums.sum(-1, keepdim=True)
     variances = covariance.diagonal(dim1=-2, dim2=-1)
-    # A covariance without any common part is not changed, nor one of zero.
+    # A covariance that has no common part, or is zero, is not changed.
     rounding = torch.finfo(covariance.dtype).eps * variances.mean(-1, keepdim=True)
     gain = torch.where(total > rounding, row_sums / total, 0)
     conditioned = (variances - gain * row_sums).clamp_min(0) + rounding
@@ -123,21 +125,21 @@ def _log_bridge(mean: Logits, variances: Logits) -> Logits:
 
 
 SecondMoments = Literal["variances", "differences", "covariance"]
-"""A part of the outputs' covariance that suffices for a predictive. `"differences"` stands for a
-matrix in which only the covariances of differences between outputs are right."""
+"""A part of the outputs' covariance that is sufficient for a predictive. `"differences"` is a
+matrix in which only the covariances of differences between outputs are correct."""
 
 
 LogitsAtTemperatures = Callable[
     [Logits, Float[Tensor, "..."], Sequence[float]], Float[Tensor, "temperatures *batch classes"]
 ]
-"""From the mean and the required moments of Gaussian logits, which are divided by each temperature,
-to logits of probabilities."""
+"""A function from the mean and the required moments of Gaussian logits, divided by each
+temperature, to the logits of probabilities."""
 
 
 def at_temperatures(
     formula: Callable[[Logits, Float[Tensor, "..."]], Logits],
 ) -> LogitsAtTemperatures:
-    """Apply a formula to the moments divided by each temperature."""
+    """Return a function that applies a formula to the moments divided by each temperature."""
 
     def logits(
         mean: Logits, covariance: Float[Tensor, "..."], temperatures: Sequence[float]
@@ -150,9 +152,9 @@ def at_temperatures(
 
 
 def _stacked(numbers: Sequence[float], like: Tensor) -> Float[Tensor, "numbers ..."]:
-    """Return numbers along a dimension before those of a tensor."""
-    # Filled on the device: copies from the host would wait for the device, and would be constants
-    # of an exported program.
+    """Return numbers along a new first dimension that broadcasts against a tensor."""
+    # The tensors are filled on the device, because copies from the host would wait for the device,
+    # and would become constants of an exported program.
     return torch.stack([like.new_full([1] * like.ndim, number) for number in numbers])
 
 
@@ -161,8 +163,8 @@ class Formula:
     """A formula for the expected probabilities of Gaussian logits.
 
     Attributes:
-        softmax: The logits of classes.
-        sigmoid: The logits of labels, each of which applies or not.
+        softmax: Computes the logits of mutually exclusive classes.
+        sigmoid: Computes the logits of independent labels.
         required_moments: The part of the covariance that `softmax` uses.
     """
 
@@ -200,7 +202,7 @@ class Link:
 
     Attributes:
         name: One of `FORMULAS`.
-        temperature: T, which the logits are divided by.
+        temperature: T, by which the logits are divided.
 
     Raises:
         ValueError: If the name is unknown, or the temperature is not positive and finite.
@@ -248,7 +250,7 @@ def tempered_moments(
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
-    """Return a link by its name; links and None are returned as they are."""
+    """Return the link of a name; links and None are returned unchanged."""
     if link is None:
         return None
     checked = link if isinstance(link, Link) else Link(link)
@@ -279,7 +281,7 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
 
 
 def required_moments(likelihood: Likelihood, links: Collection[Link]) -> SecondMoments:
-    """Determine the part of the outputs' covariance that suffices for the predictives by links."""
+    """Determine the part of the outputs' covariance that the predictives of links need."""
     if links and likelihood.activation == "softmax":
         required = {FORMULAS[link.name].required_moments for link in links}
         if len(required) > 1:
@@ -304,9 +306,9 @@ def tempered_predictive(
     covariance: Float[Tensor, "..."] | None,
     temperatures: Sequence[float],
 ) -> Distribution:
-    """Return p(y) by a formula at several temperatures, with batch shape `[temperatures, B]`.
+    """Return p(y) for a formula at several temperatures, with batch shape `[temperatures, B]`.
 
-    Without a covariance every formula is the softmax, or the sigmoid.
+    Without a covariance, every formula is the softmax or the sigmoid.
     """
     if covariance is None:
         logits = tempered_probit(mean, torch.zeros_like(mean), temperatures)
@@ -319,6 +321,7 @@ def tempered_predictive(
 @torch.inference_mode(False)
 def normal_points(dimension: int) -> Float[Tensor, "draws dimension"]:
     """Return standard normal Sobol points, which are the same at every call."""
-    # The best of a few seeds for two classes; for more they are alike.
+    # This seed is the best of a few seeds for two classes; for more classes, the seeds are equally
+    # good.
     uniforms = SobolEngine(dimension, scramble=True, seed=2).draw(NUM_DRAWS, dtype=torch.float64)
     return torch.special.ndtri(uniforms.clamp(1e-10, 1 - 1e-10))

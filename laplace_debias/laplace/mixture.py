@@ -17,18 +17,19 @@ class Mixture(Predictor):
     r"""A mixture of posteriors, $p(y\mid x) = \frac1M \sum_m p_m(y\mid x)$.
 
     Each member is fitted, tuned and saved separately. Members can be checkpoints of different seeds
-    or epochs, or different architectures for the same task. Their disagreement is a part of the
-    uncertainty that no single member has. For a regression, the predictive is the normal
+    or epochs, or different architectures for the same task. The disagreement of the members adds
+    uncertainty that no single member can express. For a regression, the predictive is the normal
     distribution with the mean and the covariance of the mixture. Each member predicts with its own
     link and temperature.
 
     Args:
-        members: Fitted `Laplace` objects of one likelihood with the same options (`ignore_index`,
-            weights, smoothing; for your own class its `options`). Each member of a regression has a
-            sigma of its own.
+        members: Fitted `Laplace` objects with the same likelihood and the same options of the
+            likelihood (`ignore_index`, weights, smoothing; the `options` of your own class). For a
+            regression, each member has its own sigma.
 
     Raises:
-        ValueError: If there is no member, or the members' likelihoods or their options differ.
+        ValueError: If there are no members, or if the members' likelihoods or the options of the
+            likelihoods differ.
         TypeError: If a member is not a `Laplace`.
         RuntimeError: If a member is not fitted.
 
@@ -78,7 +79,7 @@ class Mixture(Predictor):
 
 
 def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihood) -> None:
-    """Require a member's likelihood to be of the first one's class, with the same options."""
+    """Require a member's likelihood to have the class and the options of the first member's."""
     name = type(likelihood).__name__
     if type(likelihood) is not type(first):
         raise ValueError(
@@ -88,19 +89,19 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
     options = _options(likelihood)
     first_options = _options(first)
     for key in first_options | options:
-        # A default that a file leaves out is an attribute.
+        # An option with its default value may be missing in a file, but it is an attribute.
         value = options.get(key, getattr(likelihood, key, None))
         first_value = first_options.get(key, getattr(first, key, None))
         if value != first_value:
             raise ValueError(
-                f"The likelihood {name} of member {number} has {key}={value!r}, but that of the "
-                f"first member has {key}={first_value!r}. Use members whose likelihoods have the "
-                "same options."
+                f"The likelihood {name} of member {number} has {key}={value!r}, but the "
+                f"likelihood of the first member has {key}={first_value!r}. Use members whose "
+                "likelihoods have the same options."
             )
 
 
 def _options(likelihood: Likelihood) -> dict[str, Any]:
-    """Return the options that members must share: all but the noise of a regression."""
+    """Return the options that members must share: all except the noise of a regression."""
     if likelihood.has_sigma:
         return {}
     config = likelihood_to_json(likelihood, may_be_own=True)

@@ -1,7 +1,7 @@
 """The mean-field softmax of Gaussian logits, which compares every two classes.
 
-It is computed at several temperatures at once, in blocks of examples that fit into the processor's
-cache, from any form of the variances of the differences between logits.
+The softmax is computed at several temperatures at once, in blocks of examples that fit into the
+processor's cache. The variances of the differences between logits may be given in several forms.
 """
 
 import math
@@ -14,11 +14,13 @@ from torch import Tensor
 
 # The logistic function at x is close to the normal distribution function at x / √(8/π).
 _SCALE = 8 / math.pi
-# Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
+# Up to this number of pairs, the overhead of the operations dominates the time of a call, not the
+# exponentials.
 _FEW_PAIRS = 2**11
-# Pairs of classes that are computed together, by device type.
+# The number of pairs of classes that are computed together, by device type.
 _PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
-# Pairs of classes that are computed together on a CPU in only one order, in memory that is reused.
+# The number of pairs of classes that are computed together on a CPU if each pair is computed in
+# only one order, in memory that is reused.
 _UNORDERED_PAIRS_AT_ONCE = 2**18
 
 Logits = Float[Tensor, "*batch classes"]
@@ -30,13 +32,13 @@ def pairwise(
 ) -> Float[Tensor, "temperatures *batch classes"]:
     r"""Compute the mean-field softmax of the logits divided by each temperature T.
 
-    At T = 1 it is
+    At T = 1, the result is
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
     s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares every two classes by the
-    probit of their difference. A part that all logits share cancels. For two classes, the result is
-    the binary probit.
+    probit of the difference of their logits. A part that all logits share cancels. For two classes,
+    the result is the binary probit.
 
-    All temperatures share the differences of the means and their variances, since
+    All temperatures use the same differences of the means and the same variances, since
     $(\mu_k - \mu_i) / T / \sqrt{1 + \tfrac\pi8 s_{ki} / T^2} =
     (\mu_k - \mu_i) / \sqrt{T^2 + \tfrac\pi8 s_{ki}}$.
 
@@ -95,11 +97,12 @@ def pairwise_of_directions(
 def pairs_of_outputs(
     num_outputs: int, device: torch.device
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
-    """Return the indices of every two outputs, in cyclic order.
+    """Return the indices of all pairs of outputs, in cyclic order.
 
-    Each output is paired with the next one, then with the one after that, up to half of the
-    outputs further on; the first output follows the last. If the number of outputs is even, the
-    pairs that are half of them apart occur twice, once in each order.
+    First, each output is paired with the next output; then each output is paired with the output
+    after the next, and so on up to a distance of half the number of outputs. The first output
+    follows the last. If the number of outputs is even, the pairs at the largest distance occur
+    twice, once in each order.
     """
     outputs = torch.arange(num_outputs, device=device)
     shifts = torch.arange(1, num_outputs // 2 + 1, device=device).unsqueeze(1)
@@ -111,7 +114,7 @@ def difference_variances(
     covariances: Float[Tensor, "*batch classes classes"],
 ) -> Float[Tensor, "*batch classes classes"]:
     """Compute the variances of the differences of every two logits."""
-    # In double precision: a large common variance leaves the differences their digits.
+    # Double precision keeps the digits of the differences if there is a large common variance.
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
     differences = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
@@ -129,12 +132,13 @@ def _pairwise_in_blocks(
     Args:
         means: The means of the logits.
         moments: The second moments of each example.
-        variances: From the moments of some examples to the variances of the differences of every
-            two logits.
+        variances: A function from the moments of some examples to the variances of the differences
+            of every two logits.
         temperatures: The temperatures.
     """
-    # A few examples at a time, so that their pairs of classes stay in the processor's cache. A
-    # program takes any number of examples, so it has no loop over blocks of them.
+    # A few examples are processed at a time, so that their pairs of classes stay in the processor's
+    # cache. An exported program accepts any number of examples, so it cannot contain a loop over
+    # blocks.
     num_examples = max(1, _PAIRS_AT_ONCE[means.device.type] // means.shape[-1] ** 2)
     if torch.compiler.is_exporting() or len(means) <= num_examples:
         return _pairwise_block(means, variances(moments), temperatures)
@@ -153,7 +157,7 @@ def _pairwise_block(
 ) -> Float[Tensor, "temperatures block classes"]:
     r"""Compute `pairwise` of a block of examples at once.
 
-    With $c = 8/\pi$ the exponents are $\sqrt{c}\,(\mu_i - \mu_k) / \sqrt{c T^2 + s_{ki}}$.
+    With $c = 8/\pi$, the exponents are $\sqrt{c}\,(\mu_i - \mu_k) / \sqrt{c T^2 + s_{ki}}$.
 
     Args:
         means: The means of the logits.
@@ -174,11 +178,12 @@ def _pairwise_block(
     differences = differences * math.sqrt(_SCALE)
     logits = []
     for temperature in temperatures:
-        # The root is not changed in place: gradients need it.
+        # The root is not changed in place, because gradients need it.
         exponents = (variances + _SCALE * temperature**2).rsqrt_() * differences
-        # An exponent on the diagonal is zero, so that only the logarithm of the sum is left there.
+        # The exponents on the diagonal are zero, so the diagonal contains only the logarithm of the
+        # sum.
         logits.append(exponents.log_softmax(-1).diagonal(dim1=-2, dim2=-1))
-    # A single temperature is common, and needs no copy.
+    # A single temperature is the most common case, and needs no copy.
     return torch.stack(logits) if len(logits) > 1 else logits[0].unsqueeze(0)
 
 
@@ -187,9 +192,9 @@ def _unshifted_pairwise(
     variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
-    r"""Compute the logits without the maximum of the exponents, if no exponential can overflow.
+    r"""Compute the logits without subtracting the largest exponent, if no exponential can overflow.
 
-    Powers of 2 take a third of the time of `exp` where that is computed by MKL on AMD processors.
+    On AMD processors, where MKL computes `exp`, powers of 2 take a third of the time of `exp`.
 
     Args:
         differences: $\mu_i - \mu_k$ in row k and column i.
@@ -210,7 +215,7 @@ def _exponentials_are_finite(
 ) -> bool:
     """Whether sums of the exponentials of the differences of logits are finite.
 
-    The reciprocals of the exponentials then are finite, too.
+    If so, the reciprocals of the exponentials are finite, too.
     """
     if means.numel() == 0:
         return True
@@ -225,29 +230,29 @@ def _pairwise_of_pairs(
     squared_differences: Float[Tensor, "directions pairs"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `pairwise_of_directions` from exponentials of every two classes in one order only.
+    """Compute `pairwise_of_directions` from the exponentials of each pair in only one order.
 
-    The exponential of the other order is the reciprocal. It belongs to the second class of the
-    pair, so it is written as many columns further on as the two classes are apart. The means are
-    those for which `_exponentials_are_finite`.
+    The exponential for the other order is the reciprocal. It belongs to the second class of the
+    pair, so it is written into a column that is shifted by the distance of the two classes.
+    `_exponentials_are_finite` must be true for the means.
     """
     batch, num_classes = means.shape
     num_shifts = num_classes // 2
-    # The pairs that are half of an even number of classes apart occur in both orders.
+    # If the number of classes is even, the pairs at the largest distance occur in both orders.
     num_mirrored = (num_classes - 1) // 2
     width = num_classes + num_mirrored
     most_examples = _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes)
     num_blocks = math.ceil(batch / max(1, most_examples))
-    block_size = math.ceil(batch / max(1, num_blocks))  # Blocks of nearly the same size.
+    block_size = math.ceil(batch / max(1, num_blocks))  # All blocks have nearly the same size.
     log_2_means = means * (math.sqrt(_SCALE) / math.log(2))
-    # The first classes follow the last one.
+    # The first classes follow the last class.
     cyclic_means = torch.cat([log_2_means, log_2_means[:, :num_shifts]], 1)
     second_means = cyclic_means.unfold(1, num_classes, 1)[:, 1:]
     # Every block of examples uses the same memory, which stays in the processor's cache.
     pair_variances = means.new_empty(block_size, num_shifts * num_classes)
     all_differences = means.new_empty(block_size, num_shifts, num_classes)
     all_terms = torch.empty_like(all_differences)
-    # Only the entries of `shifted` are written, so that the others stay zero.
+    # Only the entries of `shifted` are written, so all other entries stay zero.
     all_reciprocals = means.new_zeros(block_size, num_mirrored, width)
     all_shifted = all_reciprocals.as_strided(
         (block_size, num_mirrored, num_classes), (num_mirrored * width, width + 1, 1), 1
@@ -272,5 +277,5 @@ def _pairwise_of_pairs(
             torch.sum(terms, 1, out=total)
             total += mirrored_sums[:, :num_classes]
             total[:, :num_mirrored] += mirrored_sums[:, num_classes:]
-    # The exponential of the difference of a class and itself is 1.
+    # The exponential of the difference between a class and itself is 1.
     return sums.add_(1).log_().neg_()

@@ -40,7 +40,7 @@ class PosteriorPrior(GaussianPrior):
         """Return the prior of a fit with the same parameters, blocks and structure.
 
         Raises:
-            ValueError: If one of them differs.
+            ValueError: If the parameters, the blocks or the structure differ.
         """
         self.check_parameters(parameters)
         earlier = self.fitted.config.structure
@@ -61,10 +61,10 @@ def posterior_as_prior(la: Laplace) -> GaussianPrior:
     r"""Return a posterior as the prior for training on new data.
 
     The prior is $N(\theta^*, P^{-1})$, with the mean and the precision of the posterior. Train with
-    `penalty` and fit with `Laplace(model, prior=...)`, whose precision is $\tfrac NT C + P$ with
-    the curvature C of the new data at the new parameters. Kronecker products and low ranks are
-    added in the same way as in `Laplace.update`. To add data without training, use
-    `Laplace.update`.
+    `penalty` and fit with `Laplace(model, prior=...)`. The precision of the new posterior is
+    $\tfrac NT C + P$, where C is the curvature of the new data at the new parameters. Kronecker
+    products and low-rank matrices are added in the same way as in `Laplace.update`. To add data
+    without training, use `Laplace.update`.
 
     Args:
         la: A fitted posterior. Later changes to it do not change the prior.

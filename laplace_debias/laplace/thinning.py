@@ -1,7 +1,7 @@
 """Compression of a posterior to the directions that affect predictions.
 
-All directions in which N Λ / T is small compared with δ have variance close to 1/δ. Their
-eigenvectors need not be stored.
+All directions in which N Λ / T is small compared with δ have a variance close to 1/δ. The
+eigenvectors of these directions need not be stored.
 """
 
 import math
@@ -28,11 +28,11 @@ _FACTOR = 1.1
 class Thinning:
     """The size and the error of a compressed posterior.
 
-    The error of an input is the largest relative error of a standard deviation of its outputs. It
-    is measured on the inputs that were not used to choose the directions.
+    The error of an input is the largest relative error of a standard deviation of its outputs. The
+    errors are measured on inputs that were not used to choose the directions.
 
     Attributes:
-        share: Bytes of the compressed posterior, divided by the bytes that it had before.
+        share: The bytes of the compressed posterior, divided by the bytes of the full posterior.
         error: Mean error over the inputs.
         half_width: Half of the width of the 95 % interval of this mean; infinite for one input.
         largest: Largest error of an input.
@@ -59,7 +59,7 @@ class Thinning:
 def thin_posterior(
     fitted: FittedPosterior, x: Inputs | Record, error: float, positions: Positions | None
 ) -> tuple[FittedPosterior, Thinning]:
-    """Compress a posterior to as few directions as an error allows; see `Laplace.thin`.
+    """Compress a posterior to as few directions as an error bound allows; see `Laplace.thin`.
 
     A threshold on the effect of each direction is bisected on half of the inputs.
 
@@ -70,7 +70,8 @@ def thin_posterior(
         positions: Positions of outputs `[B, T, C]`; None for all.
 
     Returns:
-        The fit with the compressed posterior, and its size and error on the other inputs.
+        The fit with the compressed posterior, and its size and error on the other half of the
+        inputs.
 
     Raises:
         ValueError: For an error that is not positive and finite, a curvature without factors, or
@@ -107,11 +108,11 @@ def thin_posterior(
     def errors(
         compressed: FittedPosterior, half: slice, full_variances: Tensor
     ) -> Float[Tensor, " half"]:
-        # An output that no parameter changes has the variance 0 in both.
+        # An output that depends on no parameter has the variance 0 in both posteriors.
         ratios = (variances(compressed, half) / full_variances).nan_to_num(nan=1.0)
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
 
-    # Alternate inputs, as inputs may be sorted.
+    # The halves contain alternate inputs, because the inputs may be sorted.
     search_half = slice(0, None, 2)
     test_half = slice(1, None, 2)
     search_variances = variances(fitted, search_half)
@@ -148,10 +149,11 @@ def thin_posterior(
 def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
     r"""Keep the directions whose gain per stored number is above a threshold.
 
-    With x = N Λ / (T δ), a direction's variance 1 / (δ (1 + x)) is smaller than that of the prior
-    by x / (1 + x) / δ, and outputs vary along it about in proportion to x. So its gain is the sum
-    of x² / (1 + x) over the directions of the other side. It needs as many stored numbers as its
-    eigenvector has entries.
+    With x = N Λ / (T δ), the variance of a direction, 1 / (δ (1 + x)), is smaller than the prior
+    variance by x / (1 + x) / δ, and the variation of the outputs along the direction is roughly
+    proportional to x. Therefore, the gain of a direction is the sum of x² / (1 + x) over the
+    directions of the other side. The number of stored numbers is the number of entries of the
+    eigenvector.
     """
     posterior = fitted.posterior
     ratios = _curvature_ratios(fitted)
@@ -159,7 +161,7 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
         name: _compress_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    # The bounds stay, as no magnitude grows.
+    # The bounds remain valid, because no magnitude grows.
     compressed = posterior.changed(
         curvature=BlockDiagonal(blocks), curvature_bounds=posterior.largest_curvatures
     )
@@ -170,17 +172,18 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
 
 
 def _compress_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
-    """Keep the directions of each side above the threshold; all, if half of them or more are.
+    """Keep each side's directions above the threshold, or all if these are half of them or more.
 
-    The fit of few examples has a reduced rank already. If the directions orthogonal to it are above
-    the threshold, no direction may be merged with them.
+    After a fit to few examples, the rank is already reduced. If the gain of the directions that are
+    orthogonal to the stored directions is above the threshold, no direction may be merged with
+    them.
     """
     assert isinstance(block, EigenKronecker)
     for side, U in enumerate((block.U_G, block.U_A)):
         if U is None:
             continue
         d, r = U.shape[-2:]
-        # Debiased magnitudes are not sorted.
+        # The scores are needed because debiased magnitudes are not sorted.
         scores = _gain(ratios).sum(-1 - side) / d
         rank = int((scores[..., :r] > threshold).sum(-1).amax())
         if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
@@ -190,7 +193,7 @@ def _compress_block(block: LinearOperator, ratios: Tensor, threshold: float) -> 
 
 
 def _gain(ratios: Tensor) -> Tensor:
-    """Compute x² / (1 + x), without the square, which overflows first."""
+    """Compute x² / (1 + x) without x², which could overflow."""
     return ratios * (ratios / (1 + ratios))
 
 

@@ -39,15 +39,15 @@ EQUIVALENTS = {
     "subnetwork_indices": "params=, names or a predicate (name, parameter) -> bool",
     "subset_of_weights": 'params="all" (the default), "last_layer", names or a predicate',
 }
-"""Arguments, methods and attributes of laplace-torch, and what replaces each of them here."""
+"""The arguments, methods and attributes of laplace-torch, and their equivalents here."""
 SETTABLE = ("prior_precision", "prior_mean", "temperature", "link", "sigma")
 """The attributes of `Laplace` that can be set without a new fit."""
 CURVATURES = {"kron": "kfac"}
-"""Values of `hessian_structure=` that have another name as `curvature=`."""
+"""The values of `hessian_structure=` that have a different name as `curvature=`."""
 
 
 def explain_laplace_torch_name(name: str) -> str:
-    """Return the message for a name of laplace-torch, with the name to use instead."""
+    """Return the message for a name of laplace-torch, which states the name to use instead."""
     return f"{name} is a name of laplace-torch. Use {EQUIVALENTS[name]}."
 
 
@@ -71,12 +71,12 @@ def explains_laplace_torch_arguments(
 
 
 def check_settable(cls: type, name: str) -> None:
-    """Refuse a name that is almost that of an attribute, or that of laplace-torch.
+    """Reject a name that resembles the name of an attribute, or is a name of laplace-torch.
 
     Other names are accepted, such as those of a subclass.
 
     Raises:
-        AttributeError: If the class has no such attribute, and the name looks as if it should.
+        AttributeError: If the class has no such attribute, and the name is a likely mistake.
     """
     if name.startswith("_") or hasattr(cls, name):
         return

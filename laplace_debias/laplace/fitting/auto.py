@@ -31,18 +31,18 @@ from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.shown import warn
 
 FIRST_ROUND = 64
-"""Examples that the first round draws."""
+"""The number of examples that the first round draws."""
 FORWARD_RATIO = 8
-"""How many examples are passed forward per example that is passed backward."""
+"""The number of examples passed forward per example passed backward."""
 _MIN_EXAMPLES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """The state of a fit, from which a later fit continues.
+    """The state of a fit that did not finish, from which a later fit continues.
 
     Attributes:
-        sums: The sums over the examples that were read.
+        sums: The sums over the examples that have been read.
         last_round: The posterior after the last round, and its error.
     """
 
@@ -57,17 +57,18 @@ class Auto(Scheme):
     The fit cross-fits increasingly large random samples. After each round, it estimates how much
     the standard deviations of the outputs still differ from a fit to all data, and stops once the
     estimate is below the tolerance or a budget is used up. The estimate covers prior precisions
-    from the current one to 10⁴ times this value, so it remains valid after tuning.
+    from the current value to 10⁴ times this value, so the estimate remains valid after tuning.
 
     Attributes:
-        data: Randomly ordered batches `(x, y)`. Only as many as needed are read.
+        data: Randomly ordered batches `(x, y)`. Only as many batches as needed are read.
         tolerance: The relative error at which the fit stops.
         seconds: Stop if one more round would exceed this time.
         examples: Stop after this many examples have been passed backward, in full batches.
         forward_ratio: Examples passed forward per example passed backward.
         after: The `fit_report` of a fit that fell short of its tolerance or was interrupted. This
-            fit continues after its last round, and counts its examples and seconds. The data must
-            be the same; batches that were read are skipped, except those of an iterator.
+            fit continues after the last round of the earlier fit, and also counts the examples and
+            seconds of the earlier fit. The data must be the same. Batches that were already read
+            are skipped, unless the data is an iterator.
 
     Raises:
         TypeError: If a number has the wrong type.
@@ -145,10 +146,10 @@ class Auto(Scheme):
         """Fit in rounds until the error is within the tolerance, or a budget is used up.
 
         Raises:
-            ValueError: If the data has one example; if weights of examples mean nothing to a block;
-                if `after` is the report of a different network.
-            KeyboardInterrupt: Before the first round has ended, or with several processes. After
-                that it ends the fit.
+            ValueError: If the data has only one example; if a block does not support weights of
+                examples; if `after` is the report of a fit with a different network.
+            KeyboardInterrupt: If the fit is interrupted before the first round has ended, or with
+                several processes. A later interrupt ends the fit without an error.
         """
         context = prepared.context
         if any(block.is_joint or block.is_one_hot for block in context.blocks):
@@ -210,12 +211,14 @@ class Auto(Scheme):
         return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
 
     def _target(self, num_drawn: int, last_round: Round | None) -> int:
-        """Return how many examples shall be drawn in all when the next round ends."""
+        """Return the total number of examples to draw by the end of the next round."""
         target = FIRST_ROUND
         if last_round is not None:
-            # The error falls with the root of the number: twice the tolerance needs four times.
+            # The error is inversely proportional to the square root of the number of examples, so
+            # an error of twice the tolerance needs four times as many examples.
             target = num_drawn * (4 if last_round.error > 2 * self.tolerance else 2)
-        # A round ends with decompositions, which the budget's last doubling does without.
+        # A round ends with decompositions. If the target is at least half of the budget, the next
+        # round uses the whole budget, which saves the decompositions of one round.
         if self.examples is not None and self.examples <= 2 * target:
             return self.examples
         return target
@@ -223,7 +226,7 @@ class Auto(Scheme):
     def _reason_to_stop(
         self, num_drawn: int, error: float, started: float, ended: float
     ) -> StopReason | None:
-        """Return what ends the fit after a round; None if nothing does."""
+        """Return the reason why the fit ends after a round; None if the fit continues."""
         if error <= self.tolerance:
             return StopReason.TOLERANCE
         if self.examples is not None and num_drawn >= self.examples:
@@ -234,7 +237,7 @@ class Auto(Scheme):
 
 
 def _continuation(report: FitReport) -> Continuation:
-    """Return the state from which a later fit continues; the report has one, as was checked."""
+    """Return the state from which a later fit continues; `Auto` has checked that it exists."""
     assert isinstance(report.continuation, Continuation)
     return report.continuation
 
@@ -256,7 +259,7 @@ def _is_in_order(data: Any) -> bool:
 
 
 def _seconds_since(start: float, ranks: Ranks) -> float:
-    """Return the seconds since the start, the same on all processes, which decide by them."""
+    """Return the seconds since the start, the same number on all processes."""
     return max(ranks.exchange(perf_counter() - start))
 
 
@@ -326,7 +329,7 @@ def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
 
 
 def _fit_all(prepared: PreparedFit, data: FitStream) -> CurvatureFit:
-    """Fit to all the data."""
+    """Fit to all data, without sampling."""
     if isinstance(data.stream.source, Iterator):
         raise ValueError(
             "The data ended before the first round of the fit was complete, and this "
@@ -347,8 +350,8 @@ def _report_on_all(
     """Report on a fit to all the data.
 
     The data may have fewer examples than N. Then the error relative to a fit to N examples is
-    bounded by the estimate for the last round, which used only some of the examples; without a
-    round it is unknown.
+    bounded by the estimate for the last round, which used only some of the examples. If no round
+    was completed, the error is unknown.
     """
     num_read = curvature_fit.totals.num_examples
     weight = curvature_fit.totals.weight

@@ -43,21 +43,21 @@ def fit(
     """Fit the curvature to data, and build its posterior.
 
     The options and the data are checked first. With `resume`, sums are saved during the passes over
-    the data, and a fit that was interrupted continues from them.
+    the data, and an interrupted fit continues from the saved sums.
 
     Args:
         setup: The model, the options of the fit, and the prior.
         scheme: Which data give the directions and the magnitudes.
-        size: N, as far as it is known before the fit.
-        information: The information of earlier data, to which that of the new data is added, at
-            the noise of the earlier fit. By default, the noise is that of a new fit, and the
-            prior's information, if it has any, is added.
+        size: The number of training examples N, as far as N is known before the fit.
+        information: The information of earlier data. The information of the new data is added to
+            it, at the noise of the earlier fit. By default, the noise is the noise of a new fit,
+            and the information of the prior, if there is any, is added.
         generator: Seeds sampled labels and the order of loaders.
-        resume: The folder of the checkpoint; None for none.
+        resume: The folder of the checkpoint; None if no checkpoint is used.
         progress: Whether to show progress bars.
 
     Raises:
-        ValueError: If the options, the data and the model do not fit each other.
+        ValueError: If the options, the data and the model do not match.
         RuntimeError: Under autocast, or with TF32 products.
     """
     is_new = information is None
@@ -126,7 +126,7 @@ def check_before_fit(
 
 
 def _check_has_factors(information: Information) -> None:
-    """Require Kronecker factors that can be recovered from the curvature."""
+    """Require that the Kronecker factors can be recovered from the curvature."""
     for name, block in information.curvature.blocks.items():
         if getattr(block, "trace_A", None) is None:
             raise ValueError(
@@ -138,7 +138,7 @@ def _check_has_factors(information: Information) -> None:
 
 
 def _rounds_to_tf32() -> bool:
-    # torch 2.8 does not have the attribute.
+    # torch 2.8 does not have this attribute.
     return getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
 
 
@@ -155,7 +155,7 @@ def prepare_fit(
     ranks = process_group()
     config = setup.config
     bar = "fit" if progress else None
-    # The seed of the labels is drawn before the loaders draw the order of the data.
+    # The seed of the labels is drawn first, and then the loaders draw the order of the data.
     fisher = config.fisher.seeded(generator, ranks)
     streams = [
         setup.spec.training_stream(data, setup.device, generator, bar)
@@ -204,7 +204,7 @@ def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
 
 
 def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ranks) -> TrainingSize:
-    """Drop the number of rows that a sampler has if examples have weights."""
+    """Drop the size that was inferred from a sampler if examples have weights."""
     if not size.is_inferred:
         return size
     first = stream.first
@@ -234,7 +234,7 @@ def _check_different_data(ranks: Ranks, first: Batch | None) -> None:
 
 
 def _add_information(prepared: PreparedFit, information: Information) -> CurvatureFit:
-    """Add the information of the data to that of earlier data."""
+    """Add the information of the data to the information of earlier data."""
     names = prepared.parameters.block_names
     earlier_names = list(information.curvature.blocks)
     structure = prepared.config.structure

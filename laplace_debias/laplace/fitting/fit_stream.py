@@ -1,4 +1,4 @@
-"""A stream as a fit reads it: its examples have indices, and some of its targets count."""
+"""Streams of batches with indices of examples, of which some targets must count."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,9 @@ class FitStream:
         stream: The batches.
         likelihood: Decides which targets contribute to the loss.
         description: The data's name in errors.
-        first_indices: The index of each batch's first example among those of all processes. None
-            if it is not known: then all examples of a process come before those of the next one.
+        first_indices: The index of each batch's first example among the examples of all processes.
+            None if the indices are not known; all examples of a process then come before the
+            examples of the next process.
     """
 
     stream: Stream

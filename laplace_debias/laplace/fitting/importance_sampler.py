@@ -1,4 +1,4 @@
-"""Importance sampling of examples: all are passed forward, those that are drawn also backward."""
+"""Importance sampling: all examples are passed forward, and the drawn ones also backward."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ from laplace_debias.curvature.network.outputs import (
 from laplace_debias.system.ranks import Ranks
 
 NUM_FOLDS = 4
-"""Number of folds. The error is estimated from the differences between them."""
-# Inputs at which the standard deviations of outputs are compared.
+"""The number of folds. The error is estimated from the differences between the folds."""
+# The number of inputs at which the standard deviations of outputs are compared.
 _NUM_PROBES = 16
 Factors = dict[Block, Factor]
 
@@ -45,9 +45,9 @@ def inclusion_probabilities(
 ) -> Float[Tensor, " batch"]:
     """Compute the probabilities with which examples are drawn.
 
-    On average one of `forward_ratio` examples is drawn. Half of the probability is the same for
-    all, so that no weight exceeds twice the ratio; the other half is proportional to an example's
-    curvature.
+    On average, one of `forward_ratio` examples is drawn. Half of the probability is the same for
+    all examples, so that no weight exceeds twice the ratio; the other half is proportional to the
+    curvature of an example.
     """
     relative = curvatures / mean if mean > 0 else torch.ones_like(curvatures)
     return ((1 + relative) / (2 * forward_ratio)).clamp_max(1)
@@ -56,11 +56,11 @@ def inclusion_probabilities(
 def output_curvatures(
     context: FitContext, outputs: Tensor, y: Tensor
 ) -> tuple[Float[Tensor, " batch"], Tensor]:
-    """Compute the curvature of each example's loss in the outputs, and the loss.
+    """Compute the curvature of each example's loss with respect to the outputs, and the loss.
 
-    For a softmax the curvature is 1 − Σ p², for `fisher="empirical"` it is ‖∇_f ℓ‖². A block's
-    trace is the mean of squared output gradients times activations, and an example's contribution
-    to it grows with this curvature, which needs no backward pass.
+    For a softmax, the curvature is 1 − Σ p²; for `fisher="empirical"`, it is ‖∇_f ℓ‖². The trace of
+    a block is the mean of squared output gradients times activations. The contribution of an
+    example to this trace grows with the curvature, which needs no backward pass.
     """
     loss = context.cotangents.loss
     assert isinstance(loss, NegativeLogLikelihood)
@@ -80,10 +80,11 @@ class SampledFold:
     """Sums over the examples of a fold.
 
     Attributes:
-        gradients: G of the examples drawn, weighted by their inverse probabilities.
+        gradients: G of the drawn examples, weighted by their inverse probabilities.
         inputs: A of all examples read.
-        totals: The totals of all examples read. Their loss is not in it.
-        weighted_curvature: The sum of the curvatures of the examples drawn, weighted likewise.
+        totals: The totals of all examples read, without their loss.
+        weighted_curvature: The sum of the curvatures of the drawn examples, weighted in the same
+            way.
     """
 
     gradients: Factors = field(default_factory=dict)
@@ -113,12 +114,12 @@ class SampledSums:
     """Sums over the examples that were read by the end of a round.
 
     Attributes:
-        probes: Inputs at which fits are compared, which are no part of the fit.
+        probes: The inputs at which fits are compared. They are not part of the fit.
         folds: The sums of each fold.
         totals: The totals of all examples read.
-        curvatures: The curvature in the outputs of every example read.
-        num_drawn: How many examples were drawn.
-        num_batches: How many batches were read.
+        curvatures: The curvature of every example read, with respect to the outputs.
+        num_drawn: The number of examples drawn.
+        num_batches: The number of batches read.
         random_state: The state of the generator that draws the next examples.
     """
 
@@ -151,9 +152,9 @@ class _NewExamples:
     Attributes:
         inputs: The sums of A over this process's examples.
         totals: The totals of this process's examples.
-        drawn: This process's examples that were drawn, with weights. Their indices are among the
-            drawn examples of all processes, in the order in which they are read.
-        num_drawn: The number of examples of all processes that were drawn.
+        drawn: The drawn examples of this process, with weights. Their indices count the drawn
+            examples of all processes, in the order in which they are read.
+        num_drawn: The number of drawn examples of all processes.
     """
 
     inputs: SideSums
@@ -162,10 +163,10 @@ class _NewExamples:
     num_drawn: int = 0
 
     def joined_if_possible(self, needs_indices: bool) -> list[Batch]:
-        """Return this process's examples that were drawn, in one batch if possible.
+        """Return the drawn examples of this process, in one batch if possible.
 
-        Examples of different shapes are not joined. If `needs_indices`, neither are those that
-        have examples of other processes between them.
+        Examples of different shapes are not joined. If `needs_indices` is true, examples with
+        examples of other processes between them are not joined either.
         """
         shapes = {
             tuple(tensor.shape[1:] for tensor in (*tensors_of(batch.inputs), batch.targets))
@@ -181,14 +182,15 @@ class _NewExamples:
 
 
 class ImportanceSampler:
-    """A reader of examples, which draws some of them for the backward pass.
+    """A reader of examples that draws some of them for the backward pass.
 
-    All that is read is passed forward, which gives the curvature in the outputs and A. The examples
-    drawn are passed backward, with weights that are the inverse of the probability of drawing them.
+    All examples read are passed forward, which gives A and the curvature with respect to the
+    outputs. The drawn examples are passed backward, weighted by the inverse of the probability of
+    drawing them.
 
     Args:
         context: The network, its loss and its blocks.
-        batches: The data that is not read yet.
+        batches: The data that has not been read yet.
         forward_ratio: Examples passed forward per example passed backward.
     """
 
@@ -207,7 +209,7 @@ class ImportanceSampler:
     def start(
         cls, context: FitContext, batches: Iterator[Batch], forward_ratio: int
     ) -> "tuple[ImportanceSampler, SampledSums]":
-        """Set the probes aside, and return a reader of all other data, and the sums so far."""
+        """Set the probes aside; return a reader of all other data, and sums over no examples."""
         first_batches, steps = _first_batches(batches, context.ranks)
         rank = context.ranks.rank
         num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
@@ -220,7 +222,8 @@ class ImportanceSampler:
                 continue
             if num_own:
                 own_probes.append(take(batch.inputs, slice(0, num_own)))
-            # The probes may be all of this process's batch, which the others still read.
+            # The whole batch of this process may be used as probes. The empty remainder is kept,
+            # because the other processes still read this step.
             remainders.append(replace(batch.take(slice(num_own, None)), number=batch.number))
         probes_by_rank = context.ranks.exchange(own_probes)
         probes = join(list(chain.from_iterable(probes_by_rank)))
@@ -236,9 +239,9 @@ class ImportanceSampler:
         return cls(context, islice(data, num_skipped, None), forward_ratio)
 
     def read(self, sums: SampledSums, target: int) -> SampledSums:
-        """Add the next examples to sums, until the number of those drawn reaches a target.
+        """Add the next examples to sums, until the number of drawn examples reaches a target.
 
-        It is less than the target if the data ends before.
+        If the data ends before, the number is less than the target.
         """
         ranks = self._context.ranks
         generator = torch.Generator()
@@ -262,7 +265,7 @@ class ImportanceSampler:
         num_drawn = sums.num_drawn
         folds = []
         for fold in sums.folds:
-            # This frees the memory of a fold's sums before the next fold.
+            # The memory of the sums of a fold is freed before the next fold.
             new = new_by_fold.pop(0)
             folds.append(self._with_new_examples(fold, new, num_drawn))
             num_drawn += new.num_drawn
@@ -278,13 +281,14 @@ class ImportanceSampler:
         new_by_fold: Sequence[_NewExamples],
         generator: torch.Generator,
     ) -> SampledSums:
-        """Draw from all processes' batches, of which every fourth example belongs to a fold.
+        """Draw examples from the batches of all processes; a fold gets every fourth example.
 
         Args:
             sums: The sums over earlier examples.
             batch: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
-            new_by_fold: The examples of the round, by folds, to which those of the batch are added.
+            new_by_fold: The examples of the round for each fold. The examples of the batch are
+                added to them.
             generator: The generator that draws.
 
         Returns:
@@ -334,7 +338,7 @@ class ImportanceSampler:
         fold_indices: Int[Tensor, " batch"],
         new_by_fold: Sequence[_NewExamples],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
-        """Pass a batch forward, fold by fold: curvatures in the outputs, loss, size of outputs."""
+        """Pass a batch forward by folds; return curvatures, loss, and the size of the outputs."""
         traces = torch.zeros(len(fold_indices), dtype=torch.float64)
         nll = 0.0
         num_outputs = 0
@@ -360,12 +364,12 @@ class ImportanceSampler:
     def _with_new_examples(
         self, fold: SampledFold, new: _NewExamples, num_drawn: int
     ) -> SampledFold:
-        """Add A of the examples read, and G of those drawn, to the sums of a fold.
+        """Add A of the examples read, and G of the drawn examples, to the sums of a fold.
 
         Args:
             fold: The sums over earlier examples.
             new: The examples of the round.
-            num_drawn: How many examples were drawn before, in all folds.
+            num_drawn: The number of examples drawn before, in all folds.
         """
         context = self._context
         gradients = fold.gradients
@@ -376,7 +380,7 @@ class ImportanceSampler:
             totals = totals + read
             inputs = _sum_of_both(inputs, sum_at_owners(context, new.inputs))
         if new.num_drawn:
-            # Random labels depend on the index among the examples that were drawn.
+            # Random labels depend on the index among the drawn examples.
             drawn = new.joined_if_possible(context.cotangents.fisher.is_random)
             factors, _ = factor_sums(context, drawn, num_drawn)
             gradients = _sum_of_both(gradients, {block: G for block, (G, _) in factors.items()})
@@ -386,11 +390,11 @@ class ImportanceSampler:
 def _first_batches(
     data: Iterator[Batch], ranks: Ranks
 ) -> tuple[list[Batch | None], list[list[int]]]:
-    """Read the first batches, until all processes together have two examples.
+    """Read the first batches until all processes together have two examples.
 
     Returns:
-        This process's batch of each step, None if its data has ended, and the number of examples
-        that each process has in each step.
+        The batch of this process in each step (None if its data has ended), and the number of
+        examples of each process in each step.
     """
     batches: list[Batch | None] = []
     steps: list[list[int]] = []
@@ -408,7 +412,7 @@ def _first_batches(
 
 
 def _sum_of_both(first: Factors, second: Mapping[Block, Factor]) -> Factors:
-    """Add up factors, for the blocks of the second."""
+    """Add up the factors of the blocks in `second`."""
     sums: Factors = {}
     for block, factor in second.items():
         sums[block] = first[block] + factor if block in first else factor

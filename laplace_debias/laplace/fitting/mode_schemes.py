@@ -1,4 +1,4 @@
-"""The fitting scheme of each mode, with the batches that it reads from a loader."""
+"""The fitting scheme of each mode, built from a loader."""
 
 import copy
 import itertools
@@ -36,7 +36,7 @@ def scheme_of_mode(
     resume: Path | None,
     folds: int | None,
 ) -> tuple[Scheme, TrainingSize]:
-    """Return the scheme of a mode, with its data, and N."""
+    """Return the scheme of a mode, with its data, and the number of training examples N."""
     check_batches(loader)
     check_mode(name, folds)
     mode = MODES[name]

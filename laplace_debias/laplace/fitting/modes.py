@@ -1,4 +1,4 @@
-"""The modes of `Laplace.fit`. The table of their names imports no fitting scheme."""
+"""The modes of `Laplace.fit`, by name. This module imports no fitting scheme."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode: the part of a loader that it reads, and the fitting scheme of these batches.
+    """A mode: which part of a loader is read, and which fitting scheme uses these batches.
 
     Attributes:
-        make: Makes the scheme from the loader, or from the list of its first batches, and from the
-            number of folds, which is None for the default number and for a mode without folds.
-        num_first_batches: The number of a loader's first batches that the scheme gets; None if it
-            gets the loader.
+        make: Makes the scheme. Its arguments are the loader, or the list of the loader's first
+            batches, and the number of folds, which is None for the default number and for a mode
+            without folds.
+        num_first_batches: The number of first batches of a loader that are passed to `make`; None
+            if the loader itself is passed.
         takes_folds: Whether a fit splits its data into folds.
-        is_debiased: Whether the magnitudes are measured on other batches than the directions.
+        is_debiased: Whether the magnitudes are measured on different data from the directions.
     """
 
     make: Callable[[Any, int | None], "Scheme"]
@@ -40,7 +41,7 @@ MODES = {
     "crossfit": Mode(_scheme("crossfit"), num_first_batches=1, takes_folds=True),
     "auto": Mode(_scheme("auto")),
 }
-"""The modes by the names that a user passes as `mode`."""
+"""The modes, by the name that a user passes as `mode`."""
 
 if TYPE_CHECKING:
     ModeName = str

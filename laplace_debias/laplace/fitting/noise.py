@@ -19,11 +19,11 @@ from laplace_debias.curvature.network.outputs import (
 )
 from laplace_debias.system.shown import warn
 
-# Examples that are pushed through the network at once.
+# The number of examples that are passed through the network at once.
 _CHUNK = 64
-# Residuals of at most so many units of rounding are zero.
+# Residuals of at most this many units of rounding are treated as zero.
 _ROUNDINGS = 8
-# Outputs that a warning lists.
+# The number of outputs that a warning lists.
 _LISTED = 8
 _HOW_TO_CHOOSE = (
     "Pass `sigma=` (command line: --sigma) in the units of the targets, or tune it after the fit "
@@ -36,14 +36,15 @@ def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[B
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
     the trained parameters, over the examples' weights w and all positions. Tuning multiplies the
-    noise by a factor, and the curvature by its inverse square; a ratio between the noises of two
-    outputs changes the curvature in no such simple way, so it must be right before the fit. A
-    single output keeps $\sigma = 1$, as do several if one of them has residuals of zero.
+    noise by a factor, and the curvature by the inverse square of this factor. The ratio between the
+    noise levels of two outputs does not change the curvature in such a simple way, so the ratio
+    must be right before the fit. For a single output, and if the residuals of any output are zero,
+    $\sigma = 1$ is kept.
 
     Args:
         context: The network and its loss.
-        first: A batch that shows the number of outputs; None if this process has no examples.
-        batches: The batches that give the residuals.
+        first: A batch that determines the number of outputs; None if this process has no examples.
+        batches: The batches for which the residuals are computed.
     """
     sigma = None
     if _num_outputs(context, first) > 1:
@@ -65,7 +66,7 @@ def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[B
 
 
 def _num_outputs(context: FitContext, batch: Batch | None) -> int:
-    """Count the outputs in the last dimension, by the first example of any process."""
+    """Count the outputs in the last dimension, from the first example of any process."""
     size = 0
     if batch is not None:
         with torch.no_grad():
@@ -77,9 +78,9 @@ def _num_outputs(context: FitContext, batch: Batch | None) -> int:
 def _residual_deviations(
     context: FitContext, batches: Iterable[Batch]
 ) -> Float[Tensor, " outputs"] | None:
-    """Compute root-mean-square residuals per output; None if a residual or the data is zero.
+    """Compute RMS residuals per output; None if all residuals or weights of an output are zero.
 
-    The residuals are those of all processes.
+    The residuals of all processes are used.
     """
     checks = DeferredChecks()
     sums: Tensor | None = None
@@ -92,7 +93,7 @@ def _residual_deviations(
     process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
     process_sums = [numbers for numbers in process_sums if numbers is not None]
     squares, output_squares, counts = torch.tensor(process_sums, dtype=torch.float64).sum(0)
-    # A residual of this size is the rounding of outputs and targets.
+    # Residuals of this size are due to the rounding of outputs and targets.
     rounding = _ROUNDINGS * torch.finfo(context.dtype).eps
     is_zero = squares <= rounding**2 * output_squares
     if not counts.all() or is_zero.any():

@@ -40,15 +40,15 @@ _TIMED_SIZE = 512
 class Plan:
     """The estimated memory and time of a fit; `print(plan)` shows a table.
 
-    Bytes do not include the model and the data, and are for one process. A dense curvature
-    (`"full"`, `"lowrank"`) is not made of blocks, so `blocks` is empty.
+    The numbers of bytes are for one process, and do not include the model and the data. A dense
+    curvature (`"full"`, `"lowrank"`) does not consist of blocks, so `blocks` is empty.
 
     Attributes:
-        curvature: The argument of `Laplace`.
-        mode: The argument of `Laplace.fit`.
+        curvature: The argument `curvature` of `Laplace`.
+        mode: The argument `mode` of `Laplace.fit`.
         num_parameters: D, the number of Bayesian parameters.
         blocks: The bytes of every block.
-        stages: Largest number of bytes in each stage of the fit, in their order.
+        stages: The largest number of bytes in each stage of the fit, in the order of the stages.
         posterior: Bytes of the fitted posterior, including its mean.
         seconds: Time of the passes over the data, without eigendecompositions, extrapolated from
             one batch; None if the number of batches is not known, or if no batch was run because
@@ -75,7 +75,7 @@ class Plan:
         return max(self.stages.values())
 
     def check(self) -> None:
-        """Raise an error if the device does not have the memory for the fit.
+        """Raise an error if the device does not have enough memory for the fit.
 
         Raises:
             ValueError: If more bytes are needed than are available.
@@ -85,7 +85,7 @@ class Plan:
         check_memory(self.peak, self.available, subject, less_memory)
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan as a dictionary for JSON; blocks are counted, not listed."""
+        """Return the plan as a dictionary for JSON, with the number of blocks instead of a list."""
         summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
         del summary["blocks"]
         return summary
@@ -120,8 +120,8 @@ def plan_fit(
     Args:
         setup: The model and the options of the fit.
         loader: The data of the fit.
-        mode: The argument of `Laplace.fit`.
-        folds: The argument of `Laplace.fit`.
+        mode: The argument `mode` of `Laplace.fit`.
+        folds: The argument `folds` of `Laplace.fit`.
 
     Raises:
         ValueError: For `mode="auto"`.
@@ -147,7 +147,7 @@ def plan_fit(
     if MODES[mode].takes_folds:
         num_folds = folds or FOLDS
     structure = setup.config.structure
-    # The folds of all batches are read after one another, or each fold of all batches separately.
+    # Depending on the structure, the folds are read one after the other, or all folds together.
     num_reads = num_folds
     num_parts = num_batches
     if structure.reads_folds_together:
@@ -155,7 +155,8 @@ def plan_fit(
         num_parts = None if num_batches is None else num_batches * num_folds
     is_debiased = MODES[mode].is_debiased
     trial = _Trial()
-    # The random states are restored, so that the fit draws the loader's order and labels itself.
+    # The random states are restored afterwards, so that planning does not change the order of the
+    # data and the labels that the fit draws.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = setup.config.fisher.seeded(None, process_group())
         stream = setup.spec.training_stream(loader, setup.device)
@@ -173,7 +174,7 @@ def plan_fit(
         num_passes = None
         if num_parts is not None:
             num_passes = num_reads * math.ceil(num_parts / num_joined)
-        # It is only run if there is memory for it in addition to the blocks.
+        # The trial runs only if its memory is available in addition to the memory of the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
         block_bytes = sum(block.factors + block.magnitudes for block in blocks)
@@ -230,7 +231,7 @@ class _Trial(NamedTuple):
 
 
 def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None) -> int:
-    """Return how many batches a pass runs together, from the inputs of one."""
+    """Return how many batches a pass runs together, from the inputs of one batch."""
     _, num_joined_examples = run_example(context, x)
     if not isinstance(x, Tensor):
         return 1
@@ -254,7 +255,7 @@ def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequenc
 
 
 def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
-    """Extrapolate the numbers of rows from one batch to all; None if a matrix is smaller."""
+    """Extrapolate numbers of rows from one batch to all; None where a matrix needs less memory."""
     total: dict[Block, list[int | None]] = {}
     for block, counts in num_rows.items():
         total[block] = []
@@ -284,7 +285,7 @@ def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float,
     """Run a function twice, first for its memory, then for its time.
 
     Returns:
-        The largest number of bytes of its tensors, the seconds, and its result.
+        The peak number of bytes of the function's tensors, the seconds, and the function's result.
     """
     with MemoryCounter() as memory:
         run()

@@ -1,4 +1,4 @@
-"""A fit that is ready to run: the parameters checked on an example, and the network around them."""
+"""A fit that is ready to run, whose parameters were checked on an example."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import warn
 
 _NUM_CHECKED = 4  # examples of the first batch
-_MANY_COLUMNS = 1_000  # of `fisher="exact"`, from which on a warning recommends `"mc"`
+_MANY_COLUMNS = 1_000  # with more columns of `fisher="exact"`, a warning recommends `"mc"`
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,12 @@ class PreparedFit:
     """A fit before its passes over the data.
 
     Attributes:
-        setup: What the fit begins with.
+        setup: The model, the options of the fit, and the prior.
         parameters: The Bayesian parameters, checked on an example.
-        context: The network with its blocks, as the passes run it.
+        context: The network with its blocks, as it is run in the passes over the data.
         size: N, the number of training examples.
         mode: The name of the fitting scheme.
-        streams: The batches of each source of the scheme, in its order.
+        streams: The batches of each source of the scheme, in the order of the sources.
     """
 
     setup: FitSetup
@@ -67,13 +67,13 @@ def examine(
     reads_all: bool,
     fisher: FisherType,
 ) -> tuple[ParameterBlocks, FitContext]:
-    """Find the Bayesian parameters, check them on the first batch, and set up the network.
+    """Find the Bayesian parameters, check them on the first batch, and prepare the network.
 
     Args:
         setup: The model and the options of the fit.
-        streams: The batches. The first one is read, and the fit can read it again.
+        streams: The batches. The first batch is read, and the fit can read it again.
         reads_all: Whether the fit reads all of the data, so that all batches may be searched for
-            parameters that the first one does not use.
+            parameters that the first batch does not use.
         fisher: The Fisher matrix, seeded.
     """
     validate_model(setup.spec.model)
@@ -106,7 +106,7 @@ def _parameters_on_examples(
 
     Returns:
         The inputs of an example, the number of its outputs, the parameters, and the tap of the
-        layers that they belong to.
+        layers to which the parameters belong.
     """
     spec = setup.spec
     config = setup.config
@@ -143,7 +143,7 @@ def _parameters_on_examples(
 
 
 def _first_batch(stream: Stream) -> Batch:
-    """Return the first batch of this process, or of another one if this one has no examples."""
+    """Return the first batch of this process, or of another process if this one has none."""
     ranks = process_group()
     first = stream.first
     has_first = ranks.exchange(first is not None)
@@ -164,12 +164,13 @@ def _check_first_outputs(
     class_dim: int | None,
     fisher: FisherType,
 ) -> None:
-    """Check where the classes are, and warn if the outputs are no logits.
+    """Check which dimension holds the classes, and warn if the outputs do not look like logits.
 
-    The outputs are those of a few examples of the first batch, the targets y those of all.
+    `outputs` belong to a few examples of the first batch, and `y` are the targets of all its
+    examples.
     """
     shape = torch.Size((len(y), *outputs.shape[1:]))
-    # One batch is enough, since the others have the same model.
+    # It is enough to check one batch, since all batches use the same model.
     fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]
     if class_dim is None and fits_both and shape[1] > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of resumed fits: which can be resumed, and whether a checkpoint is of the same fit."""
+"""Checks whether a fit can be resumed, and whether a checkpoint belongs to the same fit."""
 
 import hashlib
 import re
@@ -62,19 +62,19 @@ def fit_identity(
     num_folds: int | None,
     information: Information | None,
 ) -> dict[str, Any]:
-    """Collect everything besides the data that the sums of a fit depend on.
+    """Collect everything, apart from the data, on which the sums of a fit depend.
 
     Args:
         prepared: The fit.
         generator: The generator that was passed to the fit.
-        num_folds: The number of folds of cross-fitting; None without it.
-        information: The information of earlier data, to which the fit adds that of its data.
+        num_folds: The number of folds of cross-fitting; None for other fits.
+        information: The information of earlier data, to which the fit adds new data.
     """
     spec = prepared.setup.spec
     config = prepared.config
     context = prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
-    # Objects without their own `__repr__` show their address.
+    # The text of an object without its own `__repr__` contains the address of the object.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
@@ -96,7 +96,7 @@ def fit_identity(
         "device": context.device.type,
         "dtype": str(context.dtype),
         "number of processes": context.ranks.size,
-        # Sums and eigenvectors round differently with other numbers of threads and processors.
+        # The rounding of sums and eigenvectors depends on the number of threads and the processor.
         "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "version of laplace-debias": __version__,
@@ -111,7 +111,7 @@ def fit_identity(
 def _earlier_data_identity(
     prepared: PreparedFit, information: Information | None
 ) -> dict[str, Any] | None:
-    """Collect the information that new data are added to; None for a fit to new data only."""
+    """Collect the information to which new data is added; None for a fit to new data only."""
     if information is None:
         return None
     structure = prepared.config.structure
@@ -123,7 +123,7 @@ def _earlier_data_identity(
 
 
 def likelihood_identity(likelihood: Likelihood) -> Any:
-    """Return plain data that differ for another likelihood or other options."""
+    """Return plain data that identifies a likelihood and its options."""
     try:
         return likelihood_to_json(likelihood, may_be_own=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A round of an automatic fit: the posterior by now, and an estimate of its error."""
+"""A round of an automatic fit: the posterior so far, and an estimate of its error."""
 
 from dataclasses import dataclass, replace
 
@@ -19,25 +19,25 @@ from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import BlockDiagonal
 
 CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
-"""Prior precisions at which the error is estimated, in units of the fit's own."""
+"""Prior precisions at which the error is estimated, relative to the prior precision of the fit."""
 NUM_ERRORS = 1.9
 """The reported error is this many standard errors, so that the true error rarely exceeds it."""
-# The number of outputs of each input whose standard deviations are compared, the largest ones.
+# For each input, the standard deviations of this many outputs are compared: the largest outputs.
 _NUM_OUTPUTS = 4
-# A prior precision times this leaves a block no variance.
+# With a prior precision that is larger by this factor, a block has practically no variance.
 _FROZEN = 1e12
 
 
 @dataclass(frozen=True)
 class Round:
-    """A fit to the examples drawn by now, and its error.
+    """A fit to the examples drawn so far, and its error.
 
     Attributes:
         fitted: The posterior.
-        totals: The totals of the examples that were read.
-        replicates: The curvatures without each fold.
-        spread: The relative standard error of the mean curvature in the outputs.
-        curve: The error at each prior precision of the curve.
+        totals: The totals of the examples that have been read.
+        replicates: The jackknife replicates: the curvature without each of the folds.
+        spread: The relative standard error of the mean curvature with respect to the outputs.
+        curve: The error at each prior precision of `CURVE`.
     """
 
     fitted: FittedPosterior
@@ -48,12 +48,12 @@ class Round:
 
     @property
     def error(self) -> float:
-        """The largest error of the curve, by which the fit decides."""
+        """The largest error of the curve, which decides whether the fit stops."""
         return max(self.curve)
 
 
 def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
-    """Fit the posterior to what was read, and estimate its error."""
+    """Fit the posterior to the examples that have been read, and estimate its error."""
     context = prepared.context
     mean_curvature = float(sums.curvatures.mean())
     factors = [fold.factors(mean_curvature) for fold in sums.folds]
@@ -61,26 +61,27 @@ def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
     crossfit, in_fold, *replicates = crossfit_with_replicates(context, totals, factors)
     fitted = build_posterior(prepared, CurvatureFit(crossfit, sums.totals))
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(CURVE)[:, None]
-    # The folds share one mean curvature, so its error is estimated from all that was read.
+    # The folds share one mean curvature, so its error is estimated from all examples read.
     curvatures = sums.curvatures
     spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
     last_round = Round(fitted, sums.totals, replicates, spread=spread, curve=[])
     variances, statistical_errors = _variances_with_errors(last_round, sums.probes, deltas)
     in_fold_variances = _variances(fitted, in_fold, sums.probes, deltas)
-    # Magnitudes from held-out folds also have an error, but far less than magnitudes in fold.
+    # Magnitudes from held-out folds also have a bias, but a much smaller one than in-fold
+    # magnitudes.
     bias = (in_fold_variances / variances).log() / 8
     relative = torch.hypot(statistical_errors / (2 * variances), bias).nan_to_num(0.0)
     errors = relative.square().mean((1, 2)).sqrt().tolist()
-    # All processes decide by the same numbers, to the last bit.
+    # All processes use bit-identical numbers, so that they take the same decision.
     return replace(last_round, curve=context.ranks.from_rank(errors, 0))
 
 
 def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
-    """Compute the contribution of each block to the error of a round, in the outputs for x."""
+    """Compute the contribution of each block to the error of a round, for the outputs at x."""
     fitted = last_round.fitted
     deltas = fitted.posterior.deltas()
     is_own_block = torch.eye(len(deltas), device=deltas.device).bool()
-    # One block at a time, with the others frozen.
+    # Only one block at a time has variance; the others are frozen.
     deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
     variances = _variances(fitted, fitted.posterior.curvature, x, deltas[None])
     _, statistical_errors = _variances_with_errors(last_round, x, deltas_by_block)
@@ -91,7 +92,7 @@ def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
 def _variances_with_errors(
     last_round: Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
 ) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
-    """Compute variances of the outputs, and `NUM_ERRORS` of their standard errors."""
+    """Compute variances of the outputs, and `NUM_ERRORS` times their standard errors."""
     fitted = last_round.fitted
     scale = 1 + last_round.spread
     curvature = fitted.posterior.curvature
@@ -108,7 +109,7 @@ def _variances(
     x: Inputs,
     deltas: Float[Tensor, "grid blocks"],
 ) -> Float[Tensor, "grid inputs outputs"]:
-    """Compute variances of the largest outputs with another curvature and other priors."""
+    """Compute variances of the largest outputs for a given curvature and prior precisions."""
     fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
     with prediction_context(fitted, take(x, slice(0, 1))) as context:
         size = map_outputs(context.network, context.x).numel()
@@ -117,5 +118,5 @@ def _variances(
 
 
 def jackknife(replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:
-    """Compute the standard error of values from their replicates without each fold."""
+    """Compute the standard error of values from their jackknife replicates."""
     return (replicates.var(0, correction=0) * (len(replicates) - 1)).sqrt()

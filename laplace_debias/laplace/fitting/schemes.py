@@ -22,7 +22,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 
 FOLDS = 2
-"""Default number of folds of cross-fitting. More were no better in the study of debiasing."""
+"""Default number of folds of cross-fitting. More folds were no better in the study of debiasing."""
 
 
 class Scheme(ABC):
@@ -49,14 +49,14 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def sources(self) -> Mapping[str, Batches]:
-        """The data that a fit reads, in the order in which it is read, by what errors call it."""
+        """The data that a fit reads, in the order of reading, by its name in error messages."""
 
     def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
         """Estimate a regression's noise from the streams of the sources."""
         sources: list[Iterable[Batch]] = []
         for stream in streams:
             if isinstance(stream.source, Iterator):
-                # The first batch of an iterator is not lost; the others would be.
+                # The first batch of an iterator is kept for the fit; further batches would be lost.
                 sources.append(filter(None, [stream.first]))
             else:
                 sources.append(stream)
@@ -64,13 +64,13 @@ class Scheme(ABC):
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit the curvature to the streams of the sources, `prepared.streams`."""
+        """Fit the curvature to `prepared.streams`, the streams of the sources."""
 
     def check(self, structure: CurvatureStructure) -> None:  # noqa: B027 (most read data once)
-        """Check before any work that the data can be read as often as the fit needs."""
+        """Check, before any work, that the data can be read as often as the fit requires."""
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
-        """Determine N: as passed, or the number of examples that the fit reads."""
+        """Determine N: `num_data`, or by default the number of examples that the fit reads."""
         sources = self.sources.values()
         is_shared = [check_shared(process_group(), data) for data in sources]
         if num_data is not None:
@@ -81,7 +81,7 @@ class Scheme(ABC):
 
 
 def prior_needs_all_data(label: str) -> ValueError:
-    """Return the error of a fit to only a part of the data under a prior of earlier data."""
+    """Return the error for a fit that combines a part of the data with a prior of earlier data."""
     return ValueError(
         "`prior=` adds the curvature of all data to the prior's precision, so it "
         f'requires `mode="full"`, but got `mode="{label}"`. Use `mode="full"`, or '
@@ -91,9 +91,9 @@ def prior_needs_all_data(label: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Full(Scheme):
-    """The plain fit: eigenvectors and eigenvalues come from the same examples.
+    """The plain fit, with eigenvectors and eigenvalues from the same examples.
 
-    The magnitudes of a mini-batch are biased, because they are the extremes of this batch.
+    The magnitudes of a mini-batch are biased, because they are extreme values for this batch.
 
     Attributes:
         data: Batches `(x, y)`.
@@ -146,7 +146,7 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit eigenvectors to one stream, then measure the curvature along them on the other."""
+        """Fit eigenvectors to one stream, and measure the curvature along them on the other."""
         directions, magnitudes = prepared.streams
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 

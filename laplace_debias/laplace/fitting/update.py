@@ -1,4 +1,4 @@
-"""Updates of a posterior with new data: the information of the data adds up."""
+"""Updates of a posterior with new data, whose information is added."""
 
 from dataclasses import replace
 from pathlib import Path

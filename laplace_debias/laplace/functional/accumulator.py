@@ -1,4 +1,4 @@
-"""The base class of sums over blocks of parameters, the covariance of a network's outputs."""
+"""The base class for covariances of a network's outputs, summed over blocks of parameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ class CovarianceAccumulator(ABC):
 
     Args:
         blocks: The blocks, in the posterior's order.
-        posterior: A posterior over their parameters.
+        posterior: A posterior over the parameters of the blocks.
         prior_precisions: δ of every block at every grid point, `[P, blocks]`.
         diagonal: Whether to compute only variances.
         jacobians: A function that computes Jacobians.
@@ -47,15 +47,16 @@ class CovarianceAccumulator(ABC):
 
     @property
     def kept_row_bytes(self) -> int:
-        """The bytes of a Jacobian row that are kept until all blocks are complete."""
+        """The number of bytes of a Jacobian row that are kept until all blocks are complete."""
         return 0
 
     def last_layer(
         self, forward_pass: ForwardPass
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        """Return the blocks of the last layer, and its inputs, if they give its covariance.
+        """Return the last layer and its inputs, if they determine its part of the covariance.
 
-        It is None unless the outputs `[B, C]` are those of a tapped linear layer.
+        The result is None unless the outputs `[B, C]` of the network come from a tapped linear
+        layer.
         """
         return None
 
@@ -69,7 +70,7 @@ class CovarianceAccumulator(ABC):
         """Add the covariances, or variances, of some outputs of each example.
 
         Args:
-            into: The sums, with a column for each of the outputs.
+            into: The sums, with a column for each of these outputs.
             records: Each block's gradients of the outputs, from one backward pass.
             outputs: Indices of the outputs among all outputs of the model. None if the records are
                 the gradients of values within the network; then all outputs share a posterior.

@@ -23,20 +23,20 @@ from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Directions
 
-# From this number of prior precisions on, products of pairs of outputs are formed once for all.
+# For more prior precisions than this, products of pairs of outputs are formed once and reused.
 _PAIRS_FROM = 3
-# From `_WIDE` columns on, those of nearly the same curvature form runs of `_RUN`, in which the
-# weights differ by a factor of at most 1 + `_TOLERANCE`.
+# In a block of at least `_WIDE` columns, columns of nearly the same curvature form runs of `_RUN`
+# columns, whose weights differ by a factor of at most 1 + `_TOLERANCE`.
 _WIDE = 2**15
 _RUN = 64
 _TOLERANCE = 0.05
-# Entries in a slice of weighted products, by device type. On a CPU it stays in the cache; on a GPU
-# smaller slices would spend most of the time on calls of a few microseconds.
+# The number of entries in a slice of weighted products, by device type. On a CPU, a slice stays in
+# the cache. On a GPU, smaller slices would spend most of the time on calls of a few microseconds.
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
-# Entries of the weights 1/P that are used together.
+# The number of entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
-# Products of this many columns are summed afterwards. Libraries compute each entry of a product on
-# one part of a GPU, however many columns there are.
+# A product is split into products of this many columns, which are summed afterwards. Libraries
+# compute each entry of a product on a single part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 
 
@@ -64,13 +64,13 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         self._runs: dict[int, ColumnRuns] = {}
         # 1/(N Λ + δ) of the blocks, for a single prior precision.
         self._weights: dict[int, Tensor] = {}
-        # Layers that were the last one, by their sites: a network may end in one of several.
+        # The last layers so far, by their sites: a network may end in different layers.
         self._last_layers: dict[Site, LastLayer] = {}
 
     def last_layer(
         self, forward_pass: ForwardPass
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        """Return the blocks of the last layer, and its inputs, if the outputs are its own."""
+        """Return the last layer and its inputs, if the outputs are the outputs of this layer."""
         last = forward_pass.last_layer()
         if last is None or forward_pass.outputs.ndim > 2:
             return None
@@ -93,7 +93,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         records: Iterable[BlockRecord],
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add the covariances; they do not depend on which outputs these are."""
+        """Add the covariances; the posterior is the same for all outputs."""
         if len(self.prior_precisions) == 1:
             self._add_weighted(into[0], records)
             return
@@ -124,14 +124,14 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                     if index not in self._runs:
                         self._runs[index] = ColumnRuns.build(column_curvature, deltas)
                     total += self._runs[index].gram(rows)
-                # Released before the next ones are computed.
+                # The memory is released before the next Jacobians are computed.
                 del J, rows
             del record
 
     def _single_products(
         self, record: BlockRecord, output_directions: Directions, input_directions: Directions
     ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
-        """Compute `single_products`; None also for Jacobians that are not those of the layers."""
+        """Compute `single_products`; None also if the Jacobians are not `rotated_jacobians`."""
         if self._jacobians is not rotated_jacobians:
             return None
         return single_products(record, output_directions, input_directions)
@@ -160,7 +160,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 weights = block_weights if columns is None else block_weights[..., columns]
                 weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()
                 add_weighted_products(into[examples], J.flatten(2), weights, self._diagonal)
-                # Released before the next ones are computed.
+                # The memory is released before the next Jacobians are computed.
                 del J
             del record
 
@@ -171,7 +171,7 @@ def add_weighted_products(
     weights: Float[Tensor, " d"],
     diagonal: bool,
 ) -> None:
-    r"""Add `Σ_i Ĵ_ci w_i Ĵ_ki` for every two outputs, or for every output and itself.
+    r"""Add `Σ_i Ĵ_ci w_i Ĵ_ki` for all pairs of outputs, or only for c = k.
 
     Columns are taken in slices that stay in the processor's cache.
     """
@@ -197,7 +197,7 @@ def add_single_products(
 ) -> None:
     r"""Add the covariances, or variances, of Jacobians $\hat J_{c,ij} = \hat g_{ci} \hat a_j$.
 
-    They are those of `add_outer_products` with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} + \delta)$.
+    This is `add_outer_products` with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} + \delta)$.
     """
     num_rows = gradients.shape[-1]
     curvature = curvature[:num_rows, : activations.shape[-1]]
@@ -214,7 +214,7 @@ def add_outer_products(
     weights: Float[Tensor, "batch rows"],
     diagonal: bool,
 ) -> None:
-    r"""Add $\sum_i \hat g_{ci} \hat g_{ki} w_i$ for every two outputs, or each output and itself.
+    r"""Add $\sum_i \hat g_{ci} \hat g_{ki} w_i$ for all pairs of outputs, or only for c = k.
 
     The weights of an example are the same for all of its outputs.
     """
@@ -245,9 +245,9 @@ def weighted_gram(
 ) -> Float[Tensor, "grid batch outputs outputs"]:
     r"""Compute `Σ_i Ĵ_ci Ĵ_ki / (curvature_i + δ_p)` for every δ, `[P, B, C, C]`.
 
-    For a few δ, each is computed by a product of its own. For many, the products `Ĵ_ci Ĵ_ki` of
-    each pair of outputs are formed once, and a single matrix product weights them for the whole
-    grid. Columns are taken in slices that stay in the processor's cache.
+    For a few values of δ, there is a separate product for each value. For many values, the products
+    `Ĵ_ci Ĵ_ki` of each pair of outputs are formed once, and a single matrix product weights them
+    for the whole grid. Columns are taken in slices that stay in the processor's cache.
     """
     batch, num_outputs = rows.shape[:2]
     pairs = num_outputs * (num_outputs + 1) // 2
@@ -281,7 +281,7 @@ def add_products(
     b: Float[Tensor, "batch n d"],
     split: int,
 ) -> None:
-    """Add `a @ b.mT`, in parts of `split` columns that are multiplied side by side."""
+    """Add `a @ b.mT`, split into parts of `split` columns that are multiplied in parallel."""
     num_parts = a.shape[2] // split
     if num_parts:
         a_parts = a[..., : num_parts * split].unflatten(2, (num_parts, split))
@@ -294,13 +294,13 @@ def add_products(
 
 @dataclass(frozen=True)
 class ColumnRuns:
-    """The columns of a wide block, in runs of nearly the same curvature with one weight each.
+    """The columns of a wide block, in runs of nearly equal curvature with one weight per run.
 
     Attributes:
         columns: Indices of the columns in each run.
         weights: 1/(c + δ) for the mean curvature c of a run.
         single_columns: Indices of the columns that are in no run.
-        single_curvature: Their curvature.
+        single_curvature: The curvature of these columns.
         deltas: The prior precisions δ.
     """
 
@@ -313,8 +313,8 @@ class ColumnRuns:
     @classmethod
     def build(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "ColumnRuns":
         """Sort the columns by their curvature, and form runs."""
-        # Sorting by the first 16 bits (sign, exponent, 7 of the mantissa) is right up to 1 %, in a
-        # tenth of the time.
+        # Sorting by the first 16 bits (the sign, the exponent, and 7 bits of the mantissa) is
+        # correct up to 1 %, and takes a tenth of the time.
         keys = (curvature + deltas.min()).float().view(torch.int32) >> 16
         order = keys.to(torch.int16).argsort(stable=True)
         remainder, runs = order.tensor_split([len(curvature) % _RUN])
@@ -329,7 +329,7 @@ class ColumnRuns:
     def gram(
         self, rows: Float[Tensor, "batch outputs d"]
     ) -> Float[Tensor, "grid batch outputs outputs"]:
-        """Compute what `weighted_gram` does, with one weight per run."""
+        """Compute the same sums as `weighted_gram`, but with one weight per run."""
         total = weighted_gram(
             rows.index_select(2, self.single_columns), self.single_curvature, self.deltas
         )

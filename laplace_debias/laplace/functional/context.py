@@ -25,7 +25,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import collective, process_group
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
-"""Indices of the chosen outputs of each example, `[B, k]`, or k for the k largest outputs."""
+"""Indices of the requested outputs of each example, `[B, k]`, or k for the k largest outputs."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class PredictionContext:
 
     Attributes:
         network: The network, with outputs `[B, ..., C]`, or `[B, p, C]` at chosen positions.
-        x: Its inputs.
+        x: The inputs of the network.
         positions: The positions; None for all.
-        head: Path of the linear layer that is only applied at the chosen positions; None if the
-            positions are chosen from all outputs.
-        prepared: The working copy whose network it is, if that is kept between predictions.
+        head: The path of the linear layer that is applied only at the requested positions; None if
+            all outputs are computed and the positions are selected from them.
+        prepared: The working copy to which the network belongs, if the copy is kept between
+            predictions.
     """
 
     network: nn.Module
@@ -48,13 +49,13 @@ class PredictionContext:
     prepared: PreparedModel | None = None
 
     def output_indices(self, outputs: OutputChoice) -> Int[Tensor, "batch k"]:
-        """Compute indices of requested outputs among an example's flattened ones.
+        """Compute indices of requested outputs among the flattened outputs of each example.
 
-        With several positions, those of the first position come first.
+        With several positions, the outputs of the first position come first.
 
         Raises:
             TypeError: If a number of outputs is not a whole number.
-            ValueError: If there are no such outputs.
+            ValueError: If the requested outputs do not exist.
         """
         values = map_outputs(self.network, self.x)
         # One row per example, or per position of an example.
@@ -93,9 +94,9 @@ class PredictionContext:
         """Compute the indices of requested outputs among all outputs of the model.
 
         Args:
-            outputs: The outputs of some examples, at the chosen positions.
-            indices: Indices of the requested ones among them; None for all.
-            examples: Which examples these are.
+            outputs: The outputs of some examples, at the requested positions.
+            indices: Indices of the requested outputs among `outputs`; None for all.
+            examples: The examples to which `outputs` belong.
         """
         requested = requested_indices(outputs, indices)
         if self.positions is None:
@@ -111,7 +112,7 @@ class PredictionContext:
     ) -> Float[Tensor, "..."]:
         """Reshape means or variances to the requested positions, `[..., B, p, k]`.
 
-        For a single position, it is `[..., B, k]`.
+        For a single position, the shape is `[..., B, k]`.
 
         Args:
             values: `[..., B, p · k]`, or `[..., B, p, C]` for all outputs.
@@ -132,18 +133,19 @@ def prediction_context(
     restricts_head: Callable[[str], bool] = lambda path: False,
     keeps_graph: bool = False,
 ) -> Iterator[PredictionContext]:
-    """Prepare the network and the inputs; an error within is explained if x has no batch dimension.
+    """Prepare network and inputs; explain an error that is due to a missing batch dimension.
 
-    The model must be what it was at the fit.
+    The model must not have changed since the fit.
 
     Args:
         fitted: The fit.
         x: Inputs as the user passed them.
         positions: The positions; None for all.
-        restricts_head: Whether the linear layer at a path may be applied only at the chosen
-            positions, if the outputs are its own. Layers that are measured one by one may not.
-        keeps_graph: Whether gradients flow back to the inputs. Then the network, which is part of
-            the graph, is not used again.
+        restricts_head: Whether the linear layer at a path, if it returns the outputs, may be
+            applied only at the requested positions. For `moments`, the function is
+            `acts_through_head`.
+        keeps_graph: Whether gradients flow back to the inputs. If so, the network becomes part of
+            the graph, and is not used again.
     """
     is_collective = process_group().size > 1 and has_units(fitted.spec.model)
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -186,14 +188,14 @@ def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"
     with torch.no_grad():
         outputs = call(network, x)
     check_outputs(outputs)
-    # The model may write its next outputs into the same tensor.
+    # A copy, because the model may write its next outputs into the same tensor.
     return outputs.clone()
 
 
 def _as_indices(
     outputs: Tensor | Sequence[Sequence[int]], shape: torch.Size, num_outputs: int
 ) -> Int[Tensor, "*shape k"]:
-    """Convert a user's choice of outputs to a tensor of indices, which exist."""
+    """Convert a user's choice of outputs to a tensor of indices, and check that they exist."""
     choice = torch.as_tensor(outputs)
     expected = (
         "Pass the number of outputs to compute, or a tensor of shape "

@@ -16,7 +16,7 @@ from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
-# Rows of U that are converted to double precision at a time.
+# The number of rows of U that are converted to double precision at a time.
 _ROWS = 2**18
 
 
@@ -26,13 +26,14 @@ class DenseAccumulator(CovarianceAccumulator):
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
     + \tfrac{1}{N\tau + \delta}\big(JJ^\top - JU(JU)^\top\big)$$
 
-    with the curvature τ of all other directions, which may be zero. Both are summed layer by layer,
-    in double precision: the last term is a difference. With U rounded to single precision it would
-    be off by that rounding over δ, which for $N\lambda\gg\delta$ is more than the whole and of
-    any sign. So U's rounding is undone first, by `orthonormaliser`.
+    with the curvature τ of all other directions, which may be zero. Both terms are summed layer by
+    layer. They are summed in double precision, because the last term is a difference. If U were
+    rounded to single precision, the error of this term would be the rounding error divided by δ;
+    for $N\lambda\gg\delta$, this error is larger than the covariance, and can have either sign.
+    Therefore, `orthonormaliser` first corrects the rounding of U.
 
-    The posterior has a single block, whose rows are the parameters of one layer's block after the
-    other, and one δ.
+    The posterior has one δ and a single block, whose rows are the parameters of all layers' blocks,
+    one after the other.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class DenseAccumulator(CovarianceAccumulator):
         self._read_directions()
 
     def _read_directions(self) -> None:
-        """Take the directions of each block, and their orthonormaliser."""
+        """Read the directions of each block, and compute their orthonormaliser."""
         directions = _directions(self.posterior).split([block.size for block in self.blocks])
         self._directions = dict(zip(self.blocks, directions, strict=True))
         self._num_directions = directions[0].shape[1]
@@ -102,12 +103,12 @@ class DenseAccumulator(CovarianceAccumulator):
                 rows = rows.double()
                 gram[examples] += self._product(rows, rows)
                 along[examples] += rows @ U.double()
-            # Let go before the next block's are made.
+            # The memory is released before the rows of the next block are computed.
             del record, rows
         return gram, along
 
     def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
-        """Compute products of what the directions leave of each row; 0 if it is only rounding."""
+        """Compute products of the rows' parts outside the directions; 0 for rounding errors."""
         residual = gram - self._product(along, along)
         squares = gram
         residual_squares = residual
@@ -126,17 +127,17 @@ class DenseAccumulator(CovarianceAccumulator):
 class KernelAccumulator(DenseAccumulator):
     r"""The covariance $J P^{-1} J^\top$, for directions that inducing inputs span.
 
-    Their coordinates are kernels, $JU = (J J_Z^\top) W$. The rows of J are kept until those of all
-    blocks are there.
+    The coordinates along these directions are kernels, $JU = (J J_Z^\top) W$. The rows of J are
+    kept until all blocks have been added.
     """
 
     @property
     def kept_row_bytes(self) -> int:
-        """The bytes of a Jacobian row in double precision."""
+        """The number of bytes of a Jacobian row in double precision."""
         return 8 * sum(block.size for block in self.blocks)
 
     def _read_directions(self) -> None:
-        """Take the directions, which are orthonormal in double precision."""
+        """Read the directions, which are orthonormal in double precision."""
         self._root = None
         self._leaves_residual = True
 
@@ -178,7 +179,7 @@ class IndependentAccumulator(KernelAccumulator):
         records: Iterable[BlockRecord],
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add each output's variances under its own posterior, and 0 between outputs.
+        """Add the variances of each output under its own posterior; covariances remain 0.
 
         Raises:
             ValueError: If an output has no posterior, because the fit's inputs had fewer outputs.
@@ -213,7 +214,7 @@ class IndependentAccumulator(KernelAccumulator):
 def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:
     """Compute the Cholesky factor L of UᵀU, for which the columns of U L⁻ᵀ are orthonormal.
 
-    It is in float64, and None if the directions are a complete basis.
+    The factor is in float64. It is None if the directions are a complete basis.
     """
     U = _directions(posterior)
     if U.shape[0] == U.shape[1]:
@@ -230,7 +231,7 @@ def inducing_directions(block: CurvatureBlock) -> InducingDirections:
 
 
 def dense_accumulator(posterior: GaussianPosterior) -> type[DenseAccumulator] | None:
-    """Return the class for the structure of a posterior; None for one with layers' blocks."""
+    """Return the accumulator for a dense posterior; None for a posterior with a block per layer."""
     block = next(iter(posterior.curvature.blocks.values()))
     if isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections):
         return KernelAccumulator if block.U.output is None else IndependentAccumulator

@@ -20,7 +20,8 @@ def differentiable_moments(
 ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch *covariance"]]:
     r"""Compute mean and covariance of the outputs, differentiable in the inputs.
 
-    The Jacobians `[B, C, D]` are kept: this is for few inputs, as in a search for the best one.
+    The Jacobians `[B, C, D]` are kept in memory, so use this function only for a few inputs, for
+    example when you optimise an input.
 
     Args:
         fitted: The fit.
@@ -32,7 +33,7 @@ def differentiable_moments(
         NotImplementedError: If outputs have positions, or if the model is sharded.
     """
     if has_units(fitted.spec.model):
-        # The Jacobians come from torch.func, under which parameters cannot be gathered.
+        # The Jacobians are computed by torch.func, which cannot gather sharded parameters.
         raise NotImplementedError(
             "`differentiable=True` does not support models whose parameters fully_shard has split "
             "over processes. Remove `differentiable=`, or save the posterior and load it with the "
@@ -85,7 +86,7 @@ def differentiable_moments(
 def _independent_covariance(
     posterior: GaussianPosterior, J: Float[Tensor, "batch outputs parameters"], joint: bool
 ) -> Float[Tensor, "batch *covariance"]:
-    """Compute the covariance of outputs that have a posterior of their own each."""
+    """Compute the covariance of outputs of which each has its own posterior."""
     blocks = []
     for rows, covariance in zip(J.unbind(1), posterior.covariances_by_output, strict=True):
         products = (covariance @ rows.T).T

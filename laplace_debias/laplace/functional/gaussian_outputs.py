@@ -1,7 +1,7 @@
 """The Gaussian distribution of a linearised network's outputs, in two forms.
 
-`DenseOutputs` have a covariance matrix for each example, and `FactoredOutputs`, of a last layer
-with many outputs, have factors that all examples share.
+`DenseOutputs` contain a covariance matrix for each example. `FactoredOutputs`, for a last layer
+with many outputs, contain factors that all examples share.
 """
 
 from abc import ABC, abstractmethod
@@ -113,7 +113,7 @@ class DenseOutputs(GaussianOutputs):
 def within_positions(
     covariances: Float[Tensor, "*grid batch all all"], shape: torch.Size
 ) -> Float[Tensor, "..."]:
-    """Extract each position's covariance, `[..., B, T, C, C]`, from that of all outputs."""
+    """Extract the covariance at each position, `[..., B, T, C, C]`, from the joint covariance."""
     num_outputs = shape[-1]
     between_positions = covariances.unflatten(-1, (-1, num_outputs)).unflatten(
         -3, (-1, num_outputs)
@@ -176,7 +176,7 @@ class CovarianceFactor:
 
 @dataclass(frozen=True)
 class FactoredOutputs(GaussianOutputs):
-    """Outputs `[B, C]` of a last layer, without a matrix of C × C per example.
+    """Outputs `[B, C]` of a last layer, without a C × C matrix per example.
 
     Attributes:
         factors: The summands of the covariance.

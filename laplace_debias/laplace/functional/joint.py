@@ -36,12 +36,12 @@ def joint_moments(
     r"""Compute the exact mean and joint covariance of the linearised outputs for all inputs.
 
     $\mathrm{Cov}(f(x_n), f(x_m)) = J(x_n) P^{-1} J(x_m)^\top$, block by block in its eigenbasis as
-    in `moments`. If the Jacobians of all inputs do not fit into the memory bound together, the
-    inputs go through the network in groups, so that every two are in one group.
+    in `moments`. If the Jacobians of all inputs together exceed the memory bound, the inputs pass
+    through the network in groups, such that every two inputs are together in a group.
 
     Returns:
-        The outputs at the mean, `[B, ..., C]` (requested ones: `[B, k]`), and the covariance
-        `[B, M, B, M]` for M outputs per example.
+        The outputs at the mean, `[B, ..., C]` (`[B, k]` if outputs are requested), and the
+        covariance `[B, M, B, M]` for M outputs per example.
 
     Raises:
         ValueError: If the outputs are not finite or have no batch dimension, or if two examples do
@@ -54,7 +54,7 @@ def joint_moments(
         indices = None if outputs is None else context.output_indices(outputs)
         prepared = context.prepared
         tap = Tap(context.network, blocks) if prepared is None else prepared.tap
-        # One example shows how much memory each needs.
+        # The memory that each example needs is measured on one example.
         gradient_bytes = tap.forward(take(context.x, slice(0, 1))).output_bytes
         all_outputs = map_outputs(context.network, context.x)
         mean = all_outputs.flatten(1)
@@ -86,7 +86,7 @@ def joint_moments(
             group_indices = None if indices is None else indices[group]
             vectors = unit_columns(group_outputs, group_indices)
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
-            # The outputs of all examples of the group are taken for those of one example.
+            # The outputs of all examples of the group are treated as the outputs of one example.
             model_indices = context.model_indices(group_outputs, group_indices, group)
             columns = model_indices.expand(len(group), -1).reshape(1, -1)
             accumulator.add(total, forward_pass.backward(vectors), columns)
@@ -101,7 +101,7 @@ def joint_moments(
 
 
 def _groups(batch: int, size: int) -> Iterator[Int[Tensor, " group"]]:
-    """Yield groups of at most `size` examples' indices, so that every two are in one group."""
+    """Yield indices of at most `size` examples, such that every two examples share a group."""
     if size >= batch:
         yield torch.arange(batch)
         return

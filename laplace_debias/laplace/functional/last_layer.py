@@ -1,8 +1,9 @@
 r"""The part of the last layer in the moments of the outputs, which needs no backward pass.
 
-If the outputs `[B, C]` of the network are those of a linear layer with inputs φ, then φ determines
-the Jacobian in this layer's parameters (see `linear_head`). If no other parameter is Bayesian, one
-forward pass yields all that a prediction needs. The number C of outputs decides what comes next:
+If the outputs `[B, C]` of the network come from a linear layer with inputs φ, then φ determines the
+Jacobian with respect to this layer's parameters (see `linear_head`). If no other parameter is
+Bayesian, one forward pass yields everything that a prediction needs. The number of outputs C
+determines which function is used:
 
 | C        | function                 | what it computes                                           |
 |----------|--------------------------|------------------------------------------------------------|
@@ -11,10 +12,12 @@ forward pass yields all that a prediction needs. The number C of outputs decides
 | over 100 | `factored_outputs`       | for draws and scores: variances along directions, no C × C |
 | any      | `recorded_inputs`        | for `tune`: inputs that suffice at any prior precision     |
 
-The limits are `FEW_OUTPUTS`, and `links.MOST_CLASSES`, up to which a softmax uses covariances.
+The limits are `FEW_OUTPUTS`, and `links.MOST_CLASSES`, the largest number of classes for which a
+softmax uses covariances.
 
 `linearised.moments` also computes moments at several prior precisions, at requested outputs and
-positions, and of posteriors with further parameters. There, `LastLayer` adds the layer's part.
+positions, and for posteriors with further parameters. It uses `LastLayer` to add the part of the
+last layer.
 """
 
 from collections.abc import Sequence
@@ -36,14 +39,14 @@ from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 
 FEW_OUTPUTS = 32
-"""Up to this number of outputs, a last layer has few pairs of outputs, so the moments that each
-direction contributes are kept."""
+"""The largest number of outputs for which the contribution of each direction to the moments is
+kept, because there are few pairs of outputs."""
 
 
 class LastLayer:
-    """The blocks of the linear layer whose outputs are the network's, at given prior precisions.
+    """The blocks of a linear layer that returns the network's outputs, at given prior precisions.
 
-    Values that are the same for all inputs are computed when they are first used, and kept.
+    Values that are the same for all inputs are computed on first use and then kept.
 
     Args:
         heads: The blocks: the weight, the bias, or both.
@@ -60,7 +63,7 @@ class LastLayer:
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior) -> "LastLayer":
-        """Take the blocks, and δ, of a fit in which only a linear layer is Bayesian."""
+        """Read the blocks and δ of a fit in which only a linear layer is Bayesian."""
         posterior = fitted.posterior
         heads = [LinearHead.from_posterior(block, posterior) for block in fitted.parameters.blocks]
         return cls(_with_shared_directions(heads), list(posterior.deltas().unsqueeze(1)))
@@ -81,12 +84,13 @@ class LastLayer:
         Args:
             phi: The layer's inputs.
             chosen: Indices of the outputs; None for all.
-            kind: The moments; variances of differences only of all of at most `FEW_OUTPUTS`.
+            kind: The moments to compute. Variances of differences are supported only for all
+                outputs of a layer with at most `FEW_OUTPUTS` outputs.
         """
         moments = [head.moments(phi, chosen, kind) for head in self._head_moments]
         if len(moments) > 1:
             return sum(moments[1:], moments[0])
-        # A copy, since the moments of a bias are kept.
+        # A copy is returned, since the moments of a bias are kept.
         return moments[0].expand(len(phi), *moments[0].shape[1:]).clone()
 
     def add(
@@ -110,8 +114,8 @@ class LastLayer:
             return
         for index, head in enumerate(self.heads):
             squares = head.rotated_inputs(phi).square()
-            # One prior precision after the other: the weights, or the covariances, of all of them
-            # may not fit into memory.
+            # Prior precisions are processed one after the other, because the weights, or the
+            # covariances, for all of them may not fit into memory.
             if diagonal:
                 deltas = self._prior_precisions[index]
                 along = [squares @ head.variances(delta).mT for delta in deltas]
@@ -146,7 +150,7 @@ class _HeadMoments:
         self._variances = head.variances(prior_precision)
         self._num_outputs = len(head.magnitudes if head.U_G is None else head.U_G)
         self._direction_moments: dict[HeadMomentKind, Tensor] = {}
-        # Moments of all outputs due to a bias, which are the same for all examples.
+        # The moments of all outputs due to a bias are the same for all examples.
         self._bias_moments: dict[HeadMomentKind, Tensor] = {}
 
     def moments(
@@ -177,14 +181,14 @@ class _HeadMoments:
 
 @dataclass(frozen=True)
 class LastLayerInputs:
-    """The outputs, and all that their covariance depends on if only the last layer is Bayesian.
+    """The outputs, and all values that determine their covariance for a Bayesian last layer.
 
-    They suffice for any prior precision, without another pass through the network.
+    The covariance at any prior precision then needs no further pass through the network.
 
     Attributes:
         mean: The outputs, `[B, C]`.
         heads: The last layer's blocks.
-        squares: For each block the squared inputs along its input directions, `[B, columns]`.
+        squares: The squared inputs along the input directions of each block, `[B, columns]`.
     """
 
     mean: Float[Tensor, "batch classes"]
@@ -227,7 +231,7 @@ class LastLayerInputs:
         return list(totals.values())
 
     def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch _"]]) -> FactoredOutputs:
-        """Return the outputs with the factors of their covariance, from its `eigen_variances`."""
+        """Return the outputs, with the factors of their covariance from the `eigen_variances`."""
         factors = []
         directions = distinct_directions(self.heads)
         for U_G, variances in zip(directions, eigen_variances, strict=True):
@@ -242,7 +246,7 @@ def moments_of_few_outputs(
     | tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]]
     | None
 ):
-    """Compute the mean and moments of the outputs if only a last layer of few outputs is Bayesian.
+    """Compute moments of the outputs if only a last layer with few outputs is Bayesian.
 
     Args:
         fitted: The fit.
@@ -250,7 +254,8 @@ def moments_of_few_outputs(
         kind: The moments.
 
     Returns:
-        None for more than `FEW_OUTPUTS` outputs and for all other posteriors.
+        The mean, and the moments; or None if there are more than `FEW_OUTPUTS` outputs, or if other
+        parameters are Bayesian.
 
     Raises:
         ValueError: If the outputs, or the moments, are not finite.
@@ -275,15 +280,15 @@ def factored_outputs(
 ) -> FactoredOutputs | None:
     """Compute the outputs and the factors of their covariance if only the last layer is Bayesian.
 
-    No matrix of C × C per example is computed.
+    No C × C matrix is computed for an example.
 
     Args:
         fitted: The fit.
         x: Inputs, `[B, ...]`.
-        min_outputs: The least number of outputs.
+        min_outputs: The smallest supported number of outputs.
 
     Returns:
-        The outputs, or None for fewer outputs and for all other posteriors.
+        The outputs; or None if there are fewer outputs, or if other parameters are Bayesian.
 
     Raises:
         ValueError: If the outputs, or their variances, are not finite.
@@ -302,10 +307,11 @@ def recorded_inputs(
     Args:
         fitted: The fit.
         x: Inputs, `[B, ...]`.
-        min_outputs: The least number of outputs.
+        min_outputs: The smallest supported number of outputs.
 
     Returns:
-        The outputs and the layer's inputs, or None for fewer outputs and for all other posteriors.
+        The outputs and the layer's inputs; or None if there are fewer outputs, or if other
+        parameters are Bayesian.
 
     Raises:
         ValueError: If the outputs are not finite.
@@ -325,7 +331,7 @@ def recorded_inputs(
 def distinct_directions(
     heads: Sequence[LinearHead],
 ) -> list[Float[Tensor, "classes rows"] | None]:
-    """Return the output directions of blocks, each once; None for the coordinate axes."""
+    """Return the distinct output directions of blocks; None stands for the coordinate axes."""
     directions = {id(head.U_G): head.U_G for head in heads}
     return list(directions.values())
 
@@ -352,11 +358,11 @@ def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pair
 def _num_outputs(fitted: FittedPosterior) -> int | None:
     """Return the number of outputs of the linear layer that has all Bayesian parameters.
 
-    It is None for all other posteriors.
+    The result is None if other parameters are Bayesian.
     """
     if not fitted.parameters.is_linear_layer:
         return None
-    # Some posteriors have a single block of all parameters instead of one for the layer.
+    # Some posteriors have a single block of all parameters instead of the layer's blocks.
     operator = fitted.posterior.curvature.blocks.get(fitted.parameters.blocks[0].name)
     return operator.sizes[0] if isinstance(operator, EigenKronecker) else None
 
@@ -366,7 +372,7 @@ def _recorded(
 ) -> tuple[LastLayer, Float[Tensor, "batch classes"], Float[Tensor, "batch d"]] | None:
     """Run the network; return the only Bayesian layer, its outputs and its inputs.
 
-    It is None if the outputs of the network are not those of the layer.
+    The result is None if the outputs of the network are not the outputs of this layer.
     """
     prepared = context.prepared
     assert prepared is not None
@@ -380,9 +386,9 @@ def _recorded(
 
 
 def _with_shared_directions(heads: Sequence[LinearHead]) -> list[LinearHead]:
-    """Let blocks with equal output directions have one tensor of them.
+    """Let blocks with equal output directions share one tensor.
 
-    If a layer is called once per example, its bias has the output directions of its weight.
+    If a layer is called once per example, its bias has the same output directions as its weight.
     """
     shared: list[LinearHead] = []
     for head in heads:

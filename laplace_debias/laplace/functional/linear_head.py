@@ -1,7 +1,7 @@
 r"""Covariance of a linear layer's outputs from its own parameters, without a backward pass.
 
-An output at position t is $f_{tc} = w_c^\top h_t + b_c$. Its Jacobian row for the weight is
-$e_c \otimes h_t$, and $e_c$ for the bias.
+An output at position t is $f_{tc} = w_c^\top h_t + b_c$. Its Jacobian row is $e_c \otimes h_t$ for
+the weight and $e_c$ for the bias.
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 
-# Entries of a weight's rows that are used together.
+# The number of entries of a weight's rows that are used together.
 _SLICE = 2**22
 
 HeadMomentKind = Literal[SecondMoments, "difference variances"]
-"""The second moments of outputs: `SecondMoments`, or a matrix of the variances of the differences
-between pairs of outputs."""
+"""The kind of second moments of outputs: `SecondMoments`, or the variances of the differences
+between pairs of outputs, as a matrix."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class HeadOutputs:
 
     Attributes:
         weight: The layer's weight, `[C, d]`.
-        h: Its inputs, `[B, p, d]`.
+        h: The layer's inputs, `[B, p, d]`.
         positions: The position of each output, `[B, k]`.
-        classes: Its index at that position, `[B, k]`.
+        classes: The index of each output at its position, `[B, k]`.
     """
 
     weight: Float[Tensor, "classes d"]
@@ -45,7 +45,7 @@ class HeadOutputs:
     def from_indices(
         cls, weight: Tensor, h: Tensor, indices: Int[Tensor, "batch k"] | None
     ) -> "HeadOutputs":
-        """Build it from indices into an example's flattened outputs `[p · C]`; None for all."""
+        """Select outputs by indices into an example's flattened outputs `[p · C]`; None for all."""
         num_classes = len(weight)
         if indices is None:
             indices = torch.arange(h.shape[1] * num_classes, device=h.device).expand(len(h), -1)
@@ -63,7 +63,7 @@ class HeadOutputs:
 
     @property
     def num_columns(self) -> int:
-        """The number of vectors that `input_gradients` has: the fewest that determine all."""
+        """The number of `input_gradients`: the smallest number that determines all outputs."""
         return min(self.num_outputs, self.h[0].numel())
 
     def narrowed(self, columns: slice) -> "HeadOutputs":
@@ -71,7 +71,7 @@ class HeadOutputs:
         return replace(self, positions=self.positions[:, columns], classes=self.classes[:, columns])
 
     def input_gradients(self, columns: slice) -> Float[Tensor, "columns batch p d"]:
-        """Build vectors to push back from h: a weight's row per output, or units if fewer."""
+        """Build vectors to pull back from h: rows of the weight, or unit vectors if fewer."""
         batch, p, d = self.h.shape
         if self.exceeds_inputs:
             units = torch.eye(p * d, dtype=self.h.dtype, device=self.h.device)[columns]
@@ -84,7 +84,7 @@ class HeadOutputs:
     def covariance(
         self, covariances: Float[Tensor, "grid batch *columns"], diagonal: bool
     ) -> Float[Tensor, "grid batch *outputs"]:
-        r"""Compute covariances $w_c^\top \Sigma_h w_{c'}$ from those of the `input_gradients`."""
+        r"""Compute $w_c^\top \Sigma_h w_{c'}$ from the covariances along `input_gradients`."""
         if not self.exceeds_inputs:
             return covariances
         multiply = self._variances_of_example if diagonal else self._covariance_of_example
@@ -117,9 +117,9 @@ class HeadOutputs:
 
 @dataclass(frozen=True)
 class LinearHead:
-    r"""A parameter block of a linear layer whose outputs are the network's.
+    r"""A parameter block of a linear layer that returns the network's outputs.
 
-    In the eigenbasis the covariance of outputs at one position with input φ (1 for a bias) is
+    In the eigenbasis, the covariance of the outputs at one position with input φ (1 for a bias) is
 
     $$\Sigma = U_G\,\mathrm{diag}\Big(\sum_j \frac{(U_A^\top\phi)_j^2}{P_{ij}}\Big)_i\,U_G^\top.$$
 
@@ -139,7 +139,7 @@ class LinearHead:
 
     @classmethod
     def from_posterior(cls, block: Block, posterior: GaussianPosterior) -> "LinearHead":
-        """Take a block's curvature and directions from a posterior."""
+        """Read a block's curvature and directions from a posterior."""
         operator = posterior.curvature.blocks[block.name]
         assert isinstance(operator, EigenKronecker)
         U_G = None
@@ -155,7 +155,7 @@ class LinearHead:
         )
 
     def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:
-        """Compute the layer's inputs in coordinates of their directions."""
+        """Compute the coordinates of the layer's inputs along the input directions."""
         if self.block.is_vector:
             phi = phi.new_ones(*phi.shape[:-1], 1)
         if self.block.is_joint:
@@ -184,10 +184,11 @@ class LinearHead:
     def moments_of_directions(
         self, kind: HeadMomentKind
     ) -> Float[Tensor, "rows outputs"] | Float[Tensor, "rows outputs_outputs"]:
-        r"""Compute the outputs' second moments that each direction $u_i$ contributes.
+        r"""Compute the contribution of each direction $u_i$ to the outputs' second moments.
 
-        The product of `eigen_variances` with it is those of all directions, flattened: variances,
-        covariances $u_i u_i^\top$, or variances of the differences of every two outputs.
+        The product of `eigen_variances` with this matrix is the sum over all directions, flattened.
+        A row contains variances, covariances $u_i u_i^\top$, or variances of the differences
+        between every two outputs.
         """
         num_rows = len(self.magnitudes)
         U_G = self.U_G
@@ -210,15 +211,16 @@ class LinearHead:
     ) -> Float[Tensor, "..."]:
         """Compute the covariance of the outputs at each position, or their variances.
 
-        It consists of operations that `torch.export` can trace.
+        This method uses only operations that `torch.export` can trace.
 
         Args:
-            eigen_variances: `eigen_variances`; for variances also `[grid, *batch, rows]`.
+            eigen_variances: The result of `eigen_variances`. For variances, its shape may also be
+                `[grid, *batch, rows]`.
             outputs: Indices of the outputs, `[B, k]`; None for all C.
             diagonal: Whether to return only variances.
 
         Returns:
-            `[*batch, k, k]`, or variances `[*batch, k]`.
+            The covariance, `[*batch, k, k]`, or the variances, `[*batch, k]`.
         """
         if self.U_G is not None:
             rows = self.U_G if outputs is None else self.U_G[outputs]
@@ -248,7 +250,8 @@ class LinearHead:
         multiply = self._variances_of_example if diagonal else self._covariance_of_example
         by_point = []
         for delta in prior_precisions:
-            # One example and one prior precision at a time: a weight may be 50,000 by 1,000.
+            # One example and one prior precision are processed at a time, because a weight may be
+            # 50,000 by 1,000.
             by_example = [
                 multiply(
                     inputs[example], outputs.positions[example], outputs.classes[example], delta

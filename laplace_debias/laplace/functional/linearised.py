@@ -48,30 +48,31 @@ def moments(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     r"""Compute the exact mean and covariances of the linearised network's outputs.
 
-    $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ without $J$ `[B, C, D]` in memory: layer by layer, the
-    rotated Jacobian $\hat J$ of a few examples is weighted by $1/(N\Lambda + \delta)$. One rotation
-    serves every prior precision, which only affects the weights. For a linear layer whose outputs
-    are the network's, $J = I \otimes \phi^\top$ with its input φ, and only $U_A^\top\phi$ is
-    computed.
+    $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ is computed without $J$ `[B, C, D]` in memory: layer by
+    layer, the rotated Jacobian $\hat J$ of a few examples is weighted by $1/(N\Lambda + \delta)$.
+    One rotation is enough for all prior precisions, which only affect the weights. For a linear
+    layer that returns the network's outputs, $J = I \otimes \phi^\top$ with the layer's input φ,
+    and only $U_A^\top\phi$ is computed.
 
     Args:
         fitted: The fit.
         x: Inputs, `[B, ...]`.
-        prior_precisions: δ at every grid point, one number or one per block; None for the fit's
-            own.
+        prior_precisions: δ at every grid point, one number or one per block; None for the prior
+            precision of the fit.
         kind: The part of the covariance to compute.
         outputs: The requested outputs; None for all.
         positions: The requested positions; None for all.
         may_overflow: Whether covariances may contain infinities, as at the smallest prior
-            precisions of a search; if not, they raise an error.
+            precisions of a search. If false, infinities raise an error.
 
     Returns:
-        The outputs at the mean, `[B, ..., C]` (requested ones: `[B, k]`), and the covariances
-        `[P, B, M, M]` for M outputs per example, or only the variances, `[P, B, ..., C]`.
+        The outputs at the mean, `[B, ..., C]` (`[B, k]` if outputs are requested), and the
+        covariances `[P, B, M, M]` for M outputs per example, or only the variances,
+        `[P, B, ..., C]`.
 
     Raises:
-        ValueError: If the outputs are not finite or have no batch dimension, or if what is
-            requested does not fit into the memory bound.
+        ValueError: If the outputs are not finite or have no batch dimension, or if the requested
+            covariance does not fit into the memory bound.
     """
     if prior_precisions is None and outputs is None and positions is None:
         few_outputs = moments_of_few_outputs(fitted, x, kind)
@@ -82,7 +83,7 @@ def moments(
     blocks = fitted.parameters.blocks
     restricts_head = partial(acts_through_head, blocks, posterior)
     if kind == "differences" and accumulator_class(posterior).separates_outputs:
-        kind = "covariance"  # The difference of two outputs has the rows of neither.
+        kind = "covariance"  # A difference belongs to neither output's posterior.
     with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)
         request = CovarianceRequest(kind, indices, fitted.config.memory_bound)
@@ -110,7 +111,7 @@ def _deltas_per_block(
     fitted: FittedPosterior,
     prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | None,
 ) -> Float[Tensor, "grid blocks"]:
-    """Return δ of every block at every grid point; None is the fit's own."""
+    """Return δ of every block at every grid point; None stands for δ of the fit."""
     posterior = fitted.posterior
     if prior_precisions is None:
         prior_precisions = posterior.prior_precision.unsqueeze(0)
@@ -124,11 +125,11 @@ def accumulator_class(posterior: GaussianPosterior) -> type[CovarianceAccumulato
 
 
 def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, head: str) -> bool:
-    """Whether all parameters are a head's, or affect the outputs only through the head's input.
+    """Whether all parameters belong to a head, or affect the outputs only through its input.
 
-    A weight that the head shares with an embedding does both.
+    A weight that the head shares with an embedding satisfies both conditions.
     """
-    # Modules whose calls are replayed may lie behind the head.
+    # Modules whose calls are replayed may contain the head.
     paths: list[str] = []
     for block in blocks:
         if block.rule.is_generic:
@@ -143,7 +144,8 @@ def _moments_in_chunks(
     request: CovarianceRequest,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Compute the moments of as many examples at a time as fit into the memory bound."""
-    # The blocks are the parameters' also where the posterior has a single block for all.
+    # The accumulator's blocks are blocks of parameters, even if the posterior has a single block
+    # for all parameters.
     prepared = context.prepared
     tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
     method: _Differentiation = _OfOutputs(tap, accumulator, request)
@@ -155,7 +157,8 @@ def _moments_in_chunks(
     for chunk in _forward_in_chunks(context, tap, method, request):
         means.append(chunk.mean)
         covariances.append(method.covariance(chunk))
-    # A copy: what a model returns may be overwritten by its next pass.
+    # `cat` makes a copy, because the next pass of a model may overwrite the tensors that it
+    # returned.
     mean = torch.cat(means)
     covariance = covariances[0]
     if len(covariances) > 1:
@@ -165,7 +168,8 @@ def _moments_in_chunks(
         return mean, covariance.reshape(len(covariance), *mean.shape)
     if request.kind == "differences":
         return mean, covariance
-    # One prior precision after the other, since a copy of all covariances may not fit into memory.
+    # Prior precisions are processed one after the other, since a copy of all covariances may not
+    # fit into memory.
     for index in range(len(covariance)):
         point = covariance[index]
         point += point.mT.clone()
@@ -175,11 +179,11 @@ def _moments_in_chunks(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some examples, whose outputs are differentiated together.
+    """Some examples whose outputs are differentiated together.
 
     Attributes:
         forward_pass: The forward pass of these examples, with all outputs of the network.
-        indices: Indices of the requested outputs among an example's; None for all.
+        indices: Indices of the requested outputs among all outputs of an example; None for all.
         model_indices: Indices of the requested outputs among all outputs of the model.
         columns_at_once: The number of requested outputs of an example that are differentiated
             together.
@@ -203,9 +207,10 @@ def _forward_in_chunks(
     method: "_Differentiation",
     request: CovarianceRequest,
 ) -> Iterator[_Chunk]:
-    """Run the network on one chunk of examples after the other.
+    """Run the network on one chunk of examples after another.
 
-    The first inputs of a shape set the size of the chunks, by a pass over the first example.
+    The size of the chunks for inputs of a shape is determined by a pass over the first example of
+    the first inputs of this shape.
     """
     x = context.x
     batch = num_examples(x)
@@ -292,7 +297,7 @@ class _OfOutputs:
         if needs_graph:
             column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())
         elif request.diagonal:
-            num_columns = 1  # Variances without a backward pass: no example has a square matrix.
+            num_columns = 1  # Variances need no backward pass and no square matrix per example.
         size = request.chunk_size(
             num_columns=num_columns,
             gradient_bytes=gradient_bytes,
@@ -303,15 +308,15 @@ class _OfOutputs:
         return replace(size, needs_graph=needs_graph)
 
     def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
-        """Run the network; without a graph if the outputs are those of the only Bayesian layer."""
+        """Run the network, without a graph if only the layer of the outputs is Bayesian."""
         forward_pass = self._tap.forward(x, graph=size.needs_graph)
         if size.needs_graph or self._has_all_blocks(self._accumulator.last_layer(forward_pass)):
             return forward_pass
-        # The forward pass differs from that of the first inputs of this shape.
+        # This forward pass differs from the pass that determined the chunk size: it needs a graph.
         return self._tap.forward(x)
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
-        """Compute the covariances by output gradients, and those of the last layer without."""
+        """Compute covariances from output gradients; the part of the last layer needs none."""
         request = self._request
         accumulator = self._accumulator
         forward_pass = chunk.forward_pass
@@ -347,7 +352,7 @@ class _OfOutputs:
         return total
 
     def _has_all_blocks(self, recorded: tuple[LastLayer, Tensor] | None) -> bool:
-        """Whether all Bayesian parameters are those of the last layer."""
+        """Whether all Bayesian parameters belong to the last layer."""
         return recorded is not None and len(recorded[0].heads) == len(self._accumulator.blocks)
 
 
@@ -355,9 +360,9 @@ class _ThroughHead:
     r"""Differentiation of the inputs h `[B, p, d]` of the linear layer that returns the outputs.
 
     With $f_{tc} = w_c^\top h_t + b_c$, parameters below the head affect the outputs only through h.
-    So no vector of size T·C is pushed back: for k outputs those of h are the rows $w_c$. If there
-    are more than $p \cdot d$ outputs, the covariance $\Sigma_h$ is computed, and from it
-    $w_c^\top \Sigma_h w_{c'}$.
+    Therefore, no vector of size T·C is pulled back: the vectors at h for k outputs are the rows
+    $w_c$. If there are more than $p \cdot d$ outputs, the covariance $\Sigma_h$ is computed, and
+    then $w_c^\top \Sigma_h w_{c'}$ from it.
 
     Args:
         tap: The network.
@@ -409,7 +414,7 @@ class _ThroughHead:
         return self._tap.forward(x)
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
-        """Compute the covariances by the gradients of h, and those of the head without."""
+        """Compute covariances from gradients of h; the part of the head needs no gradients."""
         accumulator = self._accumulator
         request = self._request
         head_outputs = self._head_outputs(chunk.indices)
@@ -453,14 +458,14 @@ class _ThroughHead:
             if request.diagonal:
                 total[..., columns] += covariances
             else:
-                # All columns are in one part.
+                # All columns are differentiated together.
                 total += head_outputs.covariance(covariances, self._request.diagonal)
 
     def _head_outputs(self, indices: Int[Tensor, "batch k"] | None) -> HeadOutputs:
         return HeadOutputs.from_indices(self._weight, self._calls.x, indices)
 
     def _input_request(self, head_outputs: HeadOutputs) -> CovarianceRequest:
-        """The part of the covariance of h's gradients: all of Σ_h, or as for the outputs."""
+        """The requested part of the covariance at h: all of Σ_h, or the same as for the outputs."""
         if head_outputs.exceeds_inputs:
             return replace(self._request, kind="covariance")
         return self._request

@@ -1,4 +1,4 @@
-"""The requested part of the outputs' covariance, and how much of it is computed together."""
+"""The requested part of the outputs' covariance, and the size of the chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from laplace_debias.curvature.network.outputs import (
 from laplace_debias.laplace.links import SecondMoments
 from laplace_debias.system.memory import ROOM
 
-# A chunk's output gradients may use the memory bound, in addition to the forward pass and slices of
-# Jacobians. More bytes than this per block make calls no cheaper.
+# The output gradients of a chunk may use the whole memory bound; the forward pass and slices of
+# Jacobians come on top. With more bytes per block than this, the calls become no cheaper.
 _CHUNK_BYTES_PER_BLOCK = 2**21
 
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """How much is differentiated together.
+    """The number of examples and outputs that are differentiated together.
 
     Attributes:
         examples: The number of examples.
         columns: The number of outputs of each example.
-        needs_graph: Whether outputs are differentiated. They are not if only a last layer is
+        needs_graph: Whether outputs are differentiated. This is false if only a last layer is
             Bayesian, since its inputs determine the Jacobian.
     """
 
@@ -46,7 +46,8 @@ class CovarianceRequest:
         kind: Which part of the covariance is requested. For `"differences"`, one output fewer is
             differentiated, and the matrix is symmetric only up to rounding.
         outputs: Indices of the requested outputs of each example, `[B, k]`; None for all.
-        memory_bound: Bytes for output gradients, or for one block's Jacobian; None as in `granted`.
+        memory_bound: Bytes for output gradients, or for the Jacobian of one block; None for the
+            default of `granted`.
     """
 
     kind: SecondMoments
@@ -81,7 +82,7 @@ class CovarianceRequest:
         """Compute the bytes that may be used to differentiate some outputs.
 
         Raises:
-            ValueError: If they do not suffice for one variance, or for all covariances.
+            ValueError: If the memory bound is too small for one variance, or for all covariances.
         """
         if remedy is None:
             remedy = ", request only variances (`diagonal=True`), or request fewer outputs"
@@ -105,12 +106,12 @@ class CovarianceRequest:
             num_columns: Outputs of an example to differentiate.
             gradient_bytes: Bytes of the layers' output gradients, per output of an example.
             num_blocks: The number of parameter blocks.
-            bytes_per_column: Bytes per output of an example; None if nothing is differentiated.
-            device: Where.
-            remedy: A further remedy for a memory bound that is too small.
+            bytes_per_column: Bytes per output of an example; None if no output is differentiated.
+            device: The device of the outputs.
+            remedy: A further remedy that the error for a too small memory bound suggests.
 
         Raises:
-            ValueError: As `granted_bytes` does.
+            ValueError: As in `granted_bytes`.
         """
         columns = num_columns
         bound = self.memory_bound or MEMORY_BOUND * ROOM[device.type]
@@ -126,10 +127,10 @@ class CovarianceRequest:
         Args:
             num_columns: Outputs of an example to differentiate.
             row_bytes: Bytes of a row, with its output gradients.
-            device: Where.
+            device: The device of the outputs.
 
         Raises:
-            ValueError: As `granted_bytes` does.
+            ValueError: As in `granted_bytes`.
         """
         bound = self.granted_bytes(num_columns, row_bytes, device)
         columns = min(num_columns, bound // row_bytes)
@@ -138,12 +139,12 @@ class CovarianceRequest:
     def check_size(
         self, num_outputs: int, outputs: Float[Tensor, "batch *outputs"], free_positions: int
     ) -> None:
-        """Require outputs whose covariance can be computed.
+        """Require that the covariance of the outputs can be computed.
 
         Args:
             num_outputs: The number of requested outputs of an example.
             outputs: The network's outputs.
-            free_positions: How many positions with all their outputs are accepted.
+            free_positions: The number of positions up to which all outputs may be requested.
 
         Raises:
             ValueError: If an example's covariance does not fit into memory, or if it would take
@@ -171,7 +172,7 @@ class CovarianceRequest:
 
 def bytes_per_column(gradient_bytes: int, blocks: Sequence[Block], element_size: int) -> int:
     """Compute the bytes of one output of an example: its gradients, or a block's Jacobian."""
-    # Only the rows of an embedding that are looked up have a Jacobian.
+    # In an embedding, only the rows that are looked up have a Jacobian, so the block is left out.
     sizes = [block.size * element_size for block in blocks if not block.is_one_hot]
     return max(gradient_bytes, *sizes) if sizes else gradient_bytes
 
@@ -179,7 +180,7 @@ def bytes_per_column(gradient_bytes: int, blocks: Sequence[Block], element_size:
 def requested_indices(
     outputs: Float[Tensor, "batch *outputs"], indices: Int[Tensor, "batch k"] | None
 ) -> Int[Tensor, "#batch k"]:
-    """Return the indices of the requested outputs among an example's flattened ones."""
+    """Return the indices of the requested outputs among the flattened outputs of an example."""
     if indices is not None:
         return indices
     return torch.arange(outputs[0].numel(), device=outputs.device).unsqueeze(0)
@@ -190,7 +191,7 @@ def unit_columns(
     indices: Int[Tensor, "batch k"] | None,
     columns: slice = slice(None),
 ) -> Float[Tensor, "columns batch *outputs"]:
-    """Build unit vectors at some of the requested outputs, to push back through the network."""
+    """Build unit vectors at some of the requested outputs, to pull back through the network."""
     batch = len(outputs)
     size = outputs[0].numel()
     if indices is None:
@@ -207,8 +208,8 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
     """Require finite covariances.
 
     Raises:
-        ValueError: If they are not: the posterior is in range, but its products with the Jacobian
-            of these inputs are not.
+        ValueError: If a covariance is not finite. The posterior is finite, but its products with
+            the Jacobian of these inputs overflow.
     """
     if not are_finite(covariance):
         raise ValueError(

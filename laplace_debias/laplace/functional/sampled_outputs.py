@@ -1,4 +1,4 @@
-"""Outputs at sampled parameters: of the network itself, or linearised about the trained ones."""
+"""Outputs at sampled parameters, of the network itself or of the linearised network."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +18,7 @@ from laplace_debias.curvature.operators.linearisation import (
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
-# Weight samples that are pushed through the network together.
+# The number of weight samples that are passed through the network together.
 SAMPLES_AT_ONCE = 8
 SampledOutputs = Float[Tensor, "samples batch *outputs"]
 
@@ -47,12 +47,13 @@ def linearised_outputs(
     r"""Compute the linearised network's outputs at sampled parameters, `[S, B, ..., C]`.
 
     $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
-    products: in forward mode, or by two reverse passes where torch's forward derivative is missing
-    or wrong.
+    products. They are computed in forward mode, or by two reverse passes where torch's forward
+    derivative is missing or wrong.
 
     Raises:
         ValueError: If outputs are not finite.
-        NotImplementedError: If torch has no second derivative of an operation either.
+        NotImplementedError: If an operation has neither a forward derivative nor a second
+            derivative in torch.
     """
     trained = tuple(network.get_parameter(name).detach() for name in names)
     shapes = [value.shape for value in trained]
@@ -67,7 +68,7 @@ def linearised_outputs(
             return trained_outputs + product
 
         for samples in _chunks(parameters, shapes):
-            # The lock is released between chunks, so that other threads take turns.
+            # The lock is released between chunks, so that other threads can run.
             with torch.no_grad(), FORWARD_MODE, quiet():
                 outputs.append(_for_each_sample(linear, samples))
     else:
@@ -93,10 +94,10 @@ def _outputs_as_function(
 
 
 def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: Inputs) -> bool:
-    """Whether torch's forward derivative of the network exists and agrees with the reverse one.
+    """Whether torch's forward derivative of the network exists and agrees with the reverse mode.
 
-    Forward mode is preferred: for a convolutional network on a CPU two reverse passes take twice
-    as long, and they hold the activations of a batch twice.
+    Forward mode is preferred because, for a convolutional network on a CPU, two reverse passes take
+    twice as long and keep the activations of a batch twice.
     """
     trained = tuple(network.get_parameter(name).detach() for name in names)
     function = _outputs_as_function(network, names, example)
@@ -131,7 +132,7 @@ def _chunks(
 
 
 def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor]) -> Tensor:
-    """Compute a function of each sample, vectorised if torch can do so."""
+    """Compute a function of each sample, vectorised where torch supports it."""
     try:
         return vmap(function)(*samples)
     except RuntimeError as error:

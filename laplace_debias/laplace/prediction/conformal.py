@@ -1,4 +1,4 @@
-"""Split-conformal prediction: class sets and intervals with a level of coverage."""
+"""Split-conformal prediction: class sets and intervals with a guaranteed coverage."""
 
 import math
 from collections.abc import Callable
@@ -55,8 +55,8 @@ class ClassSets:
     def covers(self, labels: Shaped[Tensor, "..."]) -> Bool[Tensor, "*batch"]:
         """Return whether each label is in its set.
 
-        Labels may have a last dimension of size 1, and those of two classes may be floating-point
-        numbers, as targets of a binary problem may.
+        Labels may have a last dimension of size 1. Labels of two classes may be floating-point
+        numbers, like the targets of a binary problem.
 
         Raises:
             ValueError: If labels and sets differ in shape.
@@ -76,7 +76,7 @@ class Intervals:
 
     Attributes:
         low: Lower ends, `[*batch, outputs]`.
-        high: Upper ends.
+        high: Upper ends, `[*batch, outputs]`.
     """
 
     low: Float[Tensor, "*batch outputs"]
@@ -90,7 +90,8 @@ class Intervals:
     def covers(self, targets: Float[Tensor, "..."]) -> Bool[Tensor, "*batch outputs"]:
         """Return whether each target is in its interval, including the ends.
 
-        Targets of a single output may lack the dimension of the outputs, but the result has it.
+        Targets of a single output may lack the dimension of the outputs, but the result always has
+        this dimension.
 
         Raises:
             ValueError: If targets and intervals differ in shape.
@@ -112,14 +113,14 @@ def mass_above(
 
     $$s_k = \sum_{i:\ p_i > p_k} p_i + \lambda \max(0, r_k - r_0)$$
 
-    The sum is the probability of all classes that are more probable, and $r_k$ is the rank of the
-    class, from 1. The sets $\{k : s_k \le q\}$ have the most probable classes, until their
-    probability exceeds q, and are never empty for $q \ge 0$.
+    The sum is the total probability of all more probable classes, and $r_k$ is the rank of the
+    class, starting at 1. The set $\{k : s_k \le q\}$ contains the most probable classes until their
+    total probability exceeds q. The set is never empty for $q \ge 0$.
 
     Args:
         probs: Class probabilities.
-        penalty: λ, for each rank beyond $r_0$; 0 for adaptive sets (APS), above for regularised
-            ones (RAPS), which are smaller for uncertain examples.
+        penalty: λ, for each rank beyond $r_0$. 0 gives adaptive sets (APS); a positive number gives
+            regularised sets (RAPS), which are smaller for uncertain examples.
         free_rank: $r_0$, the number of classes without a penalty.
 
     Reference:
@@ -130,7 +131,7 @@ def mass_above(
     ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(1, probs.shape[-1] + 1, dtype=torch.float64, device=probs.device)
     probability_above = ordered.cumsum(-1) - ordered
-    # No class of several equally probable ones is above another.
+    # Equally probable classes do not count as more probable than each other.
     is_tied = F.pad(ordered.diff(dim=-1) == 0, (1, 0))
     probability_above = probability_above.masked_fill(is_tied, 0).cummax(-1).values
     scores = probability_above + penalty * (ranks - free_rank).clamp(min=0)
@@ -147,7 +148,8 @@ def conformal_quantile(
         ValueError: If there are too few scores for the level.
     """
     num_scores = len(scores)
-    # Rounded, because a product such as 10 · 0.9 may end above the whole number.
+    # The product is rounded, because a product such as 10 · 0.9 may be slightly above a whole
+    # number.
     rank = max(1, math.ceil(round((num_scores + 1) * level, 9)))
     if rank > num_scores:
         least = math.ceil(round(level / (1 - level), 9))
@@ -184,8 +186,8 @@ class Conformal:
             then reached within each group.
 
     Attributes:
-        quantiles: For each group (0 without groups), the largest score of the entries of a set; set
-            by `calibrate`.
+        quantiles: For each group (0 without groups), the largest score that an entry of a set may
+            have. `calibrate` sets this attribute.
         level: The level of the calibration; None before `calibrate`.
 
     Raises:
@@ -247,7 +249,8 @@ class Conformal:
             ValueError: If the level is not between 0 and 1, there are too few examples for this
                 level, or a group does not match the inputs. Also raises the errors of
                 `Laplace.predict`.
-            NotImplementedError: If the predictive is neither normal nor for exclusive classes.
+            NotImplementedError: If the predictive is neither a normal distribution nor a
+                distribution over exclusive classes.
         """
         check_level(level)
         check_held_out(loader)
@@ -305,8 +308,9 @@ class Conformal:
             level: Nominal coverage of the confidence intervals of both metrics.
 
         Returns:
-            `coverage`, the fraction of targets that are covered; and `set_size`, the mean number of
-            classes, or `width`, the mean width of an interval. With groups also `coverage_<group>`.
+            `coverage`, the fraction of covered targets; and either `set_size`, the mean number of
+            classes, or `width`, the mean width of the intervals. With groups, the report also
+            contains `coverage_<group>`.
 
         Raises:
             RuntimeError: If `calibrate` has not been called. Also raises the errors of `predict`.
@@ -331,7 +335,7 @@ class Conformal:
                 sizes = (class_scores <= quantiles.unsqueeze(-1)).sum(-1)
             batches.append([covered.double(), sizes.double(), groups, scores.targets])
         covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
-        # A process without examples has predicted nothing that would show it.
+        # A process without examples has made no predictions that would show the kind of predictive.
         is_normal = any(process_group().exchange(is_normal))
         statistics: dict[str, Statistic] = {"coverage": share_statistic(covered)}
         statistics["width" if is_normal else "set_size"] = Mean(
@@ -358,7 +362,7 @@ class Conformal:
 
         Raises:
             ValueError: If an entry is missing, or if the quantiles were computed with other
-                settings, so that the sets would not have the coverage.
+                settings, for which the coverage would differ.
         """
         if set(state) != {"level", "quantiles", "settings"}:
             raise ValueError(
@@ -380,7 +384,7 @@ class Conformal:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The settings that the quantiles depend on, as values that `torch.load` accepts."""
+        """The settings on which the quantiles depend, as values that `torch.load` accepts."""
         link = self._options["link"]
         if isinstance(link, str):
             link = Link(link)
@@ -430,7 +434,7 @@ class Conformal:
     def _scores_of_classes(
         self, values: Float[Tensor, "n *classes"]
     ) -> Float[Tensor, "n all_classes"]:
-        """The scores of all classes, for two classes from the probability of the second."""
+        """The scores of all classes; for two classes, `values` are probabilities of the second."""
         probs = torch.stack([1 - values, values], -1) if values.ndim == 1 else values
         return mass_above(probs, self._penalty, self._free_rank)
 
@@ -448,7 +452,7 @@ class Conformal:
         return groups.long().cpu()
 
     def _groups_of_targets(self, x: Inputs, checked: CheckedTargets) -> Int[Tensor, " n"]:
-        """The groups of the targets that count."""
+        """The groups of the targets that are not ignored."""
         return self._groups_of(x, len(checked.counted))[checked.counted.cpu()]
 
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:

@@ -1,7 +1,8 @@
 """Total, aleatoric and epistemic uncertainty of one or several posteriors.
 
-The parts come from one set of draws (or, in closed form, of moments), so that they add up: the law
-of total variance for regression, `H[E p] = E H[p] + I` for classes and labels.
+All parts are computed from the same draws (or, in closed form, from the same moments), so that they
+add up. For a regression, this is the law of total variance; for classes and labels, it is
+`H[E p] = E H[p] + I`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from laplace_debias.metrics.uncertainties import (
 def uncertainty(
     fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
-    """Decompose the uncertainty of an equal mixture of fits, one or more."""
+    """Decompose the uncertainty of an equal mixture of one or more fits."""
     likelihood = fits[0].likelihood
     if method.is_closed and likelihood.has_marginals:
         return _closed_variances(fits, x, method)
@@ -69,10 +70,10 @@ def _closed_variances(
 def _uncertainty_of_gaussian_logits(
     fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
-    """Decompose the entropy over draws of Gaussian logits, with scores of their moments.
+    """Decompose the entropy over draws of Gaussian logits, and compute scores from their moments.
 
     If the predictive has a closed form, the scores `entropy` and `max_probability` are computed
-    from it.
+    from this form.
     """
     members = []
     draws = []
@@ -90,7 +91,8 @@ def _uncertainty_of_gaussian_logits(
     likelihood = fits[0].likelihood
     scores |= scores_of_logits(likelihood, members)
     if likelihood.activation == "softmax":
-        # Logits of different networks have no common origin: each member has its own score.
+        # Logits of different networks have no common origin, so the score is computed for each
+        # member.
         means = torch.stack([member.mean for member in members])
         scores["energy"] = metrics.energy(means).mean(0)
         scores["max_logit"] = metrics.max_logit(means).mean(0)
@@ -104,7 +106,8 @@ def uncertainty_of_draws(
 
     Args:
         likelihoods: The likelihood of each member.
-        draws: Samples of each member's outputs, logits divided by its temperature; as many of each.
+        draws: Samples of each member's outputs; logits are divided by the member's temperature. The
+            number of samples is the same for all members.
     """
     check_same_shape([tuple(outputs.shape[1:]) for outputs in draws])
     predictives = [
@@ -120,7 +123,7 @@ def uncertainty_of_draws(
         return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
     probs = torch.cat([_without_event(predictive).probs for predictive in predictives])
     shape = first.batch_shape[1:]
-    # A row for each term: an example, a position, a label.
+    # There is one row per term, which is an example, a position or a label.
     rows = probs.flatten(1, len(shape))
     term_uncertainty = metrics.uncertainty(rows)
     total = term_uncertainty.total.view(shape)
@@ -153,14 +156,14 @@ def scores_of_logits(
 ) -> dict[str, Float[Tensor, "*n"]]:
     """Compute the scores `variance` and `instability` of an equal mixture of Gaussian logits.
 
-    For labels that apply or not, the variance is the mean over the labels, and the instability is
-    that of the least stable one.
+    For independent labels, the variance is the mean over the labels, and the instability is the
+    instability of the least stable label.
     """
     means = stacked([member.mean for member in members])
     if likelihood.activation == "softmax":
         first, second = leading_classes(means)
         within = torch.stack([member.mean_variance() for member in members]).mean(0)
-        # A part that all logits share changes no probability, so its variance does not count.
+        # A part that all logits share changes no probability, so its variance is left out.
         between = (means - means.mean(0)).double().var(-1, unbiased=False).mean(0)
         margin_variances = [member.difference_variances(first, second) for member in members]
         return {
@@ -169,12 +172,12 @@ def scores_of_logits(
         }
     variances = torch.stack([member.variances() for member in members])
     variance = variances.mean(0) + means.var(0, unbiased=False)
-    # A label that applies or not is a choice between its logit and zero.
+    # For an independent label, the choice is between the label's logit and zero.
     both_means = torch.stack([torch.zeros_like(means), means], -1)
     instability = margin_instability(both_means, variances.double())
     return {"variance": variance.mean(-1), "instability": instability.amax(-1)}
 
 
 def _without_event(predictive: Distribution) -> Any:
-    """Return the distributions of single labels, where several labels make one event."""
+    """Return the distributions of single labels, also if several labels form one event."""
     return predictive.base_dist if isinstance(predictive, Independent) else predictive

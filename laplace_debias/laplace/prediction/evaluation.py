@@ -28,7 +28,7 @@ from laplace_debias.system.ranks import process_group
 
 
 def check_held_out(*data: Batches) -> None:
-    """Require held-out data that all processes share."""
+    """Require held-out data that is distributed over all processes."""
     ranks = process_group()
     if ranks.size > 1:
         for loader in data:
@@ -58,7 +58,7 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
     """Concatenate the columns of several batches, over all processes that share the data.
 
     Args:
-        batches: For each batch its columns, of one row per target that counts.
+        batches: The columns of each batch, with one row per target that is not ignored.
         verb: The purpose of the columns in error messages, such as `"evaluate"`.
     """
     columns = [torch.cat(column) for column in zip(*batches, strict=True)]
@@ -77,17 +77,19 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
 
 
 PredictiveKind = Literal["classes", "labels", "normal", "numbers"]
-"""What a predictive is for: classes, several labels, or numbers, of which it may be normal."""
+"""The kind of targets of a predictive: classes, several labels, or numbers. For numbers, the
+predictive may be normal."""
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedTargets:
-    """A batch's targets, which match their predictive.
+    """The targets of a batch, checked against their predictive.
 
     Attributes:
-        labels: The targets with a row for each term.
-        counted: Which of the terms count.
-        with_density: The targets that `predictive.log_prob` takes, zeros where they do not count.
+        labels: The targets, with one row per term.
+        counted: Whether each term counts, that is, is not ignored.
+        with_density: The targets in the shape for `predictive.log_prob`, with zeros for targets
+            that do not count.
     """
 
     labels: Tensor
@@ -101,7 +103,7 @@ class Scores:
 
     Attributes:
         kind: The kind of the predictive.
-        values: Probabilities, `[n, C]` or for a single logit `[n]`; means of numbers, `[n, C]`.
+        values: Probabilities, `[n, C]` (`[n]` for a single logit), or means of numbers, `[n, C]`.
         log_probs: The log-probabilities of the targets.
         targets: The targets.
         deviations: Standard deviations of numbers; None for classes and labels, and for a
@@ -123,12 +125,13 @@ class Scores:
         columns = [batch._columns() for batch in batches]
         concatenated = concatenate_batches([list(batch.values()) for batch in columns], "evaluate")
         own = (batches[0].kind, list(columns[0])) if batches else None
-        # A process without examples has no scores to take the kind and the names from.
+        # A process without examples has no scores, so it gets the kind and the names from another
+        # process.
         kind, names = next(form for form in process_group().exchange(own) if form is not None)
         return cls(kind, **dict(zip(names, concatenated, strict=True)))
 
     def _columns(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """The tensors, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
@@ -146,18 +149,18 @@ def evaluate_predictions(
     """Evaluate a predictive on labelled data, and its uncertainty on OOD data.
 
     Args:
-        predict: From inputs to a predictive.
+        predict: A function from inputs to a predictive.
         likelihood: The likelihood, which checks targets.
-        batches: Labelled batches, whose examples count as often as their weights say. They may be
-            read twice.
+        batches: Labelled batches. An example of weight w counts w times. The batches may be read
+            twice.
         ood: Out-of-distribution batches by name.
-        class_dim: The dimension of the outputs that has the classes.
+        class_dim: The dimension of the outputs that holds the classes.
         intervals: Whether to compute confidence intervals.
-        level: Their coverage.
-        score_inputs: From inputs to scores, larger for OOD data; None for the entropy, or the
-            variance.
+        level: The nominal coverage of the intervals.
+        score_inputs: A function from inputs to scores, which are larger for OOD data; None for the
+            entropy, or the variance of a regression.
     """
-    # Before the predictions, which may take long.
+    # This is checked first, because the predictions may take a long time.
     check_level(level)
     batches_of_scores = []
     batches_of_uncertainties = []
@@ -215,7 +218,8 @@ def _report(
             probs,
             labels,
             for_ood_sets(probabilities_or_means),
-            # A probability near 1 has no digits left for 1 − p; the logits of one label have.
+            # Near p = 1, the digits of 1 − p are lost; for a single label, log-probabilities keep
+            # them.
             log_probs=scores.log_probs if values.ndim == 1 else None,
             intervals=intervals,
             level=level,
@@ -253,7 +257,7 @@ def _report(
 
 
 def _for_all(data: Iterable[Batch], name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
-    """Predict a set of batches, over all processes that share it."""
+    """Predict a set of batches, which is distributed over all processes."""
     predictions = [predict(batch.inputs) for batch in repeated_examples(data)]
     columns = process_group().on_all([torch.cat(predictions)] if predictions else None)
     if columns is None:
@@ -272,8 +276,8 @@ def check_targets(
 ) -> CheckedTargets:
     """Check that a batch's targets match their predictive.
 
-    The predictive may have `leading` dimensions in front of the batch's; only the first of their
-    entries is compared.
+    The predictive may have `leading` dimensions before the dimensions of the batch. Only the first
+    entry along these dimensions is checked.
     """
     shape = predictive.batch_shape[leading:]
     values = probabilities_or_means(predictive)[: shape.numel()]
@@ -283,12 +287,12 @@ def check_targets(
     _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check_predicted(outputs, labels)
     if likelihood.targets == "numbers":
-        # The targets of a single output may have no dimension for it.
+        # The targets of a single output may lack the dimension of the outputs.
         labels = labels.reshape(values.shape)
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    # A target that does not count still needs to have a density.
+    # A target that does not count must still have a density.
     with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
     with_density = with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):
@@ -322,7 +326,7 @@ def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
 
 
 def kind_of(predictive: Distribution) -> PredictiveKind:
-    """Return what a predictive is for."""
+    """Return the kind of targets of a predictive."""
     if isinstance(predictive, Normal | MultivariateNormal):
         return "normal"
     if isinstance(getattr(predictive, "base_dist", None), Bernoulli):

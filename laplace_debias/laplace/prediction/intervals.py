@@ -11,7 +11,7 @@ from torch.distributions import Distribution, Independent
 def single_targets(predictive: Distribution) -> Any:
     """Return the distributions of single targets.
 
-    They differ from the distribution if several targets make one event.
+    The result differs from `predictive` if several targets form one event.
     """
     return predictive.base_dist if isinstance(predictive, Independent) else predictive
 
@@ -32,12 +32,12 @@ def interval_ends(
 def interval_levels(predictive: Any, targets: Float[Tensor, "*n"]) -> Float[Tensor, "*n"] | None:
     """Compute the smallest level of a central interval that contains each target.
 
-    A central interval of level q reaches from the smallest value whose distribution function F is
-    at least (1 − q)/2 to that of (1 + q)/2. It contains y if 1 − 2 F(y) ≤ q and 2 F(y⁻) − 1 < q,
-    where F(y⁻) is the probability of less than y.
+    The ends of a central interval of level q are the smallest values at which the distribution
+    function F is at least (1 − q)/2 and (1 + q)/2. The interval contains y if 1 − 2 F(y) ≤ q and 2
+    F(y⁻) − 1 < q, where F(y⁻) is the probability of values less than y.
 
     Returns:
-        The levels, float64; None if there is no distribution function.
+        The levels, in float64; None if there is no distribution function.
     """
     try:
         up_to = predictive.cdf(targets).double()

@@ -40,8 +40,8 @@ from laplace_debias.laplace.pairwise import pairwise_of_differences
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.system.checks import check_generator, whole
 
-# Largest number of entries in the moments of several temperatures together, by device type: on a
-# CPU they stay in the cache.
+# The largest total number of entries in the moments of several temperatures, by device type. On a
+# CPU, this many entries stay in the cache.
 _MAX_ENTRIES = defaultdict(lambda: 2**22, cpu=2**17)
 
 METHODS = ("glm", "glm-mc", "nn", "map")
@@ -54,7 +54,7 @@ class PredictionMethod:
     Attributes:
         name: One of `METHODS`.
         samples: Number of draws; None for the closed form or the default number.
-        generator: For the draws; torch's global one if None.
+        generator: Seeds the draws; None for torch's global generator.
         positions: Positions of the outputs; None for all.
         is_closed: Whether the predictive has a closed form.
     """
@@ -94,11 +94,11 @@ class PredictionMethod:
 
 @dataclass(frozen=True, eq=False)
 class LinkedFit:
-    """A fit and the link by which its logits become probabilities.
+    """A fit, and the link that converts its logits to probabilities.
 
-    The link's temperature divides the logits of every method: those of the trained network, those
-    of draws and, within the link, those of the closed form. Likelihoods without a link have no
-    temperature.
+    The link's temperature divides the logits of every method: the logits of the trained network,
+    the logits of draws and, within the link, the logits of the closed form. Likelihoods without a
+    link have no temperature.
     """
 
     fitted: FittedPosterior
@@ -200,7 +200,7 @@ class LinkedFit:
     def _difference_variances(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
-        """Compute what `"pairwise"` needs of a last layer's outputs; None if it is not for them."""
+        """Compute the moments of a last layer for `"pairwise"`; None if this link is not used."""
         is_softmax = self.likelihood.activation == "softmax"
         is_pairwise = self.link is not None and self.link.name == "pairwise"
         if not (is_softmax and is_pairwise and method.positions is None):
@@ -219,11 +219,12 @@ class LinkedFit:
 
 
 def equal_mixture(predictives: Sequence[Distribution]) -> Distribution:
-    """Mix predictives with equal weights; normals give the normal with the same two moments.
+    """Mix predictives with equal weights; normal ones give a normal with the mixture's moments.
 
     Raises:
-        ValueError: If their outputs have different shapes.
-        NotImplementedError: If they are neither normal nor of classes or labels.
+        ValueError: If the outputs have different shapes.
+        NotImplementedError: If a predictive is neither a normal distribution nor a distribution
+            over classes or labels.
     """
     first = predictives[0]
     if len(predictives) == 1:
@@ -245,7 +246,7 @@ def mean_logits(
     logits: Float[Tensor, "members *n outputs"], exclusive: bool
 ) -> Float[Tensor, "*n outputs"]:
     """Compute the logits of the members' mean probabilities."""
-    # For probabilities near one only the logits have digits left.
+    # Near a probability of one, only logits keep the digits.
     if exclusive:
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
@@ -260,7 +261,7 @@ def covariance_between(
 
 
 def stacked(members: Sequence[Tensor]) -> Float[Tensor, "members ..."]:
-    """Stack tensors of the members of a mixture, which must be of one shape."""
+    """Stack tensors of a mixture's members, which must have the same shape."""
     check_same_shape([tuple(member.shape) for member in members])
     return torch.stack(list(members))
 
@@ -275,7 +276,7 @@ def check_same_shape(shapes: Sequence[tuple[int, ...]]) -> None:
 
 
 def _logits_or_mean(predictive: Distribution) -> Tensor:
-    """Logits of a discrete predictive, means of a normal one."""
+    """Return the logits of a discrete predictive, or the means of a normal predictive."""
     if isinstance(predictive, MultivariateNormal):
         return predictive.mean
     base = predictive.base_dist if isinstance(predictive, Independent) else predictive
@@ -296,7 +297,7 @@ def _moments_for_links(
     links_used: Collection[Link],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the mean, and as much of the covariances as links need, within each position."""
+    """Compute the mean, and the part of each position's covariances that the links need."""
     kind = links.required_moments(fitted.likelihood, links_used)
     mean, covariances = linearised.moments(
         fitted,
@@ -314,13 +315,13 @@ def _moments_for_links(
 def predictives_by_links(
     fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, links_used: Sequence[Link]
 ) -> Iterator[tuple[int, Distribution | ValueError]]:
-    """Predict in closed form at every point of a grid, by every link, in one pass.
+    """Predict in closed form at every point of a grid, with every link, in one pass.
 
     Yields:
         Pairs of the index of a point and a `"glm"` predictive of batch shape `[links, B]`, as
-        `tempered_predictives` yields them. With links there is one more point, with index P,
-        without covariance. Without links there is one predictive per point, `[1, B]`. If a
-        predictive overflows or is singular, the pair has the error in its place.
+        `tempered_predictives` yields them. With links, there is one more point without covariance,
+        with index P. Without links, there is one predictive per point, `[1, B]`. If a predictive
+        overflows or is singular, the pair contains the error instead of the predictive.
     """
     likelihood = fitted.likelihood
     mean, covariances = _moments_for_links(fitted, x, grid, links_used)
@@ -345,23 +346,24 @@ def tempered_predictives(
     covariance: Float[Tensor, "batch *covariance"] | None,
     links_used: Sequence[Link],
 ) -> Iterator[Distribution | ValueError]:
-    """Predict in closed form by every link.
+    """Predict in closed form with every link.
 
     Args:
         likelihood: The likelihood.
         mean: The mean of the outputs.
-        covariance: Their covariances, or only variances; None for the trained network.
+        covariance: The covariances of the outputs, or only variances; None for the trained network.
         links_used: The links, ordered by formula.
 
     Yields:
         A predictive of batch shape `[links, B]` for several temperatures of one formula, in the
-        order of the links, or its error.
+        order of the links; or the error of this predictive.
     """
     temperatures = dict[str, list[float]]()
     for link in links_used:
         temperatures.setdefault(link.name, []).append(link.temperature)
     for name, values in temperatures.items():
-        # The other formulas divide the moments by several temperatures at once.
+        # All formulas except `pairwise` divide copies of the moments by several temperatures at
+        # once.
         step = len(values)
         if name != "pairwise" or covariance is None:
             entries = mean.numel()
@@ -379,7 +381,7 @@ def tempered_predictives(
 def _closed_predictive(
     likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> Distribution | ValueError:
-    """Return the predictive without a link, `[1, B]`, or the error of one that has no root."""
+    """Return the predictive without a link, `[1, B]`, or the error if it is singular."""
     try:
         return links.predictive(likelihood, None, mean.unsqueeze(0), covariance.unsqueeze(0))
     except ValueError as error:
@@ -387,11 +389,12 @@ def _closed_predictive(
 
 
 def default_link_of_fit(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
-    """Return the link of a fit that has none, by the shape of the outputs of an example."""
+    """Return the default link of a fit, which depends on the shape of an example's outputs."""
     if fitted.likelihood.activation != "softmax":
         return links.default_link(fitted.likelihood, torch.Size())
     default_links = fitted.prediction_cache.default_links
-    # A model of `[B, d]` may also take `[B, T, d]`, and then has outputs with positions.
+    # A model for inputs `[B, d]` may also accept `[B, T, d]`, and then returns outputs with
+    # positions.
     num_dims = tuple(tensor.ndim for tensor in tensors_of(x))
     if num_dims not in default_links:
         with prediction_context(fitted, x) as context:

@@ -1,4 +1,4 @@
-"""The predictions of one posterior, and of a mixture of several."""
+"""The predictions of a posterior, or of a mixture of several posteriors."""
 
 import math
 from abc import ABC, abstractmethod
@@ -44,13 +44,14 @@ class Predictor(ABC):
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[LinkedFit]:
-        """Return each fit with its link: the one passed, otherwise its own or the default."""
+        """Return each fit with its link: `link` if passed, or its own link, or the default."""
 
     def _require_same(self, **marks: Any) -> None:
-        """Require the processes that make a call together to make it alike.
+        """Require that all processes make a collective call in the same way.
 
         Args:
-            **marks: Arguments, or functions that describe what else must be the same.
+            **marks: Arguments that must be the same, or functions that return further values that
+                must be the same.
         """
         ranks = process_group()
         if ranks.size > 1:
@@ -60,7 +61,7 @@ class Predictor(ABC):
     def _require_same_posterior(self) -> None:
         """Require that all processes have the same posterior, up to rounding.
 
-        The loss of its data is compared, which differs if the data differ.
+        The processes compare the loss of the posterior's data, which differs if the data differs.
         """
         ranks = process_group()
         if ranks.size == 1:
@@ -105,7 +106,7 @@ class Predictor(ABC):
                 covariance, averaged in closed form (see `link`) or over `samples` draws of the
                 outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
                 `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
-                network, without uncertainty of the parameters. In all of them the temperature of
+                network, without uncertainty of the parameters. In all methods, the temperature of
                 `la.link` divides the logits.
             samples: Number of draws. Default: the closed form for `"glm"`, and 100 draws for
                 `"glm-mc"` and `"nn"`.
@@ -114,23 +115,24 @@ class Predictor(ABC):
             link: The function from Gaussian logits to probabilities in the closed form of `"glm"`.
                 `"pairwise"`: the mean-field softmax with the full covariance (Lu et al., 2020).
                 `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
-                `"exact"`: the expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`:
+                `"exact"`: the expected softmax, from 128 Sobol points. `"bridge"`, `"bridge_norm"`:
                 the Laplace bridge to a Dirichlet distribution, without and with a scaling of the
-                variances, for comparisons. A `Link` also has a temperature. Default: the link that
-                `tune` chose (`la.link`); before `tune`, it is `"pairwise"` for up to 100 classes,
-                and `"probit"` for more classes, for outputs with positions, and for binary and
-                multi-label outputs.
+                variances; provided for comparisons. A `Link` also has a temperature. Default: the
+                link that `tune` chose (`la.link`); before `tune`, it is `"pairwise"` for up to 100
+                classes, and `"probit"` for more classes, for outputs with positions, and for binary
+                and multi-label outputs.
             positions: Positions of outputs `[B, T, C]`. Default: all positions. With one position,
                 the batch shape is `[B]`; with several, `[p]` or `[B, p]`, it is `[B, p]`. Negative
                 numbers count from the last position that an `attention_mask` does not mark as
                 padding.
-            differentiable: Whether gradients flow back to the inputs. Only for the closed form of
-                `"glm"`; the Jacobians of all inputs are kept, `[B, C, D]`.
+            differentiable: Whether gradients flow back to the inputs. This is possible only for the
+                closed form of `"glm"`. The Jacobians of all inputs, `[B, C, D]`, are kept in
+                memory.
 
         Returns:
-            The distribution of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
-            label, `Independent(Bernoulli)` for several labels (`.mean` are their probabilities),
-            `MultivariateNormal` for a regression, which includes the noise σ².
+            The distribution, of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
+            label, `Independent(Bernoulli)` for several labels (`.mean` contains their
+            probabilities), or `MultivariateNormal` for a regression, including the noise σ².
 
         Raises:
             ValueError: If the method or link is unknown; if `samples` is below 1, or the method
@@ -163,12 +165,12 @@ class Predictor(ABC):
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        """Predict as `predict` does, with a method and a link that have been checked."""
+        """Predict like `predict`, with a method and a link that have been checked."""
         fits = self._linked_fits(x, method, link)
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
-        """Check a user's link, which only the closed form takes; None is returned as None."""
+        """Check a user's link, which is only for the closed form; None is returned as None."""
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
@@ -191,13 +193,13 @@ class Predictor(ABC):
 
         For class probabilities, the total is the entropy of the predictive, the aleatoric part is
         the mean entropy over samples of the parameters, and the epistemic part is the mutual
-        information of target and parameters (BALD). They are in nats, and summed over several
-        labels. All three are computed from the same draws, which are also the draws of `predict`
-        with the same number of samples. For a regression, they are variances of each target, in
-        squared units. They are in closed form for `method="glm"` without `samples`, and computed
-        from draws otherwise. For a mixture, the draws of all members are used, so the epistemic
-        part includes how much the members disagree. Logits are divided by the temperature of
-        `la.link`, as in `predict`.
+        information of target and parameters (BALD). All three are in nats, and are summed over the
+        labels if there are several. They are computed from the same draws, which are also the draws
+        of `predict` with the same number of samples. For a regression, the three parts are
+        variances of each target, in squared units. With `method="glm"` and without `samples`, these
+        variances have a closed form; otherwise, they are computed from draws. For a mixture, the
+        draws of all members are used, so the epistemic part includes how much the members disagree.
+        Logits are divided by the temperature of `la.link`, as in `predict`.
 
         Args:
             x: Inputs, `[B, ...]`; see `predict`.
@@ -230,7 +232,7 @@ class Predictor(ABC):
     def _uncertainty(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Uncertainty:
-        """Compute the uncertainty by a method and a link that were checked."""
+        """Compute the uncertainty with a method and a link that have been checked."""
         if method.name == "map":
             raise ValueError(
                 '`method="map"` predicts with a single value of the parameters, so it has no '
@@ -255,7 +257,8 @@ class Predictor(ABC):
     ) -> Report:
         """Evaluate the predictions on labelled data: accuracy, calibration, OOD detection.
 
-        Each metric has a confidence interval over the targets that count, taken as independent.
+        Each metric has a confidence interval over the targets that count. The interval treats the
+        targets as independent.
 
         Args:
             loader: Labelled batches `(x, y)`, or `(x, y, w)` with integer weights of the examples:
@@ -277,10 +280,10 @@ class Predictor(ABC):
                 the entropy of the predictive, or its variance for a regression.
 
         Returns:
-            A report: the metrics by name, each a float with `.low` and `.high`. The names are those
-            of `metrics.evaluate`, or of `metrics.evaluate_multilabel` for several labels, or of
-            `metrics.evaluate_regression` for a regression. Pass two reports to `metrics.compare` to
-            compare them.
+            A report: the metrics by name, each a float with `.low` and `.high`. The report has the
+            same names as a report of `metrics.evaluate`, or of `metrics.evaluate_multilabel` for
+            several labels, or of `metrics.evaluate_regression` for a regression. Pass two reports
+            to `metrics.compare` to compare them.
 
         Raises:
             ValueError: If the loader is empty, or all of its targets are ignored; if `ood` is

@@ -1,7 +1,7 @@
 """Export of a predictive as a program that runs without this package.
 
-Network and posterior become one module. Its results are compared with those of `predict` before a
-file is written.
+Network and posterior become one module. Before a file is written, the results of the module are
+compared with the results of `predict`.
 """
 
 import inspect
@@ -58,7 +58,7 @@ def export(
         fitted: The fit, of a linear last layer.
         path: The file, `.pt2`.
         example: Inputs of one example or more.
-        link: The link; None for that of the fit, or the default.
+        link: The link; None for the link of the fit, or the default link.
     """
     chosen_link = link_from(link, fitted.likelihood) or fitted.link
     if not fitted.likelihood.is_exportable:
@@ -140,8 +140,8 @@ class _Predictive(nn.Module):
                 return self.predict(OneArgument(kwargs))
             return self.predict(kwargs or args)
 
-        # With `**kwargs` torch (2.15) writes programs that it cannot call, so every input has a
-        # name of its own.
+        # With `**kwargs`, torch (2.15) writes programs that it cannot call, so every input gets its
+        # own name.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind) for name in _arguments(example)[0]]
         forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -173,7 +173,8 @@ class _Predictive(nn.Module):
     def _store(self, name: str, value: Tensor | None) -> None:
         """Register a copy of a tensor as a buffer."""
         if value is not None:
-            # The file of a view would contain the tensor that it is a view of.
+            # A view is copied, because the file would otherwise contain the whole underlying
+            # tensor.
             copy = value.clone(memory_format=torch.contiguous_format)
             self.register_buffer(name, copy)
 
@@ -200,7 +201,7 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
     Raises:
         NotImplementedError: If torch cannot trace the model.
     """
-    # Two examples, since torch would treat a size of 1 as a constant.
+    # The program is traced with two examples, since torch would treat a size of 1 as a constant.
     names, args, kwargs = _arguments(join([example, example]))
     shapes = {name: {0: torch.export.Dim("batch")} for name in names}
     try:
@@ -209,7 +210,7 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
             return torch.export.export(
                 module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False
             )
-    # torch's errors have no common class.
+    # torch's errors have no common base class.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -222,10 +223,10 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
 
 
 def _check_answers(answers: Answers, predicted: Distribution, source: str) -> None:
-    """Require that a program's answers for the example are those of `predict`, up to rounding.
+    """Require that the answers of a program for the example agree with `predict`, up to rounding.
 
     Raises:
-        RuntimeError: If they differ; it names the source of the program.
+        RuntimeError: If they differ. The error names the source of the program.
     """
     if "probs" in answers:
         expected = {"probs": getattr(predicted, "probs", predicted.mean)}
@@ -248,7 +249,7 @@ def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str,
     """Split inputs into arguments.
 
     Returns:
-        The names of all arguments, the positional ones, and the keyword arguments.
+        The names of all arguments, the positional arguments, and the keyword arguments.
     """
     if isinstance(inputs, Mapping):
         return list(inputs), (), dict(inputs)
@@ -259,7 +260,7 @@ def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str,
 
 
 def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
-    """Return the path of the only Bayesian layer, whose outputs are those of the network.
+    """Return the path of the only Bayesian layer, which must return the outputs of the network.
 
     Raises:
         NotImplementedError: If several layers are Bayesian, or the layer is not the last one or not

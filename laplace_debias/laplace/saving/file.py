@@ -37,20 +37,21 @@ _EARLIER = (
 )
 _USER_CLASS = "own"
 _INPUTS = "inputs"
-# Begins the names of the tensors of the information that a prior has.
+# The prefix of the names of the tensors that belong to a prior's information.
 _PRIOR = "prior."
 
 
 @dataclass(frozen=True)
 class Header:
-    """The facts in a file besides its tensors; the fields' names are the keys of its JSON.
+    """The contents of a file apart from tensors; the fields' names are the keys of the JSON.
 
-    The `nll` is summed over the N examples, in nats. The `rank` is the requested one, a number or a
-    fraction: data of lower rank give fewer directions. The `others` are the fingerprint of the
-    tensors that are not Bayesian. The `noise` of a regression are `FittedPosterior.num_targets`
-    and 2, the power of 1/σ that the curvature is proportional to. `inducing` is the requested
-    number of inputs, or `"inputs"` if those of the file were passed. With `independent_outputs` the
-    file has the tensors of one block per output.
+    `nll` is the negative log-likelihood of the N examples, summed, in nats. `rank` is the requested
+    rank, a number or a fraction; data of lower rank yields fewer directions. `others` is the
+    fingerprint of the tensors that are not Bayesian. `noise`, for a regression, contains
+    `FittedPosterior.num_targets` and the number 2, the power of 1/σ to which the curvature is
+    proportional. `inducing` is the requested number of inputs, or `"inputs"` if the user passed the
+    inputs that are in the file. With `independent_outputs`, the file contains the tensors of one
+    block per output.
     """
 
     likelihood: dict[str, Any]
@@ -76,7 +77,7 @@ class Header:
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
-        """Collect the header of a fit; arguments and errors as `likelihood_to_json`."""
+        """Collect the header of a fit; for arguments and errors, see `likelihood_to_json`."""
         config = fitted.config
         parameters = fitted.parameters
         information = fitted.prior.information
@@ -110,7 +111,7 @@ class Header:
         )
 
     def to_json(self) -> str:
-        """Write the header as JSON, without fields that have their default."""
+        """Write the header as JSON, without fields that have their default value."""
         values = asdict(self)
         for header_field in fields(self):
             if values[header_field.name] == header_field.default:
@@ -119,9 +120,9 @@ class Header:
 
 
 def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> None:
-    """Write a posterior, and replace an existing file once the new one is complete.
+    """Write a posterior; an existing file is replaced when the new file is complete.
 
-    The same posterior gives the same bytes. All processes call it, and rank 0 writes.
+    Equal posteriors give equal bytes. All processes must call this function, and rank 0 writes.
     """
     ranks = process_group()
     header = Header.from_fit(fitted, own_likelihood).to_json()
@@ -133,7 +134,7 @@ def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> N
 
 
 def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> dict[str, Tensor]:
-    """Collect the tensors of a file, without directions that are the axes."""
+    """Collect the tensors of a file, without directions that are the coordinate axes."""
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
@@ -157,10 +158,10 @@ def load(
     memory_bound: int | None,
     batch: BatchHook | None,
 ) -> FittedPosterior:
-    """Read the fit that a file holds; see `Laplace.load`."""
+    """Read the fit that a file contains; see `Laplace.load`."""
     header, tensors = read(path)
-    # Without factors, the sharing in an earlier version's file had no effect. `joint` also decides
-    # how the entries are ordered in one block of all parameters.
+    # In files of earlier versions, `sharing` has no effect on a curvature without factors. `joint`
+    # also determines the order of the entries in a single block of all parameters.
     inducing = tensors["0.inputs"] if header.inducing == _INPUTS else header.inducing
     structure = curvature_structure(
         header.curvature, header.rank, inducing, header.independent_outputs
@@ -181,7 +182,7 @@ def load(
     _check_names(spec, header.param_names)
     setup = checked_setup(spec, config, replay_modules=header.calls)
     parameters = setup.parameters
-    assert parameters is not None  # They are named.
+    assert parameters is not None  # The file contains their names.
     plain = spec.plain_model
     mean = parameters.flattened(plain)
     frozen_fingerprint = fingerprint(plain, parameters.names)
@@ -191,14 +192,15 @@ def load(
             f"model has {reprlib.repr(parameters.block_names)}, so the file was saved for a "
             f"different model. Pass that model. {_EARLIER}"
         )
-    # Earlier versions wrote these as well.
+    # Earlier versions also wrote the tensors of modules that PEFT replaces by trained copies.
     replaced = unused_originals(plain)
     others = {name: n for name, n in header.others.items() if not name.startswith(replaced)}
     _check_same_parameters(tensors["mean"], mean, others, frozen_fingerprint)
     tensors = {name: tensor.to(mean.device) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if ".U" in name:
-            # Products of another layout than that of a fit would add in another order.
+            # The tensors get the memory layout that they have after a fit, because products of
+            # tensors in a different layout would be summed in a different order.
             tensors[name] = tensor.mT.contiguous().mT
     network = spec.network(parameters.names)
 
@@ -234,7 +236,7 @@ def load(
         temperature=checked_temperature(float(header.temperature)),
         layout=parameters.layout(spec.plain_model),
     )
-    # Earlier versions wrote another power for the empirical Fisher.
+    # Earlier versions wrote a different power for the empirical Fisher.
     noise = header.noise or {}
     num_targets = noise["num_targets"] if noise.get("power") == 2 else None
     return FittedPosterior(
@@ -256,7 +258,7 @@ def load(
 def _check_names(spec: ModelSpec, names: Sequence[str]) -> None:
     """Require that the model has the parameters that the file names, and that none is frozen."""
     parameters = dict(spec.plain_model.named_parameters())
-    # An alias of a shared parameter stands for it.
+    # A shared parameter may have been saved under one of its aliases.
     names = plain_names(spec.model, names)
     missing = [name for name in names if name not in parameters]
     if missing:
@@ -280,7 +282,7 @@ def _check_same_parameters(
     saved_fingerprint: Mapping[str, int],
     frozen_fingerprint: Mapping[str, int],
 ) -> None:
-    """Require that the model holds the parameters that the posterior was fitted around."""
+    """Require that the model has the parameter values at which the posterior was fitted."""
     if saved_mean.numel() != mean.numel():
         raise ValueError(
             f"The posterior in the file has {saved_mean.numel():,} parameters, but the "
@@ -307,7 +309,7 @@ def _check_same_parameters(
 
 
 def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """Read the header of a file, and its tensors, on the CPU."""
+    """Read the header and the tensors of a file, on the CPU."""
     try:
         texts, tensors = read_sealed(path)
         if texts.get("format") not in _FORMATS:
@@ -331,7 +333,7 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 
 def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict[str, Any]:
-    """Describe a likelihood as plain data: name and options, or the import path of a user's class.
+    """Describe a likelihood by its name and options, or by the import path of a user's class.
 
     Args:
         likelihood: The likelihood.
@@ -353,7 +355,7 @@ def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict
 def likelihood_from_json(
     data: Mapping[str, Any], user_likelihood: Likelihood | None = None
 ) -> Likelihood:
-    """Build the likelihood that `likelihood_to_json` describes; imports no code.
+    """Build the likelihood that `likelihood_to_json` describes, without importing code.
 
     Args:
         data: The description.
@@ -368,13 +370,14 @@ def likelihood_from_json(
             f"The file already contains the likelihood {name!r}. Remove "
             f"`likelihood={type(user_likelihood).__name__}(...)`."
         )
-    # The module is not compared: a script's classes have another one where it is imported.
+    # The module is not compared, because the classes of a script have a different module when the
+    # script is imported.
     class_name = options["class"].rpartition(":")[2]
     description = None
     if user_likelihood is not None:
         user_options = _json_options(user_likelihood)
         description = type(user_likelihood).__qualname__, user_options
-        # Files of earlier versions lack options that the class inherits.
+        # Files of earlier versions do not contain inherited options.
         saved_options = options["options"].items()
         has_same_options = all(user_options.get(key) == value for key, value in saved_options)
         if type(user_likelihood).__qualname__ == class_name and has_same_options:
@@ -389,7 +392,7 @@ def likelihood_from_json(
 
 
 def _json_options(likelihood: Likelihood) -> dict[str, Any]:
-    """Return the `options` as a file holds them."""
+    """Return the `options` of a likelihood in the form in which a file contains them."""
     options = likelihood.options()
     try:
         return dict(json.loads(json.dumps(options, allow_nan=False)))

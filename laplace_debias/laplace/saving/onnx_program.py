@@ -15,12 +15,12 @@ _REMEDY = "Export the posterior to a .pt2 file, which torch can run."
 
 
 def check_onnx() -> None:
-    """Require the packages that write an ONNX model and run it."""
+    """Require the packages that write and run an ONNX model."""
     check_extra("onnx", "onnx", "onnxscript", "onnxruntime")
 
 
 def check_onnx_inputs(inputs: Iterable[Tensor]) -> None:
-    """Require inputs that onnxruntime can be given.
+    """Require inputs that onnxruntime accepts.
 
     Raises:
         NotImplementedError: If an input is in bfloat16.
@@ -42,7 +42,7 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
         translated = torch.onnx.export(
             program, dynamo=True, output_names=list(output_names), verbose=False
         )
-        assert translated is not None  # It is None only for a program that is written to a file.
+        assert translated is not None  # None only if it is written to a file
         return translated.model_proto.SerializeToString()
 
 
@@ -50,13 +50,14 @@ def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
     """Run an ONNX model on the CPU, and return its outputs by name.
 
     Raises:
-        NotImplementedError: If onnxruntime does not implement an operator for the model's dtype.
+        NotImplementedError: If onnxruntime does not implement an operator for the dtype of the
+            model.
     """
     from onnxruntime import InferenceSession
 
     with _refusing("onnxruntime cannot run the program as ONNX"):
         session = InferenceSession(model, providers=["CPUExecutionProvider"])
-        # An input that the outputs do not depend on is not in the model.
+        # The model does not contain inputs on which the outputs do not depend.
         names = [argument.name for argument in session.get_inputs()]
         arrays = {name: inputs[name].detach().cpu().numpy() for name in names}
         outputs = session.run(None, arrays)
@@ -69,8 +70,7 @@ def _refusing(failure: str) -> Iterator[None]:
     """Raise a `NotImplementedError` that states the failure, unless memory ran out."""
     try:
         yield
-    # It may be anything: the errors of torch, onnxscript, protobuf and onnxruntime have no class
-    # in common.
+    # The errors of torch, onnxscript, protobuf and onnxruntime have no common base class.
     except Exception as error:
         if is_out_of_memory(error):
             raise

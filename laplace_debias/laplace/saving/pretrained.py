@@ -27,7 +27,7 @@ _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
 
 
 def check_folder(folder: Path) -> None:
-    """Require a folder that exists or can be made, before the posterior is written to it."""
+    """Create the folder for a posterior if it does not exist; raise an error if it is a file."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file. Pass the path of a folder.")
     check_target(folder / POSTERIOR, make_folders=True)
@@ -38,7 +38,7 @@ def write_card(folder: Path, facts: Mapping[str, str], evaluation: Report | None
 
     Args:
         folder: The folder.
-        facts: Facts about the posterior by name.
+        facts: Facts about the posterior, by name.
         evaluation: Metrics on held-out data, with their intervals.
     """
     path = folder / CARD
@@ -102,7 +102,7 @@ def _number(value: float | None) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in one cell of a table."""
+    """Escape a text for one cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -111,7 +111,7 @@ def posterior_file(folder_or_repository: str, revision: str | None, token: str |
 
     Raises:
         FileNotFoundError: If neither a folder nor a repository of this name has a posterior.
-        ImportError: If the name is not that of a folder and huggingface_hub is not installed.
+        ImportError: If no folder has this name, and huggingface_hub is not installed.
     """
     folder = Path(folder_or_repository)
     if folder.is_dir():
@@ -159,7 +159,7 @@ def push(
     token: str | None,
     message: str | None,
 ) -> str:
-    """Upload a folder's files to a repository, which is made if there is none; returns its URL."""
+    """Upload a folder's files to a repository, which is created if needed; return its URL."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)

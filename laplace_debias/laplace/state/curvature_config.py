@@ -14,22 +14,22 @@ from laplace_debias.system.checks import check_is, whole
 
 @dataclass(frozen=True)
 class CurvatureConfig:
-    """The options of a fit, with the names that `Laplace` gives them.
+    """The options of a fit, under the same names as the arguments of `Laplace`.
 
     Attributes:
         structure: The structure of the curvature, with its rank.
-        fisher: Which Fisher matrix, or the loss Hessian in closed form.
+        fisher: The type of the Fisher matrix, or the loss Hessian in closed form.
         params: Which parameters are Bayesian.
         backend: `"backpack"`, `"hooks"` or `"auto"`.
         factor_dtype: The dtype in which factors are summed and decomposed.
-        joint: Whether a layer's weight and bias make one block.
-        sharing: How positions share a weight.
+        joint: Whether a layer's weight and bias form one block.
+        sharing: How weights that are applied at several positions are treated.
         memory_bound: Bytes of working memory for output gradients; None for the default.
     """
 
     structure: CurvatureStructure
     fisher: FisherType
-    # A predicate's text differs from process to process.
+    # The text of a predicate differs between processes.
     params: ParameterSelection = field(repr=False)
     backend: str
     factor_dtype: torch.dtype

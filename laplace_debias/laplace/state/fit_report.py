@@ -1,4 +1,4 @@
-"""The estimated error of a fit to some of the data, compared with a fit to all of it."""
+"""The estimated error of a fit to a part of the data, compared with a fit to all data."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class StopReason(StrEnum):
     EXAMPLES = "examples"
     INTERRUPT = "interrupt"
     END_OF_DATA = "the end of the data"
-    """The data ended before all of it, or N examples, were in the fit."""
+    """The data ended before the fit used all of the data, or N examples."""
     ALL_DATA = "data"
 
     def __repr__(self) -> str:
@@ -24,24 +24,24 @@ class StopReason(StrEnum):
 class FitReport:
     """The estimated error of a fit with `mode="auto"`.
 
-    An error is the relative error of the outputs' standard deviations, as the root mean square over
-    inputs that were not used for the fit. It is estimated from the differences between folds, and
-    between magnitudes in fold and from held-out folds (see the page on the method, also for how
-    often the true error is smaller).
+    The error is the relative error of the outputs' standard deviations, as the root mean square
+    over inputs that were not used for the fit. It is estimated from the differences between folds,
+    and from the differences between in-fold magnitudes and magnitudes from held-out folds. The page
+    on the method describes the estimate, and states how often the true error is smaller.
 
     Attributes:
-        num_examples: Examples that were drawn and passed backward.
-        num_read: Examples that were read and passed forward.
+        num_examples: The number of examples that were drawn and passed backward.
+        num_read: The number of examples that were read and passed forward.
         seconds: The duration of the fit.
-        ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`; `"the end of the data"`,
-            with a budget, for an iterator, or if the data have fewer than N examples; or `"data"`
-            if all of it was fitted.
+        ended_by: `"tolerance"`, `"seconds"`, `"examples"` or `"interrupt"`; `"the end of the data"`
+            if the data ended and there is a budget, the data is an iterator, or the data has fewer
+            than N examples; or `"data"` if the fit used all of the data.
         rounds: The number of examples and the error after each round.
-        curve: The error if the fit's prior precision is multiplied by 1, 10, … 10⁴; NaN if the data
-            ended before the first round.
+        curve: The error if the prior precision of the fit is multiplied by 1, 10, … 10⁴; NaN if the
+            data ended before the first round was complete.
         error_by_block: The contribution of each block to the error, at the fit's prior precision.
-        continuation: The state that `Auto(after=)` continues from, as large as the factors of four
-            fits; None if the tolerance was reached or all data were fitted.
+        continuation: The state from which `Auto(after=)` continues, as large as the factors of four
+            fits; None if the tolerance was reached or the fit used all data.
     """
 
     num_examples: int
@@ -62,7 +62,7 @@ class FitReport:
     def error_with_twice_the_examples(self) -> float:
         """The expected error of a fit to twice as many examples.
 
-        The error falls with the root of their number.
+        The error is inversely proportional to the square root of the number of examples.
         """
         return self.error / math.sqrt(2)
 

@@ -1,4 +1,4 @@
-"""The state of a `Laplace`: before a fit, and fitted."""
+"""The state of a `Laplace`, before and after a fit."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,17 +31,18 @@ from laplace_debias.system.checks import check_no_autocast, real
 
 @dataclass(frozen=True, eq=False)
 class FitSetup:
-    """The beginning of a fit: a model, the options of the fit, and the prior.
+    """The state before a fit: a model, the options of the fit, and the prior.
 
     Attributes:
         spec: The model and its likelihood.
         config: The options of a fit.
-        parameters: The Bayesian parameters; None if only running an example finds them.
+        parameters: The Bayesian parameters; None if the model must be run on an example to find
+            them.
         prior: The prior of the posterior.
         temperature: T of the likelihood.
         link: How logits become probabilities; None for the default.
-        earlier_names: The names of the parameters that an earlier fit found, which another fit must
-            find again; None before the first fit.
+        earlier_names: The names of the parameters that an earlier fit found, and that every later
+            fit must find again; None before the first fit.
     """
 
     spec: ModelSpec
@@ -82,7 +83,7 @@ class Residuals:
     """The residuals of a regression, at the noise σ at which its curvature was measured.
 
     Attributes:
-        num_targets: The number M of entries of the targets of the N examples.
+        num_targets: M, the number of entries of the targets of the N examples.
         squared: Q = Σ ‖(f − y)/σ‖² over the N examples.
     """
 
@@ -90,40 +91,40 @@ class Residuals:
     squared: float
 
     def nll_change(self, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        r"""Compute by how much the negative log-likelihood grows if the noise is multiplied by k.
+        r"""Compute the increase of the negative log-likelihood if the noise is multiplied by k.
 
-        It is $\tfrac12 Q(k^{-2} - 1) + M\log k$, and differentiable in log k.
+        The increase is $\tfrac12 Q(k^{-2} - 1) + M\log k$. It is differentiable in log k.
         """
         return 0.5 * self.squared * ((-2 * log_factor).exp() - 1) + self.num_targets * log_factor
 
 
-# Two prior precisions are equal to the rounding of single precision.
+# Prior precisions count as equal if they differ only by the rounding of single precision.
 _SINGLE_PRECISION = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class FittedPosterior:
-    """A fitted posterior, with its model and what predictions and files need of the fit.
+    """A fitted posterior, with its model and all results of the fit for predictions and files.
 
     Attributes:
         spec: The model and its likelihood.
         config: The options of the fit.
-        selected: The parameters that the structure of the model shows, with which another fit
-            begins; None if it has to run an example to find them.
-        parameters: The Bayesian parameters and their blocks, as the data of the fit showed them.
-        posterior: The Gaussian, which owns the prior and the temperature.
+        selected: The parameters that were selected from the structure of the model, with which a
+            later fit starts; None if a fit must run an example to find them.
+        parameters: The Bayesian parameters and their blocks, verified on the data of the fit.
+        posterior: The Gaussian posterior, which contains the prior and the temperature.
         nll: The loss of the N examples, summed, in nats.
         frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
         adapters: The state of each module that has adapters of PEFT.
         mode: The name of the fitting scheme.
-        num_targets: For a `Gaussian` likelihood and a curvature that is proportional to σ⁻², the
-            number of entries of the targets of the N examples.
+        num_targets: The number of entries of the targets of the N examples, for a `Gaussian`
+            likelihood and a curvature that is proportional to σ⁻²; otherwise None.
         link: How logits become probabilities; None for the default.
         change_detector: Detects changes of the tensors that are not Bayesian.
-        prediction_cache: The results that predictions keep from one call to the next.
+        prediction_cache: Results that are kept between predictions.
         report: The estimated error of a fit of `mode="auto"`, compared with a fit to all data.
-        thinned_at: For each block the smallest prior precision for which the error reported by
-            `thin` is valid; None for a posterior with all its directions.
+        thinned_at: For each block, the smallest prior precision for which the error reported by
+            `thin` is valid; None if the posterior was not thinned.
     """
 
     spec: ModelSpec
@@ -176,7 +177,8 @@ class FittedPosterior:
             return None
         assert isinstance(self.likelihood, Gaussian)
         sigma = self.likelihood.curvature_sigma
-        # The mean over outputs: there is one sigma per output, or one for all of them.
+        # The normaliser is averaged over outputs, because there is one sigma per output, or one for
+        # all.
         normaliser = self.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
         return Residuals(self.num_targets, 2 * (self.nll - self.num_targets * normaliser))
 
@@ -205,7 +207,7 @@ class FittedPosterior:
             return None
         deltas = torch.as_tensor(prior_precision).expand(len(self.thinned_at)).tolist()
         pairs = zip(deltas, self.thinned_at, strict=True)
-        # The block that is farthest below.
+        # This is the block whose prior precision is farthest below its limit.
         delta, limit = min(pairs, key=lambda pair: pair[0] / pair[1])
         if delta >= limit * (1 - _SINGLE_PRECISION):
             return None
@@ -218,14 +220,15 @@ class FittedPosterior:
     def check_unchanged(self) -> ModuleSnapshot | None:
         """Require that the model has not changed since the fit.
 
-        The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
-        with a posterior of its last layer has far more, are detected as `ChangeDetector` describes.
+        The Bayesian parameters are compared entry by entry. Changes of other tensors are detected
+        as described in `ChangeDetector`, because a model with a posterior over its last layer has
+        far more of them.
 
         Returns:
-            A snapshot of the modules as they are now; None if it does not detect all changes.
+            A snapshot of the current modules; None if a snapshot cannot detect all changes.
 
         Raises:
-            RuntimeError: If the model has moved or changed, if other adapters of it are active, or
+            RuntimeError: If the model has moved or changed, if different adapters are active, or
                 under autocast.
         """
         mean = self.posterior.mean
@@ -303,7 +306,7 @@ class FittedPosterior:
         """Compute the Laplace approximation of log p(D), float64, differentiable in δ.
 
         Args:
-            prior_precision: δ, one number or one per block; None for the prior's.
+            prior_precision: δ, one number or one per block; None for the precision of the prior.
         """
         posterior = self.posterior
         delta = posterior.prior.precision if prior_precision is None else prior_precision
@@ -317,7 +320,7 @@ class FittedPosterior:
 def _check_same_adapters(
     at_fit: Mapping[str, AdapterState], now: Mapping[str, AdapterState]
 ) -> None:
-    """Require that the model uses the adapters of PEFT that it used at the fit."""
+    """Require that the model uses the same adapters of PEFT as at the fit."""
     for path, state in at_fit.items():
         if path in now and now[path] != state:
             raise RuntimeError(
@@ -327,7 +330,7 @@ def _check_same_adapters(
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """Return the Bayesian parameter of a name."""
+    """Return the Bayesian parameter with a given name."""
     try:
         return model.get_parameter(name)
     except AttributeError as error:
@@ -351,11 +354,12 @@ def checked_setup(
 
     Args:
         spec: The model and its likelihood.
-        config: The options of a fit; names of parameters may be those of a wrapped model.
+        config: The options of a fit; parameters may have the names that they have in a wrapped
+            model.
         prior_precision: δ, one number or one per block.
         prior_mean: μ, one number or one per parameter.
         temperature: T of the likelihood.
-        replay_modules: For a fit that is known, `ParameterBlocks.replay_modules`.
+        replay_modules: `ParameterBlocks.replay_modules` of a known fit, such as a saved fit.
     """
     plain = spec.plain_model
     if isinstance(config.params, (list, tuple)):
@@ -376,7 +380,7 @@ def checked_setup(
 
 
 def _checked_backend(backend: str, spec: ModelSpec) -> str:
-    """Return the backend for a model, and raise if it cannot serve it."""
+    """Return the backend for a model, and raise an error if it does not support the model."""
     if spec.class_dim not in (None, -1):
         if backend == "backpack":
             raise NotImplementedError(
@@ -386,13 +390,13 @@ def _checked_backend(backend: str, spec: ModelSpec) -> str:
             )
         if backend == "auto":
             backend = "hooks"
-    if backend not in ("auto", "hooks"):  # These two serve every model.
+    if backend not in ("auto", "hooks"):  # These two support every model.
         uses_backpack(backend, spec.plain_model)
     return backend
 
 
 def checked_temperature(value: Any) -> float:
-    """Read the temperature, one positive finite number."""
+    """Check and convert the temperature, one positive finite number."""
     temperature = real(value, "temperature")
     if temperature.ndim:
         raise TypeError(f"`temperature` is {temperature.tolist()}. Pass one number.")
@@ -405,5 +409,5 @@ def checked_temperature(value: Any) -> float:
 
 
 def checked_link(value: Any, likelihood: Likelihood) -> Link | None:
-    """Read a link by its name; None stands for the default."""
+    """Return the link of a name; None stands for the default link."""
     return None if value is None else link_from(value, likelihood)

@@ -26,7 +26,7 @@ class ModelSpec:
     Attributes:
         model: The model as the user passed it, with its wrappers.
         likelihood: p(y | f).
-        read_batch: Reads what a loader yields as inputs and targets.
+        read_batch: Converts the items that a loader yields to inputs and targets.
         class_dim: The dimension of the outputs that holds the classes; None for the last one.
     """
 
@@ -61,10 +61,10 @@ class ModelSpec:
     def first_parameter(self, names: Sequence[str] | None) -> nn.Parameter:
         """Return the first of some parameters.
 
-        If there are no names, it is the first trainable one that is not offloaded.
+        If there are no names, return the first trainable parameter that is not offloaded.
 
         Raises:
-            NotImplementedError: If there are no names, and all trainable ones are offloaded.
+            NotImplementedError: If there are no names, and all trainable parameters are offloaded.
         """
         if names is not None:
             return self.plain_model.get_parameter(names[0])
@@ -107,8 +107,8 @@ class ModelSpec:
     ) -> Stream:
         """Read the data of a fit as batches, which may have weights.
 
-        Targets come on the device if their values decide what a fit does. A fit moves the inputs
-        itself, since it looks for padding on the CPU.
+        Targets are moved to the device if the fit depends on their values. The fit itself moves the
+        inputs, since it looks for padding on the CPU.
         """
         return Stream(
             data,

@@ -1,4 +1,4 @@
-"""The Bayesian parameters, and the curvature blocks that they make."""
+"""The Bayesian parameters and their curvature blocks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ class ParameterBlocks:
     Attributes:
         names: The parameters' names, in the model's order.
         blocks: The curvature blocks, in the order in which the posterior holds them.
-        replay_modules: For a parameter that is not measured at its layer, the paths of the modules
-            whose calls read it, as `curvature_blocks` takes them.
+        replay_modules: For each parameter whose curvature is not measured at its layer, the paths
+            of the modules whose calls read the parameter; see `curvature_blocks`.
         order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
             for the same order.
-        block_names: The blocks' names; a single one if the curvature is one block.
+        block_names: The names of the blocks; a single name if the curvature is one block.
         size: D, the number of Bayesian parameters.
     """
 
@@ -52,7 +52,7 @@ class ParameterBlocks:
 
     @cached_property
     def is_linear_layer(self) -> bool:
-        """Whether all Bayesian parameters are those of one linear layer."""
+        """Whether all Bayesian parameters belong to one linear layer."""
         first = self.blocks[0]
         return first.rule.is_linear and all(block.site == first.site for block in self.blocks)
 
@@ -66,7 +66,7 @@ class ParameterBlocks:
     ) -> "ParameterBlocks":
         """Return the blocks of the parameters that a configuration selects.
 
-        An example is needed only to find a last layer that the model's structure does not show.
+        An example is needed only if the last layer cannot be found from the structure of the model.
         """
         names = select_parameters(model, config.params, example)
         check_parameters(model, names)
@@ -97,11 +97,12 @@ class ParameterBlocks:
         *,
         all_inputs: Iterable[Inputs] | None,
     ) -> "ParameterBlocks":
-        """Compare the blocks with autograd on a few examples, and return the correct ones.
+        """Compare the blocks with autograd on a few examples, and return the correct blocks.
 
-        The examples come from the first batch `x`, and from `all_inputs` if it does not use all
-        parameters (None if the data cannot be read again for them). A general selection, such as
-        `"all"`, leaves out parameters that the outputs do not depend on, with a warning.
+        The examples come from the first batch `x`. If this batch does not use all parameters,
+        further examples come from `all_inputs` (None if the data cannot be read again). A general
+        selection, such as `"all"`, leaves out parameters on which the outputs do not depend, with a
+        warning.
         """
         with refuse_calls(unwrapped(model), self.names, tap.network):
             resolved = resolve(

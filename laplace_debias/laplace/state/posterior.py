@@ -31,8 +31,8 @@ class GaussianPosterior:
     With a temperature T of the likelihood, $p(D \mid \theta)^{1/T}$, the precision is
     $P = \tfrac NT C + \mathrm{diag}(\delta)$.
 
-    If the prior has the information $w C_0$ of earlier data, C is the mean of both,
-    $(\tfrac NT + w) C = \tfrac NT C_1 + w C_0$.
+    If the prior contains the information $w C_0$ of earlier data, C is the weighted mean of the
+    curvatures of the new and the earlier data, $(\tfrac NT + w) C = \tfrac NT C_1 + w C_0$.
 
     Args:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
@@ -42,7 +42,8 @@ class GaussianPosterior:
         order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
             for the same order.
         temperature: T.
-        curvature_bounds: The largest curvature of each block, by name; None to read the blocks.
+        curvature_bounds: The largest curvature of each block, by name; None to compute it from the
+            blocks.
         layout: The names and shapes of the parameters, by which `covariance` and the other matrices
             can be indexed; None if they are not known.
     """
@@ -79,7 +80,7 @@ class GaussianPosterior:
 
     @cached_property
     def curvature_weight(self) -> float:
-        """N/T, which multiplies the curvature; with a prior's information N/T + w."""
+        """N/T, the factor of the curvature; N/T + w if the prior contains information."""
         weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
         information = self.prior.information
         return weight if information is None else weight + information.weight
@@ -103,20 +104,20 @@ class GaussianPosterior:
 
     @cached_property
     def displacement(self) -> Float[Tensor, " parameters"]:
-        """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
+        """The displacement θ* − μ of the posterior mean from the prior mean, `[D]`."""
         if self.prior.mean is None:
             return self.mean
         return self.mean.double() - self.prior.mean
 
     @cached_property
     def largest_curvatures(self) -> Mapping[str, float]:
-        """The largest curvature of each block, by the blocks' names."""
+        """The largest curvature of each block, by the name of the block."""
         if self.curvature_bounds is not None:
             return self.curvature_bounds
         return largest_curvatures(self.curvature)
 
     def changed(self, **fields: Any) -> "GaussianPosterior":
-        """Return the posterior with other fields."""
+        """Return the posterior with some fields replaced."""
         if "curvature" not in fields:
             fields["curvature_bounds"] = self.largest_curvatures
         return replace(self, **{"curvature_bounds": None, **fields})
@@ -126,9 +127,9 @@ class GaussianPosterior:
     ) -> None:
         """Require a prior precision that can be combined with this curvature.
 
-        Magnitudes below the dtype's least normal number lose digits, which the weight of the
-        data multiplies. That must not show beside δ, so the ratio of δ to this weight must be a
-        normal number, too.
+        Magnitudes below the smallest normal number of the dtype lose digits, and the weight of the
+        data multiplies this error. The error must be negligible compared with δ. Therefore, the
+        ratio of δ to this weight must be a normal number, too.
         """
         bounds = self.largest_curvatures
         deltas = check_prior_precision(prior_precision, len(bounds))
@@ -173,7 +174,7 @@ class GaussianPosterior:
 
     @property
     def covariances_by_output(self) -> list[LinearOperator]:
-        """The covariance matrices of independent outputs, `[D, D]` each, in the model's order."""
+        """The covariance matrices of independent outputs, each `[D, D]`, in the model's order."""
         blocks = self._blocks(torch.reciprocal).blocks.values()
         return [self._in_model_order(block) for block in blocks]
 
@@ -183,7 +184,8 @@ class GaussianPosterior:
 
     def _in_model_order(self, operator: LinearOperator) -> LinearOperator:
         block_names = tuple(operator.blocks) if isinstance(operator, BlockDiagonal) else ()
-        # Blocks of single parameters have the parameters' names already.
+        # If each block contains a single parameter, the blocks already have the names of the
+        # parameters.
         has_names = self.layout is None or self.layout.names == block_names
         if self.order is None and has_names:
             return operator
@@ -199,7 +201,7 @@ class GaussianPosterior:
         )
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
-        """Return δ of every block in double precision, the posterior's own or another one."""
+        """Return δ of every block in double precision; by default, δ of this posterior."""
         if prior_precision is None:
             deltas = self.prior.precision.to(self.mean)
         else:
@@ -219,8 +221,8 @@ class GaussianPosterior:
     ) -> Float[Tensor, "samples parameters"]:
         r"""Draw parameters, `[S, D]`.
 
-        Per block $W^* + U_G[(N\Lambda + \delta)^{-1/2} \odot Z]U_A^\top$ with standard normal Z
-        (Appendix A.3.2).
+        For each block, a sample is $W^* + U_G[(N\Lambda + \delta)^{-1/2} \odot Z]U_A^\top$ with
+        standard normal Z (Appendix A.3.2).
         """
         check_generator(generator)
         check_no_autocast(self.mean.device, self.mean.dtype)
@@ -232,11 +234,12 @@ class GaussianPosterior:
         scales = self._blocks(torch.rsqrt).blocks.values()
         draws = []
         for scale, noise in zip(scales, noise_by_block, strict=True):
-            # A thin block has only its symmetric root.
+            # A thin block has no complete eigenbasis, so its symmetric root is used.
             if not isinstance(scale, EigenKronecker) or is_thin(scale.U_G) or is_thin(scale.U_A):
                 draws.append((scale @ noise.T).T)
                 continue
-            # Noise has the same distribution in every orthonormal basis: it is drawn in this one.
+            # The noise has the same distribution in every orthonormal basis, so it is drawn in the
+            # eigenbasis.
             Z = noise.unflatten(1, scale.magnitudes.shape)
             draws.append(scale.from_eigenbasis(scale.magnitudes * Z).flatten(1))
         steps = torch.cat(draws, dim=1)
@@ -249,10 +252,10 @@ class GaussianPosterior:
 
         Args:
             parameters: One or several vectors of all Bayesian parameters, `[..., D]`, in the
-                model's order, of the mean's dtype and device.
+                model's order, with the dtype and the device of the mean.
 
         Raises:
-            ValueError: If a vector has another length.
+            ValueError: If the vectors have a different length.
         """
         size = len(self.mean)
         if parameters.ndim == 0 or parameters.shape[-1] != size:
@@ -267,14 +270,14 @@ class GaussianPosterior:
         return log_probs.reshape(parameters.shape[:-1]).to(self.mean.dtype)
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """Compute log det P, for the posterior's own δ or another one."""
+        """Compute log det P; by default, for δ of this posterior."""
         deltas = self.deltas(prior_precision).double()
         return _log_det(self.curvature, self.curvature_weight, deltas)
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """Compute the log-density of the prior N(μ, P₀⁻¹) at θ*.
 
-        P₀ is δ, or the sum of δ and the information of earlier data.
+        P₀ is diag(δ), or the sum of diag(δ) and the information of earlier data.
         """
         deltas = self.deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
@@ -316,14 +319,14 @@ class GaussianPosterior:
         return torch.stack([entries.double().square().sum() for entries in by_block])
 
     def _in_block_order(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
-        """Reorder a vector of the parameters as the entries of the blocks."""
+        """Reorder a vector of parameters to the order of the entries of the blocks."""
         return vector if self.order is None else vector[self.order]
 
 
 def _log_det(
     curvature: BlockDiagonal[CurvatureBlock], weight: float, deltas: Float[Tensor, " blocks"]
 ) -> Float[Tensor, ""]:
-    """Compute log det of a weighted curvature plus δ, float64, differentiable in δ."""
+    """Compute log det of a weighted curvature plus δ, in float64, differentiable in δ."""
     terms = []
     for block, delta in zip(curvature.blocks.values(), deltas, strict=True):
         eigenvalues = block.distinct_eigenvalues.double()
@@ -371,8 +374,8 @@ def standard_normal(
 ) -> Tensor:
     """Draw standard normal numbers with the dtype and device of a tensor.
 
-    They are drawn on the generator's device, so that a generator on the CPU gives the same numbers
-    on every device.
+    The numbers are drawn on the generator's device, so that a generator on the CPU gives the same
+    numbers on every device.
     """
     device = (like if generator is None else generator).device
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like)

@@ -1,4 +1,4 @@
-"""Working copies of a model, and weights, that are kept between predictions."""
+"""Working copies of a model, and weights of the posterior, that are kept between predictions."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -25,22 +25,23 @@ from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 
-# Copies that are kept for predictions of several threads.
+# The number of copies that are kept for predictions of several threads.
 _MOST_IDLE = 4
-# Bytes of the largest posterior whose weights are kept: they take as much once more per thread.
+# The largest size in bytes of a posterior mean for which weights are kept. For each thread, the
+# weights need the memory of the posterior again.
 _MOST_KEPT = 2**26
-# Sizes that are kept: inputs may have many shapes.
+# The number of chunk sizes that are kept, since inputs may have many shapes.
 _MOST_SIZES = 64
 
 Value = TypeVar("Value")
 
 
 class PreparedModel:
-    """A working copy of a model, which one prediction at a time uses.
+    """A working copy of a model, used by one prediction at a time.
 
     Attributes:
-        tap: The tap, on the copy.
-        sizes: Sizes of the chunks of inputs, by what they depend on.
+        tap: The tap of the copy.
+        sizes: The sizes of the chunks of inputs, by a key of all values that determine them.
         is_new: Whether no prediction has used the copy yet.
     """
 
@@ -53,7 +54,8 @@ class PreparedModel:
         is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
         self._is_constant = are_constant(self.tap.network.modules())
-        # The copy of a model in half precision has values of its own.
+        # A copy of a model in half precision does not share the values of the model, so it is not
+        # kept.
         if not (self.tap.learns_dims or is_narrow or self._model_snapshot is None):
             self._copy_snapshot = _snapshot(self.tap.network)
             self.tap.save_attributes()
@@ -64,11 +66,11 @@ class PreparedModel:
         self._posterior_snapshot: _PosteriorSnapshot | None = None
 
     def is_current(self, model: nn.Module, snapshot: ModuleSnapshot | None) -> bool:
-        """Whether the user's modules are what they were when they were copied.
+        """Whether the user's modules have not changed since they were copied.
 
         Args:
             model: The model.
-            snapshot: A snapshot of its modules as they are now, if there is one.
+            snapshot: A snapshot of the current modules of the model, if there is one.
         """
         if self._model_snapshot is None:
             return False
@@ -76,13 +78,13 @@ class PreparedModel:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the copy can be compared with the model, and passes have left it as it was."""
+        """Whether the copy can be compared with the model, and has not been changed by passes."""
         if self._copy_snapshot is None:
             return False
         return self._is_constant or self._copy_snapshot.is_current(self.tap.network)
 
     def refresh_buffers(self) -> None:
-        """Copy the values of the user's buffers, which forward passes may overwrite."""
+        """Restore the buffers, which forward passes may overwrite, from the user's buffers."""
         assert self._model_snapshot is not None
         assert self._copy_snapshot is not None
         if self._copy_snapshot.buffers:
@@ -94,8 +96,8 @@ class PreparedModel:
     ) -> Value:
         """Return a value that depends on the posterior, such as its weights; compute it once.
 
-        It is computed anew for another posterior, as after a change of the prior precision or the
-        temperature, and after a change of the posterior's tensors in place.
+        The value is computed again for a different posterior, for example after a change of the
+        prior precision or the temperature, and after an in-place change of the posterior's tensors.
         """
         if posterior.mean.nbytes > _MOST_KEPT:
             return compute()
@@ -110,11 +112,11 @@ class PreparedModel:
     def forward_of_last_layer(
         self, x: Inputs
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch d"]] | None:
-        """Run the network, whose only Bayesian layer is linear.
+        """Run a network whose only Bayesian layer is linear.
 
         Returns:
-            The outputs and the inputs of the layer. It is None if the outputs are not those of the
-            layer; then no further forward pass is spent on the attempt.
+            The outputs and the inputs of the layer; None if the layer does not return the outputs
+            of the network. In this case, later calls run no forward pass.
 
         Raises:
             ValueError: If the outputs are not finite.
@@ -128,7 +130,7 @@ class PreparedModel:
         return recorded
 
     def keep_size(self, key: Hashable, size: Any) -> None:
-        """Keep the size of the chunks of some inputs in `sizes`."""
+        """Store the size of the chunks of some inputs in `sizes`."""
         if len(self.sizes) >= _MOST_SIZES:
             self.sizes.clear()
         self.sizes[key] = size
@@ -137,18 +139,20 @@ class PreparedModel:
 class PredictionCache:
     """The prepared working copies of a model that are not in use, and its default links.
 
-    A prediction takes one for itself, since threads cannot share the hooks of a tap, and returns it
-    after its last pass. A copy is dropped if the user's modules have changed: an attribute, a hook,
-    a submodule, or the place of a tensor. The parameters of the copy are the user's, and the
-    buffers are read at every prediction. Models whose modules hold anything else that may change
-    are copied every time. A copy of this object, or what comes out of a pickle, is empty.
+    A prediction borrows a working copy, since threads cannot share the hooks of a tap, and returns
+    it after the last pass. A copy is dropped if the user's modules have changed: an attribute, a
+    hook, a submodule, or the memory address of a tensor. The copy uses the user's parameters, and
+    the buffers are read at every prediction. If modules of a model contain anything else that may
+    change, the model is copied for every prediction. A copied or unpickled `PredictionCache` is
+    empty.
 
     Args:
-        verified: The modules with which the blocks were verified; None if that is not known.
+        verified: A snapshot of the modules with which the blocks were verified; None if it is not
+            known.
 
     Attributes:
-        default_links: The links of a softmax likelihood if none is set, by the number of dimensions
-            of each input. The number of dimensions of the outputs depends on it.
+        default_links: The default links of a softmax likelihood, by the number of dimensions of
+            each input, which determines the number of dimensions of the outputs.
     """
 
     def __init__(self, verified: ModuleSnapshot | None = None) -> None:
@@ -163,7 +167,7 @@ class PredictionCache:
     def borrow(
         self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
     ) -> Iterator[PreparedModel]:
-        """Return a prepared model that is not in use, with a tap of the blocks.
+        """Yield a prepared model that is not in use, with a tap of the blocks.
 
         Args:
             spec: The model.
@@ -176,7 +180,7 @@ class PredictionCache:
         else:
             prepared.tap.attach(parameters.blocks)
         yield prepared
-        # An exception drops the copy, whose state may be anything.
+        # After an exception, the copy is dropped, because its state is unknown.
         prepared.tap.conditional.clear()
         prepared.is_new = False
         if prepared.is_reusable and len(self._idle) < _MOST_IDLE:
@@ -188,8 +192,8 @@ class PredictionCache:
     ) -> Iterator[None]:
         """Check a new working copy while it is used for the first time.
 
-        If the modules have changed since the blocks were verified, they are verified once more, on
-        two examples.
+        If the modules have changed since the blocks were verified, the blocks are verified again,
+        on two examples.
 
         Args:
             spec: The model.
@@ -199,7 +203,7 @@ class PredictionCache:
 
         Raises:
             NotImplementedError: If the copy calls the user's own modules.
-            RuntimeError: If the outputs depend on the parameters otherwise than at the fit.
+            RuntimeError: If the outputs depend on the parameters in a different way from the fit.
         """
         with refuse_calls(spec.plain_model, parameters.names, network):
             verified = self._verified
@@ -220,7 +224,7 @@ class PredictionCache:
     def _take_current(
         self, spec: ModelSpec, snapshot: ModuleSnapshot | None
     ) -> PreparedModel | None:
-        """Take an idle copy of the model as it is now; drop those that are out of date."""
+        """Take an idle, up-to-date copy of the model, and drop copies that are out of date."""
         while True:
             try:
                 prepared = self._idle.pop()
@@ -232,7 +236,7 @@ class PredictionCache:
 
 
 class _PosteriorSnapshot:
-    """A posterior, and the versions of its tensors, which its owner may change in place.
+    """A posterior, and the versions of its tensors, which users may change in place.
 
     Args:
         posterior: The posterior.
@@ -246,7 +250,7 @@ class _PosteriorSnapshot:
             self._versions = [tensor._version for tensor in self._tensors]
 
     def is_current(self, posterior: GaussianPosterior) -> bool:
-        """Whether it is the same posterior, and its tensors are as they were."""
+        """Whether a posterior is the same object, and its tensors have not changed."""
         if posterior is not self._posterior or not self._has_versions:
             return False
         tensors = _tensors(posterior)
@@ -256,7 +260,7 @@ class _PosteriorSnapshot:
 
 
 def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
-    """List the tensors that weights are computed from."""
+    """List the tensors from which weights are computed."""
     tensors: list[Tensor] = [posterior.prior_precision]
     for block in posterior.curvature.blocks.values():
         tensors += [value for value in vars(block).values() if isinstance(value, Tensor)]
@@ -264,13 +268,13 @@ def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
 
 
 def snapshot_of_modules(spec: ModelSpec) -> ModuleSnapshot | None:
-    """Take a snapshot of a model's modules; None if changes of them cannot be detected."""
+    """Take a snapshot of a model's modules; None if changes of the modules cannot be detected."""
     model = without_outer_wrappers(spec.model)
     return _snapshot(model) if spec.plain_model is model else None
 
 
 def _snapshot(model: nn.Module) -> ModuleSnapshot | None:
-    """Take a snapshot; None for modules of which changes cannot be detected."""
+    """Take a snapshot; None if changes of the modules cannot be detected."""
     try:
         return ModuleSnapshot(model)
     except UncomparableAttributeError:

@@ -24,8 +24,9 @@ class Prior:
 
     Attributes:
         precision: δ, one number or one per block, in units of one over parameter squared; float64.
-        mean: μ, one number or one per Bayesian parameter, float64; None for zero.
-        information: What P₀ has in addition to δ, at temperature 1; None for nothing.
+        mean: μ, one number or one per Bayesian parameter, in float64; None for zero.
+        information: The part of P₀ that is added to diag(δ), at temperature 1; None if there is
+            none.
     """
 
     precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
@@ -34,7 +35,7 @@ class Prior:
 
     @classmethod
     def checked(cls, precision: Any, mean: Any, device: torch.device) -> "Prior":
-        """Read a prior from the user's numbers."""
+        """Check a user's numbers, and build a prior from them."""
         return cls(prior_precision_from(precision, device), prior_mean_from(mean, device))
 
     def with_precision(self, precision: float | Sequence[float] | Tensor) -> "Prior":
@@ -45,7 +46,7 @@ class Prior:
         )
 
     def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
-        """Return the prior for a number of blocks and parameters."""
+        """Return the prior for a given number of blocks and parameters."""
         if self.precision.shape == (1,) and num_blocks == 1:
             return replace(self, precision=self.precision[0]).fitting(num_blocks, num_parameters)
         check_prior_precision(self.precision, num_blocks)
@@ -87,15 +88,15 @@ def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[floa
 
 
 def prior_precision_from(value: Any, device: torch.device) -> Tensor:
-    """Read a prior precision, one number or several, as float64."""
+    """Check a prior precision, one number or several, and convert it to float64."""
     precision = real(value, "prior_precision", device).detach().clone()
-    # As long as there are no blocks, their number is not known.
+    # The number of blocks is not known yet, so any number of entries is accepted.
     check_prior_precision(precision, precision.numel())
     return precision
 
 
 def prior_mean_from(value: Any, device: torch.device) -> Tensor:
-    """Read a prior mean, one finite number or several, as float64."""
+    """Check a prior mean, one finite number or several, and convert it to float64."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(
             f"`prior_mean` is a {type(value).__name__}. Pass a number, or a tensor [D] in the "

@@ -1,13 +1,15 @@
-r"""Prior precisions by the marginal likelihood, for all parameters or per group.
+r"""Prior precisions with the largest marginal likelihood, for all parameters or per group.
 
-With the precisions h = N Λ of the data along a group's directions, its D parameters and their
-squared distance S from the prior's mean, the group's part of the log marginal likelihood is
+Let h = N Λ be the precisions of the data along the directions of a group, D the number of
+parameters of the group, and S their squared distance from the prior's mean. The group's part of the
+log marginal likelihood is
 $$\tfrac D2 \log\delta - \tfrac{\delta S}2 - \tfrac12\sum_i \log(h_i + \delta),$$
 whose slope in log δ is half of $\sum_i h_i / (h_i + \delta) - \delta S$: the number of parameters
-that the data determine, minus δ S (MacKay's fixed point). The first falls in δ, the second rises.
-So there is one optimum, the slope's only root, and it does not depend on the other groups.
+that the data determines, minus δ S (MacKay's fixed point). The first term decreases with δ, and the
+second term increases. Therefore, the slope has a single root, which is the optimum, and the optimum
+does not depend on the other groups.
 
-A regression's noise is tuned with it. No data is read.
+The noise of a regression can be tuned together with the prior precision. No data is read.
 """
 
 import math
@@ -29,16 +31,16 @@ from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, TunedFit, Tu
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)
-"""The range of the prior precision δ that is searched, unless the parameters are in large or small
-units."""
-# The range does not go beyond these ends, which single precision represents.
+"""The range of the prior precision δ that is searched, unless the parameters are very
+large or very small."""
+# The range never exceeds these ends, which single precision can represent.
 _LIMITS = (1e-20, 1e20)
-# The range of γ = δ k² that is searched with the noise, in powers of ten.
+# When the noise is tuned, the range of γ = δ k² has ends at this power of ten and its inverse.
 _RANGE = 20
 
 
 def maximise_evidence(fitted: FittedPosterior, sigma: bool | None, per: str | None) -> TunedFit:
-    """Maximise the marginal likelihood, as `Laplace.tune_evidence` describes it."""
+    """Maximise the marginal likelihood; see `Laplace.tune_evidence`."""
     if fitted.thinned_at is not None:
         raise ValueError(
             "The posterior is thinned, which changes its marginal likelihood by an amount that "
@@ -65,22 +67,24 @@ def search_range(
 ) -> tuple[Float[Tensor, "*groups"], Float[Tensor, "*groups"]]:
     r"""Return the range of δ that is searched for D parameters at a squared distance S.
 
-    The optimum is $\delta = \gamma / S$ with γ ≤ D determined parameters. So it is far below
-    `BOUNDS` if the parameters are large, such as those of targets in the millions, and above
-    if they are small. The range then follows D / S.
+    The optimum is $\delta = \gamma / S$, where γ ≤ D is the number of determined parameters. It is
+    far below `BOUNDS` if the parameters are large, for example if the targets are in the millions,
+    and above `BOUNDS` if the parameters are small. The range is therefore extended in proportion to
+    D / S.
     """
     low, high = BOUNDS
-    # Parameters at the prior's mean, S = 0, have no unit.
+    # Parameters at the prior's mean, where S = 0, do not define a scale.
     largest = (num_parameters / squared_distances).nan_to_num(1.0, posinf=1.0)
     return (1e-6 * largest).clamp(_LIMITS[0], low), (10 * largest).clamp(high, _LIMITS[1])
 
 
 def tune_one(fitted: FittedPosterior) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision."""
-    # Imported here because it takes a third of a second.
+    # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import minimize_scalar
 
-    # By the prior precision: the searches below visit some of them several times.
+    # The values are stored by prior precision, because the searches below visit some of them
+    # repeatedly.
     log_evidences: dict[float, float] = {}
 
     def loss(log_delta: float) -> float:
@@ -114,12 +118,14 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
 
 
 def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float) -> float:
-    """Find the prior precision between the best and a bound at which half a nat is lost.
+    """Find where, between the best prior precision and a bound, half a nat is lost.
 
     Args:
-        loss: Minus the log marginal likelihood, by the decimal logarithm of the prior precision.
+        loss: The negative log marginal likelihood, as a function of the decimal logarithm of the
+            prior precision.
         best: Decimal logarithm of the best prior precision.
-        bound: Decimal logarithm of the end of the search, which is returned if less is lost there.
+        bound: Decimal logarithm of the end of the search. The bound is returned if less than half a
+            nat is lost there.
     """
     from scipy.optimize import brentq
 
@@ -132,10 +138,10 @@ def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float
 def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision for each group.
 
-    Without curvature the marginal likelihood of a group rises towards δ = 0, a prior without any
-    scale, so the data do not determine δ: such a group takes the δ that is best for all together. A
-    group whose parameters are all at the prior's mean has an optimum at infinity, and takes the
-    largest δ of the range.
+    The marginal likelihood of a group without curvature increases towards δ = 0, a prior without a
+    scale. The data does not determine δ of such a group, so the group gets the δ that is best for
+    all groups together. For a group whose parameters all equal the prior's mean, the optimum is at
+    infinity, so the group gets the largest δ of the range.
 
     Args:
         fitted: The fit.
@@ -218,11 +224,11 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
 def num_determined(
     h: Float[Tensor, " directions"], counts: Float[Tensor, " directions"], delta: float
 ) -> float:
-    """Compute γ = Σ h / (h + δ), the number of parameters that the data determine.
+    """Compute γ = Σ h / (h + δ), the number of parameters that the data determines.
 
     Args:
         h: The precisions of the data, N Λ, along the directions.
-        counts: Number of directions with each precision.
+        counts: The number of directions with each precision.
         delta: The prior precision δ.
     """
     return float((counts * (h / (h + delta))).sum())
@@ -231,7 +237,7 @@ def num_determined(
 def _best_delta(
     h: Tensor, counts: Tensor, squared_distance: float, bounds: tuple[float, float]
 ) -> float:
-    """Find the root δ of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
+    """Find the root δ of Σ h / (h + δ) − δ S, or the end of the range if the root is outside."""
 
     def slope(delta: float) -> float:
         return num_determined(h, counts, delta) - delta * squared_distance
@@ -242,7 +248,7 @@ def _best_delta(
 def root_between(
     bounds: tuple[float, float], falling: Callable[[float], float], tolerance: float
 ) -> float:
-    """Find the root of a falling function of a positive number.
+    """Find the root of a decreasing function of a positive number.
 
     Args:
         bounds: The range that is searched.
@@ -250,9 +256,9 @@ def root_between(
         tolerance: The error of the root's logarithm.
 
     Returns:
-        The root, or the end of the range that it lies beyond.
+        The root; if the root is outside the range, the nearest end of the range.
     """
-    # Imported here because it takes a third of a second.
+    # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import brentq
 
     low, high = map(math.log, bounds)
@@ -266,23 +272,25 @@ def root_between(
 def tune_noise(fitted: FittedPosterior) -> TunedFit:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
-    With $P = k^{-2}(N \cdot C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's
-    mean μ and the residuals' Q, the log marginal likelihood is, up to a constant,
+    With $P = k^{-2}(N \cdot C + \gamma)$, $\gamma = \delta k^2$, the squared distance S = ‖θ* − μ‖²
+    from the prior's mean μ, and Q and M of the residuals, the log marginal likelihood is, up to a
+    constant,
     $$-\frac{Q + \gamma S}{2k^2} - M\log k + \frac D2\log\gamma
     - \frac12\log\det(N \cdot C + \gamma),$$
-    whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. So only γ is searched for. If σ has an
-    entry for each output, their ratios stay.
+    The best k has a closed form, $k^2 = (Q + \gamma S)/M$, so the search is only over γ. If σ has
+    one entry per output, the ratios of the entries do not change.
 
     Reference:
-        MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.
+        MacKay (1992), "Bayesian interpolation", for the choice of both hyperparameters by the
+        evidence.
     """
-    # Imported here because it takes a third of a second.
+    # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import minimize_scalar
 
     residuals = fitted.residuals
     assert residuals is not None
     posterior = fitted.posterior
-    # At a temperature the likelihood is that of N/T examples.
+    # At temperature T, the likelihood has the weight of N/T examples.
     M = residuals.num_targets / posterior.temperature
     Q = residuals.squared / posterior.temperature
     D = sum(posterior.curvature.sizes)
@@ -300,7 +308,7 @@ def tune_noise(fitted: FittedPosterior) -> TunedFit:
         table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, LOG_EVIDENCE: value})
         return -value
 
-    # If the noise is also tuned, there may be several optima: a grid locates the best of them.
+    # If the noise is also tuned, there may be several optima. A grid locates the best optimum.
     coarse = [loss(power) for power in range(-_RANGE, _RANGE + 1)]
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:

@@ -32,16 +32,17 @@ _TIE_IN_PAIRED_ERRORS = 0.25
 standard error."""
 TIE_IN_STANDARD_ERRORS = 1e-3
 """Two settings also count as equally good if they differ by less than this fraction of the best
-setting's standard error, because the paired error of nearly identical settings is nearly zero."""
+setting's standard error. This is needed because the paired error of nearly identical settings is
+nearly zero."""
 
 PredictGrid = Callable[
     [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
 ]
-"""From inputs, prior precisions and links to pairs of a prior precision's index and a predictive or
-its error, as `predictives_by_links` yields them."""
+"""A function from inputs, prior precisions and links to pairs: the index of a prior
+precision, and a predictive or its error; see `predictives_by_links`."""
 
 ScoringRule = Callable[[Distribution, CheckedTargets], Float[Tensor, "terms columns"]]
-"""From predictives of batch shape `[links, B, ...]` to terms that are summed over the targets."""
+"""A function from predictives of batch shape `[links, B, ...]` to terms to sum over the targets."""
 
 
 class Setting(NamedTuple):
@@ -49,7 +50,7 @@ class Setting(NamedTuple):
 
     Attributes:
         point: The index of the prior precision.
-        link: The index of the link; 0 if there are none.
+        link: The index of the link; 0 if there are no links.
     """
 
     point: int
@@ -60,20 +61,19 @@ class Setting(NamedTuple):
 class GridMetrics:
     """A metric at every prior precision of a search, for every link.
 
-    The metric is Σ sums / Σ counts over the examples. An example has one term or several (targets,
-    positions, labels), which are not independent, so standard errors are those over examples. A
-    `Setting` is an index of `sums` and `values`.
+    The metric is Σ sums / Σ counts over the examples. An example has one or several terms (targets,
+    positions, labels). The terms of an example are not independent, so standard errors are computed
+    over examples. A `Setting` is an index into `sums` and `values`.
 
     Attributes:
-        prior_precisions: P values, ascending. With links the last one is infinity, at which there
-            is no covariance.
-        links: The L links, the simplest one first; empty for a likelihood without links, whose
-            tensors have L = 1.
-        sums: Sum of the metric's terms of each example, `[P, L, examples]`; NaN for a setting that
-            a search has not evaluated.
+        prior_precisions: P values, ascending. With links, the last value is infinity, at which
+            there is no covariance.
+        links: The L links, with the simplest link first. Empty for a likelihood without links, for
+            which the tensors have L = 1.
+        sums: The sum of the metric's terms of each example, `[P, L, examples]`; NaN for a setting
+            that a search has not evaluated.
         counts: Number of terms of each example, `[examples]`.
-        sigma_factors: The number that σ is multiplied by at each prior precision, `[P]`; None if σ
-            is not tuned.
+        sigma_factors: The factor of σ at each prior precision, `[P]`; None if σ is not tuned.
     """
 
     prior_precisions: Sequence[float]
@@ -89,18 +89,18 @@ class GridMetrics:
 
     @property
     def finite_points(self) -> range:
-        """Return the indices of the prior precisions that are finite."""
+        """The indices of the finite prior precisions."""
         return range(len(self.prior_precisions) - (1 if self.links else 0))
 
     @property
     def has_errors(self) -> bool:
-        """Whether there are several examples, which standard errors need."""
+        """Whether there are several examples, which standard errors require."""
         return len(self.counts) > 1
 
     def lowest(self, points: range, links: Sequence[int]) -> Setting:
         """Return the setting with the lowest metric among these points and links.
 
-        It is the first one of several with the same value.
+        If several settings have the same value, return the first.
         """
         values = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
         point, link = divmod(int(values.argmin()), len(links))
@@ -125,11 +125,12 @@ class GridMetrics:
         return float(self.values[setting] - self.values[best]) <= tolerance
 
     def choose_link(self) -> int:
-        """Choose the simplest link whose best value is tied with the best of all; return its index.
+        """Return the index of the simplest link whose best value is tied with the best of all.
 
-        From simple to complex: the default formula at temperature 1, other formulas at temperature
-        1, the default formula at other temperatures, all links. With fewer than 100 examples it is
-        the default formula at temperature 1. There is no choice if there is one link or none.
+        The order from simple to complex is: the default formula at temperature 1, other formulas at
+        temperature 1, the default formula at other temperatures, all links. With fewer than 100
+        examples, the result is the default formula at temperature 1. If there is at most one link,
+        the result is 0.
         """
         if len(self.links) < 2:
             return 0
@@ -153,7 +154,8 @@ class GridMetrics:
 
 def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms links"]:
     """Compute the negative log-density of each target that counts, with a column for each link."""
-    # No class probabilities: for a thousand classes a thousandth of the memory.
+    # Class probabilities are not computed: for a thousand classes, the log-probabilities of the
+    # targets need a thousandth of the memory.
     log_probs = predicted.log_prob(
         targets.with_density.expand(predicted.batch_shape + predicted.event_shape)
     )
@@ -175,18 +177,19 @@ def _brier_terms(
 
 
 SCORING_RULES: dict[str, ScoringRule] = {"nll": _nll_terms, "brier": _brier_terms}
-"""The metrics by name. Their terms are those of the targets that count, with a column per link."""
+"""The metrics, by name. They return the terms of the targets that count, a column per link."""
 
 
 def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms 3"]:
-    """Compute for each term the squared whitened residual, log det S, and the number of outputs."""
+    """Compute the squared whitened residual, log det S, and the number of outputs of each term."""
     assert isinstance(predicted, MultivariateNormal)
     labels = targets.labels.double()
     root = predicted.scale_tril.flatten(0, -3).double()
     residuals = (labels - probabilities_or_means(predicted).double()).unsqueeze(-1)
     rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.abs()
     residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
-    # Not from the log-density: beside its constant small residuals are lost in float32.
+    # The residuals are not computed from the log-density: in float32, small residuals would be lost
+    # beside its constant.
     whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
     squares = whitened.square().sum((-2, -1))
     log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -195,14 +198,14 @@ def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tens
 
 @dataclass(frozen=True, eq=False)
 class ScoredTargets:
-    """A batch's targets, checked, and the metric that scores predictives of them.
+    """The checked targets of a batch, and the metric that scores predictives of these targets.
 
     Predictives have batch shape `[links, B, ...]`.
 
     Attributes:
         rule: The metric.
         targets: The targets.
-        example_indices: Index of the example that each counted row belongs to.
+        example_indices: The index of the example to which each counted row belongs.
         num_examples: The number of examples.
     """
 
@@ -220,13 +223,13 @@ class ScoredTargets:
         rule: ScoringRule,
         class_dim: int | None,
     ) -> "ScoredTargets":
-        """Check targets beside any of the predictives."""
+        """Check the targets against any of the predictives."""
         targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
         example_indices = targets.counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
         return cls(rule, targets, example_indices, len(y))
 
     def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
-        """Compute the terms of the metric that count."""
+        """Compute the terms of the metric for the targets that count."""
         return self.rule(predicted, self.targets)
 
     def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
@@ -239,7 +242,7 @@ class ScoredTargets:
         return self._examples(num_terms).bincount(minlength=self.num_examples).double()
 
     def _examples(self, num_terms: int) -> Int[Tensor, " terms"]:
-        """Index of the example that each term belongs to; a row may have a term per label."""
+        """Return the index of each term's example; a row may have a term per label."""
         terms_per_row = num_terms // max(1, len(self.example_indices))
         return self.example_indices.repeat_interleave(terms_per_row)
 
@@ -254,23 +257,23 @@ def evaluate_grid(
     links: Sequence[Link],
     class_dim: int | None = None,
 ) -> GridMetrics:
-    """Compute a metric at every prior precision, for every link, in one pass over the data.
+    """Compute a metric for every prior precision and link, in one pass over the data.
 
     Args:
         predict: The predictives.
         data: Batches `(inputs, targets)`.
         likelihood: The likelihood, which checks the targets.
         metric: `"nll"` or `"brier"`.
-        prior_precisions: Ascending.
-        links: The links; empty for a likelihood that has none.
+        prior_precisions: The prior precisions, ascending.
+        links: The links; empty for a likelihood without links.
         class_dim: The dimension of the outputs that holds the classes. Default: the last one.
 
     Returns:
-        The metric; it is infinite where a predictive could not be computed for every batch.
+        The metric; infinite where the predictive of at least one batch could not be computed.
 
     Raises:
-        ValueError: If the data are empty or have no target that counts; the predictive's error, if
-            a batch has no predictive at any prior precision.
+        ValueError: If the data is empty or has no target that counts. If a batch has no predictive
+            at any prior precision, raises the error of its predictive.
     """
     sums, counts = _scores_of_examples(
         predict, data, likelihood, SCORING_RULES[metric], prior_precisions, links, class_dim
@@ -293,7 +296,7 @@ def evaluate_grid_with_noise(
         predict: The predictives at the noise σ₀.
         data: Batches `(inputs, targets)`.
         likelihood: The likelihood, with the noise σ₀.
-        gammas: Ascending.
+        gammas: The values of γ, ascending.
         class_dim: The dimension of the outputs that holds the targets. Default: the last one.
 
     Returns:
@@ -319,7 +322,7 @@ def _scores_of_examples(
     links: Sequence[Link],
     class_dim: int | None,
 ) -> tuple[Float[Tensor, "points columns examples"], Float[Tensor, " examples"]]:
-    """Add up the terms of each example at every prior precision, and count them.
+    """Sum and count the terms of each example, at every prior precision.
 
     Examples without a term are left out. The sums are infinite where a batch has no predictive.
     """
@@ -335,7 +338,7 @@ def _scores_of_examples(
                 errors[point] = predicted
                 continue
             if scored is None:
-                # The same for every link and every prior precision.
+                # The result is the same for every link and every prior precision.
                 scored = ScoredTargets.check(likelihood, predicted, batch.targets, rule, class_dim)
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))
@@ -356,12 +359,13 @@ def _with_best_noise(
 ) -> tuple[Float[Tensor, "points 1 examples"], Float[Tensor, " points"]]:
     """Compute the NLL at the best σ = k σ₀ for each γ, and k.
 
-    With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
-    covariance is k² times that at δ = γ. With q = rᵀ S⁻¹ r, the NLL of M numbers is lowest at
-    k² = Σ q / M. A point that has no predictive has none at any σ, and keeps σ₀.
+    With C ∝ σ⁻², the precision of the posterior at σ = k σ₀ is k⁻² (N C + γ), so the covariance of
+    the predictive is k² times the covariance at δ = γ. With q = rᵀ S⁻¹ r, the NLL of M numbers is
+    lowest at k² = Σ q / M. A point without a predictive at σ₀ has no predictive at any σ, and keeps
+    σ₀.
 
     Args:
-        sums: For each γ and example the sums of `_noise_terms`; infinite without a predictive.
+        sums: The sums of `_noise_terms` for each γ and example; infinite without a predictive.
     """
     squares, log_dets, outputs = sums.unbind(1)
     factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()

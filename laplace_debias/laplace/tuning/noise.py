@@ -1,6 +1,6 @@
 """The noise of a regression: a fit at σ₀ determines the posterior at every σ = k σ₀.
 
-The residuals stay, and the curvature C of the mean loss becomes k⁻² C. No data is read.
+The residuals do not change, and the curvature C of the mean loss becomes k⁻² C. No data is read.
 """
 
 from dataclasses import replace
@@ -27,10 +27,10 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
 
 
 def _check_can_tune_noise(fitted: FittedPosterior) -> None:
-    r"""Require a curvature that goes with the noise, and residuals that show it.
+    r"""Require a curvature that scales with the noise, and residuals that are not zero.
 
     Raises:
-        ValueError: If the likelihood is no regression, if the curvature does not go with
+        ValueError: If the likelihood is not for regression, if the curvature is not proportional to
             $\sigma^{-2}$, or if the residuals are zero.
     """
     likelihood = fitted.likelihood
@@ -51,7 +51,7 @@ def _check_can_tune_noise(fitted: FittedPosterior) -> None:
             "with a posterior file saved by an early version of this library. Fit "
             'again with `fisher="exact"` or `fisher="mc"`.'
         )
-    # The squares are a difference of these two numbers, in double precision.
+    # The squared residuals are the difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + residuals.num_targets) >= residuals.squared:
         raise ValueError(
             "The residuals are so small compared with `sigma` that they are zero up "
@@ -61,7 +61,7 @@ def _check_can_tune_noise(fitted: FittedPosterior) -> None:
 
 
 def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | None:
-    """Return a note if σ was never set and is not tuned either."""
+    """Return a note if σ has never been set and is not tuned."""
     likelihood = fitted.likelihood
     if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
         return None
@@ -76,7 +76,7 @@ def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | 
 
 
 def apply_with_noise(tuning: Tuning, fitted: FittedPosterior, factor: float) -> TunedFit:
-    """Set the prior precision that was chosen together with a factor of σ, and multiply σ by it."""
+    """Multiply σ by a factor, and set the prior precision that was chosen together with it."""
     tuned = rescaled(fitted, factor, fitted.prior.with_precision(tuning.prior_precision))
     assert isinstance(tuned.likelihood, Gaussian)
     return TunedFit(replace(tuning, sigma=tuned.likelihood.sigma.tolist()), tuned)
@@ -93,7 +93,7 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at
     if limits is not None:
-        # The same ratio of the curvature to the prior precision.
+        # This keeps the ratio of the curvature to the prior precision.
         limits = tuple(limit * curvature_factor for limit in limits)
     return replace(
         fitted,
@@ -108,19 +108,19 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
 
 
 def nll_change(residuals: Residuals, factor: float) -> float:
-    """Compute by how much the negative log-likelihood grows if σ is multiplied by a factor."""
+    """Compute the increase of the negative log-likelihood if σ is multiplied by a factor."""
     return float(residuals.nll_change(torch.tensor(factor, dtype=torch.float64).log()))
 
 
 def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosterior:
-    r"""Return the posterior at another noise, under the same prior.
+    r"""Return the posterior for a different noise, under the same prior.
 
     The curvature is proportional to $\sigma^{-2}$ if the noise levels of all outputs are multiplied
-    by one factor.
+    by the same factor.
 
     Raises:
-        ValueError: If they change by different factors, or if the curvature is not proportional to
-            $\sigma^{-2}$.
+        ValueError: If the noise levels change by different factors, or if the curvature is not
+            proportional to $\sigma^{-2}$.
     """
     assert isinstance(fitted.likelihood, Gaussian)
     assert isinstance(likelihood, Gaussian)

@@ -1,4 +1,4 @@
-"""The noise of each output of a regression, by held-out data."""
+"""The noise of each output of a regression, chosen on held-out data."""
 
 import math
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ _RANGE = (1e-3, 1e3)
 
 @dataclass(frozen=True, eq=False)
 class OutputNoise:
-    """The noise of each output with the lowest NLL.
+    """The noise levels of the outputs that have the lowest NLL.
 
     Attributes:
-        sigma: Standard deviations.
+        sigma: The standard deviation of the noise of each output.
         nll: The mean NLL of the held-out targets.
-        is_at_end: Whether a standard deviation is at an end of the range that is searched.
+        is_at_end: Whether a standard deviation is at an end of the search range.
     """
 
     sigma: Float[Tensor, " outputs"]
@@ -42,9 +42,9 @@ class OutputNoise:
 def tune_output_noise(
     fitted: FittedPosterior, data: Iterable[Batch], prior_precision: float
 ) -> OutputNoise:
-    r"""Choose the noise of each output, with the posterior as it is.
+    r"""Choose the noise of each output for a fixed posterior.
 
-    With the covariance $F_n$ of the outputs and the residual $r_n$ it minimises
+    For the covariance $F_n$ of the outputs and the residual $r_n$, the chosen noise minimises
     $$\tfrac12\sum_n\big[r_n^\top S_n^{-1} r_n + \log\det 2\pi S_n\big],\quad
     S_n = F_n + \mathrm{diag}(\sigma_1^2, \dots, \sigma_C^2)$$
 

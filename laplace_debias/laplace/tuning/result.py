@@ -1,4 +1,4 @@
-"""The result of a search for the prior precision, and the fit that has it."""
+"""The result of a search for the prior precision, and the fit with this prior precision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +15,20 @@ Row = dict[str, Any]
 LOG_EVIDENCE = "log_marginal_likelihood"
 """The metric that is maximised when tuning uses no validation data."""
 _WIDE = 1e6
-"""Ratio of the ends of a range that is certain to contain a trained network's best value."""
+"""The ratio of the ends of a range that is wide enough to be certain to contain the best prior
+precision of a trained network."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A setting that a search compares with its choice.
+    """A setting with which a search compares its choice.
 
     Attributes:
-        name: Its name, for example `"temperature scaling"`.
-        prior_precision: The prior precision; None without a posterior.
+        name: The name of the setting, for example `"temperature scaling"`.
+        prior_precision: The prior precision; None for a setting without a posterior.
         link: The link.
         value: The metric.
-        difference: The metric minus that of the choice.
+        difference: The metric of this setting minus the metric of the choice.
         half_width: Half the width of the paired 95 % interval of the difference.
     """
 
@@ -40,7 +41,7 @@ class Alternative:
 
 
 class Comparison(list[Row]):
-    """The rows of `Tuning.compared`, which print as a table."""
+    """The rows of `Tuning.compared`, which are printed as a table."""
 
     def __init__(self, metric: str, alternatives: Sequence[Alternative]) -> None:
         self.metric = metric
@@ -84,16 +85,17 @@ class Tuning:
             `Laplace.block_names`.
         metric: The name of the optimised metric, or `"log_marginal_likelihood"`.
         value: The metric at the best value.
-        table: One row for each value tried, ascending: `prior_precision`, the metric, and its
-            `standard_error` over the examples if there are several. If `sigma` was tuned with it,
-            also `sigma_factor`, the number that the fit's sigma is multiplied by. With one prior
-            precision per kind of layer or block, one row for each: its `name`, `prior_precision`,
-            `num_parameters`, and `num_determined`, the number of these that the data determine.
+        table: One row for each value tried, ascending: `prior_precision`, the metric, and the
+            `standard_error` of the metric over the examples if there are several. If `sigma` was
+            also tuned, a row also contains `sigma_factor`, by which the sigma of the fit is
+            multiplied. With one prior precision per kind of layer or per block, there is one row
+            per kind or block: its `name`, `prior_precision`, `num_parameters`, and
+            `num_determined`, the number of parameters that the data determines.
         sigma: The noise that was tuned with the prior precision, one number or one per output; None
             if it was not tuned.
-        flat: The smallest and the largest prior precision tried between which the metric differs
-            from the best value by at most one standard error of this difference, paired over the
-            examples. For the marginal likelihood, it differs by at most half a nat. None for one
+        flat: The ends of the flat range of prior precisions tried. Within this range, the metric
+            differs from the best value by at most one standard error of the difference, paired over
+            the examples; the log marginal likelihood differs by at most half a nat. None for one
             example, and for several prior precisions.
         notes: Remarks on the search, for example that it ended at a limit.
         link: The link from logits to probabilities that was tuned with the prior precision; None
@@ -118,10 +120,11 @@ class Tuning:
 
     @property
     def compared(self) -> Comparison:
-        """A row for each of the alternatives, which print as a table.
+        """The alternatives, one per row, which are printed as a table.
 
-        A row contains its `name`, `prior_precision` (None without a posterior), `temperature`, the
-        metric, the `difference` from the choice and the paired `half_width` of its 95 % interval.
+        A row contains the `name`, `prior_precision` (None without a posterior) and `temperature` of
+        an alternative, its metric, the `difference` from the choice, and the paired `half_width` of
+        the 95 % interval of the difference.
         """
         return Comparison(self.metric, self.alternatives)
 
@@ -155,7 +158,7 @@ class Tuning:
 
     @property
     def _flatness(self) -> str:
-        """A sentence on how sharp the optimum is; empty if that is unknown."""
+        """A sentence on the sharpness of the optimum; empty if the sharpness is unknown."""
         if self.flat is None:
             return ""
         margin = "half a nat" if self.metric == LOG_EVIDENCE else "one standard error"
@@ -196,7 +199,7 @@ class Tuning:
         return " ".join([*sentences, *self.notes])
 
     def __str__(self) -> str:
-        """The result in lines, with `compared` as a table."""
+        """The result as several lines, with `compared` as a table."""
         lines = [self._summary]
         if self._flatness:
             lines.append(self._flatness)
@@ -215,12 +218,12 @@ class Tuning:
 
 @dataclass(frozen=True, eq=False)
 class TunedFit:
-    """A fit with the values that a search chose.
+    """A fit with the values that a search has chosen.
 
     Attributes:
-        tuning: The values, and how they were chosen.
-        fitted: The fit with this prior precision, and with the link and the noise if the search
-            chose them.
+        tuning: The chosen values, and how they were chosen.
+        fitted: The fit with the chosen prior precision, and with the chosen link and noise if there
+            are any.
     """
 
     tuning: Tuning

@@ -1,10 +1,10 @@
 """A search over prior precisions and temperatures that evaluates only some of the settings.
 
-For a prior precision δ the metric falls and then rises as the temperature T grows, and the best T
-changes little from one δ to the next. The search goes from the largest δ to the smallest. For each
-δ it starts from the best T of the previous δ and evaluates the neighbours of the lowest T until
-neither is lower. T = 1 is always evaluated. If the metric had several minima in T, the result would
-be the one that is reached in this way.
+For a fixed prior precision δ, the metric first decreases and then increases with the temperature T,
+and the best T changes little from one δ to the next. The search goes from the largest δ to the
+smallest. For each δ, it starts from the best T of the previous δ, and evaluates the neighbours of
+the best T so far until neither neighbour is better. T = 1 is always evaluated. If the metric had
+several minima in T, the search might return a local minimum.
 """
 
 import math
@@ -35,7 +35,7 @@ from laplace_debias.laplace.tuning.grid_metrics import (
     Setting,
 )
 
-# Outputs of the examples that are evaluated together.
+# The number of outputs that are evaluated together.
 _ENTRIES = 2**14
 _MIN_BATCH = 64
 
@@ -47,20 +47,20 @@ def search_temperatures(
     prior_precisions: Sequence[float],
     links: Sequence[Link],
 ) -> GridMetrics:
-    """Compute a metric where the best setting is searched, in one pass over the data.
+    """Compute a metric at the settings that the search visits, in one pass over the data.
 
-    These are the temperatures around the best for each prior precision, and all prior precisions
-    for the chosen link.
+    These settings are, for each prior precision, the temperatures around the best one; and, for the
+    chosen link, all prior precisions.
 
     Args:
         fitted: A fit for which `recorded_inputs` is not None.
         data: Batches `(inputs, targets)`.
         metric: `"nll"` or `"brier"`.
-        prior_precisions: Ascending.
-        links: The links, the simplest one first, ordered by formula.
+        prior_precisions: The prior precisions, ascending.
+        links: The links, with the simplest link first, ordered by formula.
 
     Returns:
-        The metric; it is infinite where a predictive overflows.
+        The metric; infinite where a predictive overflows.
     """
     batches = _last_layer_batches(fitted, data, metric)
     search = TemperatureSearch(batches, [*prior_precisions, math.inf], links)
@@ -73,15 +73,15 @@ def search_temperatures(
 
 @dataclass(eq=False)
 class LastLayerBatch:
-    """A batch, as far as predictives at any setting depend on it.
+    """A batch, reduced to the values on which the predictives depend at any setting.
 
-    It keeps the variances at the last prior precision, at which several temperatures may be
-    evaluated one after the other.
+    The variances at the last prior precision are kept, because several temperatures may be
+    evaluated there one after the other.
 
     Attributes:
         likelihood: The likelihood.
-        inputs: The outputs and the inputs of the last layer, the only one that is Bayesian.
-        targets: The targets, and the metric.
+        inputs: The outputs and the inputs of the last layer, which is the only Bayesian layer.
+        targets: The targets and the metric.
         counts: The number of terms of each example.
         squared_differences: `squared_differences` of the last layer's blocks, for at most 100
             exclusive classes; otherwise None.
@@ -106,7 +106,7 @@ class LastLayerBatch:
         class_dim: int | None,
         squared_differences: Float[Tensor, "rows pairs"] | None,
     ) -> "LastLayerBatch":
-        """Check the targets beside the predictions of the network."""
+        """Check the targets against the predictions of the network."""
         (predicted,) = tempered_predictives(likelihood, inputs.mean, None, [Link("probit")])
         if isinstance(predicted, ValueError):
             raise predicted
@@ -117,9 +117,9 @@ class LastLayerBatch:
     def sums(
         self, prior_precision: float, links: Sequence[Link]
     ) -> Float[Tensor, "examples links"]:
-        """Compute the metric of each example that counts by links of one formula.
+        """Compute the metric of each example that counts, with links of one formula.
 
-        It is infinite if a predictive overflows.
+        The metric is infinite if a predictive overflows.
         """
         columns = []
         try:
@@ -134,7 +134,7 @@ class LastLayerBatch:
     def _predictives(
         self, prior_precision: float, links: Sequence[Link]
     ) -> Iterable[Distribution | ValueError]:
-        """Predict by links of one formula."""
+        """Predict with links of one formula."""
         inputs = self.inputs
         likelihood = self.likelihood
         if prior_precision == math.inf:
@@ -165,8 +165,8 @@ class TemperatureSearch:
 
     Args:
         batches: The data of this process.
-        prior_precisions: Ascending; the last one is infinity.
-        links: The links, the simplest one first, ordered by formula.
+        prior_precisions: The prior precisions, ascending; the last one is infinity.
+        links: The links, with the simplest link first, ordered by formula.
     """
 
     def __init__(
@@ -180,12 +180,13 @@ class TemperatureSearch:
         self._links = links
         counts = [[batch.counts[batch.counts > 0]] for batch in batches]
         (self._counts,) = concatenate_batches(counts, "tune on")
-        # By setting, the metric's sum over the terms of each example, and its mean over all terms.
+        # For each setting, the metric's sum over the terms of each example, and its mean over all
+        # terms.
         self._sums = dict[Setting, Float[Tensor, " examples"]]()
         self._values = dict[Setting, float]()
 
     def run(self) -> None:
-        """Search the temperatures of each formula, from the largest prior precision on."""
+        """Search the temperatures of each formula, starting at the largest prior precision."""
         *finite_points, infinity = range(len(self._prior_precisions))
         self.evaluate(infinity, range(len(self._links)))
         indices_by_formula = dict[str, list[int]]()
@@ -194,13 +195,14 @@ class TemperatureSearch:
         lowest = {
             name: self._lowest(infinity, indices) for name, indices in indices_by_formula.items()
         }
-        # All formulas of a prior precision, one after the other, share its variances.
+        # The formulas are searched one after the other for each prior precision, so that they share
+        # its variances.
         for point in reversed(finite_points):
             for name, indices in indices_by_formula.items():
                 lowest[name] = self._descend(point, indices, lowest[name])
 
     def evaluate(self, point: int, links: Iterable[int]) -> None:
-        """Compute the metric of some links at a prior precision, unless it is there."""
+        """Compute the metric of some links at a prior precision, unless already computed."""
         missing = [index for index in sorted(links) if Setting(point, index) not in self._sums]
         if not missing:
             return
@@ -223,7 +225,7 @@ class TemperatureSearch:
         return GridMetrics(self._prior_precisions, self._links, sums, self._counts)
 
     def _descend(self, point: int, indices: list[int], start: int) -> int:
-        """Find the lowest temperature of a formula at a prior precision; return its link's index.
+        """Find the best temperature of a formula at a prior precision; return its link's index.
 
         Args:
             point: Index of the prior precision.
@@ -252,7 +254,7 @@ class TemperatureSearch:
 
 
 def _with_neighbours(indices: list[int], index: int) -> list[int]:
-    """Return an entry of a list and those before and after it."""
+    """Return an entry of a list with the entries before and after it."""
     position = indices.index(index)
     return indices[max(0, position - 1) : position + 2]
 

@@ -1,8 +1,8 @@
 """Tuning on held-out data: a grid of prior precisions and links, in one pass.
 
-The search is over δ, or over γ = δ k² if σ = k σ₀ is tuned with it. Links and temperatures cost
-little compared with the covariances, so the same pass evaluates all of them. A last layer's
-covariances are cheap: there only temperatures around the best are evaluated.
+The search is over δ, or over γ = δ k² if σ = k σ₀ is also tuned. Links and temperatures cost little
+compared with the covariances, so the same pass evaluates all of them. For a last layer, the
+covariances are cheap, so only temperatures around the best temperature are evaluated.
 """
 
 import itertools
@@ -70,10 +70,11 @@ def tune_on_data(
     Args:
         fitted: The fit.
         loader: Batches `(inputs, targets)` that the fit has not read.
-        metric: `"nll"`, or for classes and labels `"brier"`; the lowest is the best.
+        metric: The metric to minimise: `"nll"`, or `"brier"` for classes and labels.
         grid: Prior precisions to try. Default: `DEFAULT_GRID`.
         sigma: Whether σ of a regression is also tuned. With `"per_output"`, the noise of each
-            output is then chosen. Default: σ is tuned if it can be tuned and was never set.
+            output is chosen afterwards. Default: σ is tuned if it can be tuned and has never been
+            set.
         link: A link's name, to try only its temperatures, or a `Link`, to use only this one.
             Default: all links.
         generator: Seeds the order of the data.
@@ -92,7 +93,8 @@ def tune_on_data(
     _check_metric(metric, fitted.likelihood)
     link_from(link, fitted.likelihood)
     points = None if grid is None else _ascending(grid)
-    # A grid is one of prior precisions at the noise as it is, unless noise is tuned on request.
+    # A grid contains prior precisions for the current noise, so by default the noise is then not
+    # tuned.
     if (points is None or sigma) and tunes_noise(fitted, sigma):
         if points is not None:
             raise ValueError(
@@ -130,9 +132,9 @@ def _tune_with_links(
     if points is None:
         points = _representable(fitted.posterior, DEFAULT_GRID)
     else:
-        for point in points[[0, -1]]:  # They ascend.
+        for point in points[[0, -1]]:  # The points are ascending.
             fitted.posterior.check_prior_precision(point)
-    # The first batch shows how many classes there are.
+    # The default link depends on the number of classes, which the first batch shows.
     default = None
     first = stream.first
     if first is not None:
@@ -155,7 +157,7 @@ def _tune_with_links(
 
 
 def _records_last_layer(fitted: FittedPosterior, stream: Stream) -> bool:
-    """Whether predictions of these data need only the inputs and outputs of the last layer."""
+    """Whether predictions need only the inputs and outputs of the last layer."""
     first = stream.first
     is_recorded = False
     if first is not None:
@@ -165,12 +167,13 @@ def _records_last_layer(fitted: FittedPosterior, stream: Stream) -> bool:
 
 def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
     """Find the best prior precision of a regression, and a common factor of its noise levels."""
-    # The posterior at another σ is known for the noise that the curvature was measured at.
+    # The search starts at the noise at which the curvature was measured, from which the posterior
+    # at any other σ is known.
     likelihood = fitted.likelihood.for_same_curvature()
     fitted = replace(fitted, spec=replace(fitted.spec, likelihood=likelihood))
     residuals = fitted.residuals
     assert residuals is not None
-    # The grid is one of γ = δ k², around the k² of the residuals of the training data.
+    # The grid contains values of γ = δ k², for k² from the residuals of the training data.
     gammas = DEFAULT_GRID * (residuals.squared / residuals.num_targets)
     table = evaluate_grid_with_noise(
         partial(predictive.predictives_by_links, fitted),
@@ -186,7 +189,7 @@ def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
 
 
 def _check_metric(metric: str, likelihood: Likelihood) -> None:
-    """Require a metric that the likelihood has."""
+    """Require a metric that the likelihood supports."""
     metrics = ["nll"] if likelihood.targets == "numbers" else ["brier", "nll"]
     if metric not in metrics:
         raise ValueError(
@@ -195,7 +198,7 @@ def _check_metric(metric: str, likelihood: Likelihood) -> None:
 
 
 def _check_per_output(sigma: str, loader: Batches) -> None:
-    """Require the name of the noise per output, and data that can be read twice."""
+    """Require that `sigma` is `PER_OUTPUT`, and that the data can be read twice."""
     if sigma != PER_OUTPUT:
         raise ValueError(f'Unknown sigma={sigma!r}. Use True, False or "{PER_OUTPUT}".')
     if isinstance(loader, Iterator):
@@ -229,7 +232,7 @@ def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
 
 
 def _ascending(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:
-    """Sort a user's grid, once every value is positive and finite."""
+    """Sort a user's grid, and require that every value is positive and finite."""
     points = real(grid, "grid").cpu()
     if points.ndim != 1 or len(points) == 0 or not bool(((points > 0) & points.isfinite()).all()):
         raise ValueError(
@@ -245,7 +248,7 @@ def _representable(
     """Leave out prior precisions that the posterior's dtype cannot represent.
 
     Raises:
-        ValueError: If it can represent none.
+        ValueError: If the dtype can represent none of the prior precisions.
     """
     representable = []
     for point in points:
@@ -264,9 +267,10 @@ def links_to_try(default: Link | None, link: str | Link | None) -> list[Link]:
     """List the links that the search compares, the simplest one first.
 
     Args:
-        default: The likelihood's default link; None if it has no links, which gives an empty list.
-        link: A `Link`, which is then the only one; the name of a formula, which is tried at all
-            temperatures; None for the default formula and the probit at all temperatures.
+        default: The default link of the likelihood. None if the likelihood has no links; the result
+            is then an empty list.
+        link: A `Link`, to use only this link; or the name of a formula, to try it at all
+            temperatures; or None, to try the default formula and the probit at all temperatures.
     """
     if default is None:
         return []
@@ -284,8 +288,8 @@ class Choice:
 
     Attributes:
         setting: The prior precision and the link.
-        flat: The indices of the prior precisions around it, itself included, that are not worse by
-            more than a paired standard error.
+        flat: The indices of the range of prior precisions, around the chosen one, that are not
+            worse by more than a paired standard error.
     """
 
     setting: Setting
@@ -293,12 +297,12 @@ class Choice:
 
 
 def choose(table: GridMetrics) -> Choice:
-    """Choose the link, and the prior precision for it.
+    """Choose the link, and the best prior precision for this link.
 
-    The prior precision is the one with the lowest value; of several equal ones, the middle of their
-    longest run. At a temperature other than 1, which can itself soften the predictions, it is the
-    smallest prior precision that is tied with the lowest value: as wide a posterior as the data
-    allow.
+    The chosen prior precision has the lowest value of the metric. If several values are equal, it
+    is the middle of their longest run. At a temperature other than 1, which can itself soften the
+    predictions, it is the smallest prior precision that is tied with the lowest value, for a
+    posterior as wide as the data allows.
     """
     link = table.choose_link()
     num_points = len(table.finite_points)
@@ -321,8 +325,8 @@ def choose(table: GridMetrics) -> Choice:
     if table.links and table.links[link].temperature != 1:
         while best > 0 and table.is_tied(Setting(best - 1, link), Setting(lowest, link)):
             best -= 1
-    # With a temperature, a larger prior precision may have a lower value than the chosen one. The
-    # comparisons are written so that NaN counts as worse.
+    # If a temperature was chosen, a larger prior precision may have a lower value than the chosen
+    # one. The comparisons are written such that NaN counts as worse.
     is_near = (values - values[best]).abs() <= table.standard_errors(sums - sums[best])
     is_worse = ~is_near & ~(values < values[best])
     low = best
@@ -335,7 +339,7 @@ def choose(table: GridMetrics) -> Choice:
 
 
 def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
-    """Describe a choice and its alternatives; σ is left out."""
+    """Describe a choice and its alternatives, without σ."""
     point, link = choice.setting
     flat = table.prior_precisions[choice.flat.start : choice.flat.stop]
     alternatives = _alternatives(table, choice.setting) if len(table.links) > 1 else ()
@@ -352,7 +356,7 @@ def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
 
 
 def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
-    """List the metric by a link at every prior precision, ascending, as `Tuning.table`."""
+    """List the metric of a link at every prior precision, ascending, for `Tuning.table`."""
     errors = table.standard_errors(table.sums[:, link]).tolist()
     rows: list[Row] = []
     for point in table.finite_points:
@@ -371,7 +375,7 @@ def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
 def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...]:
     """Compare the choice with the network, temperature scaling and every link."""
     points = table.finite_points
-    infinity = range(len(points), len(points) + 1)  # The network, without a posterior.
+    infinity = range(len(points), len(points) + 1)  # the network without a posterior
     indices_by_formula = dict[str, list[int]]()
     for index, link in enumerate(table.links):
         indices_by_formula.setdefault(link.name, []).append(index)
@@ -402,7 +406,7 @@ def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...
 def _notes(
     table: GridMetrics, choice: Choice, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Explain a choice at an end of what was tried, and why a lower score was not chosen."""
+    """Explain a choice at an end of the search range, and why a lower score was not chosen."""
     point, link = choice.setting
     num_points = len(table.finite_points)
     is_flat = table.has_errors and len(choice.flat) == num_points
@@ -421,7 +425,7 @@ def _notes(
 
 
 def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
-    """Note that the best prior precision is the first or the last of the grid."""
+    """Note that the best prior precision is the first or the last value of the grid."""
     delta = table.prior_precisions[point]
     at_this_noise = "" if table.sigma_factors is None else " (sigma then stays as it is now)"
     if point == 0:
@@ -438,7 +442,7 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
 
 
 def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
-    """Note that a link's temperature is the lowest or the highest of those tried."""
+    """Note that a link's temperature is the lowest or the highest temperature tried."""
     temperature = link.temperature
     if temperature == TEMPERATURES[0]:
         end = "smallest"
@@ -457,7 +461,7 @@ def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
 def _notes_on_lower_scores(
     table: GridMetrics, choice: Setting, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Explain why an alternative that scores lower is not taken, if there is one."""
+    """Explain why an alternative with a lower score was not chosen, if there is one."""
     lowest = min(alternatives, key=attrgetter("difference"))
     standard_error = float(table.standard_errors(table.sums[choice]))
     if not -lowest.difference > TIE_IN_STANDARD_ERRORS * standard_error:
