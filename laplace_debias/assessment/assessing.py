@@ -1,4 +1,4 @@
-"""The assessment of a network by several methods, which are compared."""
+"""The assessment of a network: a comparison of several methods."""
 
 import dataclasses
 import hashlib
@@ -45,32 +45,35 @@ def assess(
 ) -> Path:
     """Compare methods on a network's data and write the results into a run folder.
 
-    In a process group the processes share the work: all of them call it with the same arguments and
-    whole data, and have access to the folder, to which the first one writes.
+    In a process group, the processes share the work. All processes must call this function with the
+    same arguments and the complete data, and must have access to the folder. Only the first process
+    writes to the folder.
 
-    Every posterior is fitted to the training examples and tuned on the validation examples; without
-    these by the marginal likelihood. A run that was interrupted resumes after its last complete
-    part and ends with the same predictions. Checksums of the network and of the data that the run
-    reads show that it is the same run. For folders of images, these are of the files' names, sizes
-    and times, and of the first batch.
+    Every posterior is fitted to the training examples and tuned on the validation examples. If
+    there are no validation examples, it is tuned by the marginal likelihood. An interrupted run
+    resumes after its last complete part and ends with the same predictions. Checksums of the
+    network and of the data that the run reads identify the run. For folders of images, the
+    checksums are computed from the files' names, sizes and times, and from the first batch.
 
     Args:
         loaded: The network and its data.
-        output: The folder, a new one or that of the same run.
+        output: The folder: a new folder, or the folder of the same run.
         methods: Methods to compare, the network first; `default_methods` if None.
         title: Title of the page.
-        settings: Further settings that identify a run, plain data: for example where the network
-            and its data come from.
-        config: The text of `config.yaml`, which repeats the run; no such file if None.
+        settings: Further settings that identify a run, as plain data; for example, the source of
+            the network and its data.
+        config: The text of `config.yaml`, with which the run can be repeated; None to write no
+            file.
         seed: Seed of all random choices.
         seconds: Seconds of earlier stages by name, for `seconds` of `run.json`.
-        overwrite: Whether an earlier run in the folder is removed first.
-        log: Called with a line on what it does next, such as `print`.
+        overwrite: Whether to remove an earlier run in the folder first.
+        log: A function that is called with a line about each next step, such as `print`.
 
     Raises:
-        FileExistsError: If the folder holds other files, or a run of other settings.
-        ValueError: If methods or data do not fit each other, or `Laplace` raises it.
-        OSError: If the folder cannot be written; after a full disk the same call resumes.
+        FileExistsError: If the folder contains other files, or a run with other settings.
+        ValueError: If methods and data do not match, or `Laplace` raises this error.
+        OSError: If the folder cannot be written to. If the disk was full, the same call resumes the
+            run.
     """
     if methods is None:
         methods = default_methods(loaded)
@@ -79,14 +82,15 @@ def assess(
     identity = _identity(loaded, methods, settings or {}, seed)
     folder = RunFolder(output)
     ranks = process_group()
-    # With several processes the first one prepares the folder, and writes to it.
+    # With several processes, only the first process prepares the folder and writes to it.
     earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
     earlier = ranks.from_rank(earlier, 0)
     record = run_record(
         loaded, methods, identity, earlier, title=title, seed=seed, seconds=seconds or {}
     )
     run = Run(loaded, methods, folder, record, seed=seed, log=log or (lambda line: None))
-    # `run.json` is written first and removed last: it marks a folder as that of a run.
+    # `run.json` is written first and removed last, because it marks a folder as the folder of a
+    # run.
     run.write()
     if config is not None:
         folder.write_config(config)
@@ -101,7 +105,7 @@ def assess(
 def _identity(
     loaded: Loaded, methods: Sequence[Method], settings: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    """The settings of a run, with checksums of the network and of the data that it reads."""
+    """Return the settings of a run, with checksums of the network and of the data that is read."""
     identity = {
         "task": loaded.task,
         "seed": seed,
@@ -124,7 +128,7 @@ def _identity(
 
 
 def _method_identity(method: Method) -> dict[str, Any]:
-    """The settings of a method, by the keys that run folders have."""
+    """Return the settings of a method, with the keys that run folders use."""
     settings = dataclasses.asdict(method)
     settings["of_all"] = settings.pop("uses_all_checkpoints")
     if isinstance(method.posterior, Path):
@@ -134,7 +138,7 @@ def _method_identity(method: Method) -> dict[str, Any]:
 
 
 def _num_read(methods: Sequence[Method]) -> int | None:
-    """The number of training examples that a run reads, from the first on; None for all."""
+    """Return the number of training examples that a run reads; None for all."""
     largest = TRAINING_EXAMPLES
     for method in methods:
         choice = method.posterior
@@ -147,18 +151,18 @@ def _num_read(methods: Sequence[Method]) -> int | None:
 
 
 def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None) -> str:
-    """Hash a set, or its first examples, in their order.
+    """Hash a set, or its first examples, in order.
 
     Decoding all images of a folder, or corrupting all images of a set, may take as long as the
-    predictions. So only the first batch of such a set is read, besides the properties of the files
-    or the images before the change. A loader that shuffles is not compared.
+    predictions. Therefore, only the first batch of such a set is read, in addition to the
+    properties of the files or the uncorrupted images. A loader that shuffles is not compared.
     """
     digest = hashlib.blake2b(digest_size=8)
-    # Out-of-distribution data may lack targets, and their checksum then has zeros.
+    # Out-of-distribution data may lack targets; the checksum then uses zeros.
     read = BatchReader(model, needs_targets=False)
     source = batches.source if isinstance(batches, Changed) else batches
     if random_samplers_of(source):
-        # The order of the examples is another one in every pass.
+        # The order of the examples differs in every pass.
         return "in random order"
     files = files_of(source)
     if files is not None or isinstance(batches, Changed):
@@ -176,7 +180,7 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
 
 
 def _marks(batches: Batches, read: BatchReader, limit: int | None) -> Iterator[str]:
-    """A text for each batch that depends on all of its entries, until a number of examples."""
+    """Yield a text per batch that depends on all entries, up to a number of examples."""
     num_examples = 0
     for loaded_batch in batches:
         batch = read(loaded_batch)

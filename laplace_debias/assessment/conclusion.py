@@ -1,10 +1,11 @@
 """The verdict of a run: three to five sentences on what its numbers show.
 
-Methods are judged by three things together: two proper scores, and how far the network's confidence
-(for a regression its standard deviation) is off. A method is better than another if it is better in
-one of them significantly and worse in none, on the examples that both predicted: if the 95 %
-interval of the paired difference excludes zero. Differences that are too small to matter do not
-count, however certain they are.
+Methods are judged by three criteria together: two proper scores, and the error of the network's
+confidence (for a regression, of its standard deviation). A method is better than another method if
+it is significantly better in at least one criterion and significantly worse in none, on the
+examples that both predicted. A difference is significant if the 95 % interval of the paired
+difference excludes zero. Differences that are too small to matter do not count, however certain
+they are.
 """
 
 import dataclasses
@@ -31,16 +32,16 @@ _CRITERIA = {
     "scaled_error": ("misfit of the standard deviations", "{}"),
 }
 _LARGEST_TEMPERATURE = 20.0
-"""With a temperature above this, the network's confidence means nothing."""
+"""With a temperature above this, the network's confidence is meaningless."""
 _MOST_OVERCONFIDENCE = 0.1
-"""A trained network is never over-confident by more than this on its training examples."""
+"""A trained network is never more over-confident than this on its training examples."""
 _LEAST_ABOVE_CHANCE = 0.1
-"""A network that gets less than this fraction of the way from chance to a perfect score has
-learnt nothing."""
+"""A network whose score covers less than this fraction of the range from chance to a perfect score
+has learnt nothing."""
 
 
 def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
-    """Return the verdict on a run and its metrics, a sentence or two per entry."""
+    """Return the verdict on a run and its metrics, with one or two sentences per entry."""
     verdict = _Verdict(record, measurements)
     doubts = list(verdict.doubts())
     if doubts:
@@ -57,7 +58,7 @@ def points(share: float) -> str:
 
 
 class _Verdict:
-    """A run with its metrics, and the sentences about them."""
+    """A run with its metrics, and the sentences about these metrics."""
 
     def __init__(self, record: RunRecord, measurements: Measurements) -> None:
         self._record = record
@@ -83,13 +84,13 @@ class _Verdict:
     # ------------------------------------------------------------------------- the metrics
 
     def _metric(self, metric: str, method: str | None = None, set_name: str = "test") -> MetricRow:
-        """A metric of a method, of the network if none is named."""
+        """Return a metric of a method, by default of the network."""
         return self._rows[method or self._network, metric, set_name, None]
 
     def _difference(
         self, method: str, reference: str, metric: str, set_name: str = "test"
     ) -> DifferenceRow:
-        """A method's metric minus that of a reference, on the examples of both."""
+        """Return the difference of a method's metric from a reference, on the examples of both."""
         row = self._differences.get((method, reference, metric, set_name, None))
         if row is not None:
             return row
@@ -106,7 +107,7 @@ class _Verdict:
     def _significant(
         self, method: str, reference: str
     ) -> tuple[dict[str, DifferenceRow], dict[str, DifferenceRow]]:
-        """The criteria in which a method is significantly better, and in which it is worse."""
+        """Return the criteria in which a method is significantly better, or significantly worse."""
         better = {}
         worse = {}
         for metric in self._criteria:
@@ -119,7 +120,7 @@ class _Verdict:
         return better, worse
 
     def _sign(self, difference: DifferenceRow) -> int:
-        """The sign of a difference that is significant and large enough to matter, else 0."""
+        """Return the sign of a significant difference that is large enough to matter, or 0."""
         reference_metrics = {
             metric: row.value
             for (method, metric, set_name, _), row in self._rows.items()
@@ -134,13 +135,13 @@ class _Verdict:
         return bool(better) and not worse
 
     def _inputs(self, count: int | None) -> str:
-        """A number of inputs, such as `300 images`."""
+        """Format a number of inputs, such as `300 images`."""
         return f"{count:,} {self._record.input_name}{'' if count == 1 else 's'}"
 
     # ------------------------------------------------------------------------- the set-up
 
     def doubts(self) -> Iterator[str]:
-        """Return the signs that network and data do not belong together."""
+        """Yield the signs that the network and the data do not match."""
         training = self._record.training
         rows = {} if training is None else training.metrics()
         inputs = f"its own training {self._record.input_name}s"
@@ -174,7 +175,7 @@ class _Verdict:
                 )
 
     def doubted(self, doubts: Sequence[str]) -> str:
-        """Advise a check of network and data before any other step."""
+        """Advise to check the network and the data before any other step."""
         causes = "the order of the classes, the normalisation of the inputs and the checkpoint"
         if self._has_numbers:
             causes = (
@@ -221,14 +222,14 @@ class _Verdict:
         )
 
     def _on_coverage(self) -> str:
-        """The share of targets in the intervals; empty where they were not measured."""
+        """Describe the share of targets in the intervals; empty if it was not measured."""
         coverage = self._rows.get((self._network, "coverage", "test", None))
         if coverage is None:
             return ""
         return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
-        """Whether the standard deviations fit the errors; empty where one of them is zero."""
+        """Describe whether the standard deviations match the errors; empty if one is zero."""
         scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
         if scaled_error is None:
             return ""
@@ -247,7 +248,8 @@ class _Verdict:
     def best_method(self) -> str | None:
         """The method to use; None if no method is better than the network."""
         remedies = [key for key in self._others if self._is_better(key, self._network)]
-        # The first of those that no other one improves on: simple methods come first.
+        # The first method on which no other method improves is chosen, because simple methods come
+        # first.
         unbeaten = [
             key
             for key in remedies
@@ -256,7 +258,7 @@ class _Verdict:
         return next(iter(unbeaten or remedies), None)
 
     def remedy(self) -> list[str]:
-        """Describe the best method, and compare the others with it."""
+        """Describe the best method, and compare the other methods with it."""
         if not self._others:
             return ["Only the network was evaluated. Add a method to compare it with."]
         best = self.best_method
@@ -281,7 +283,7 @@ class _Verdict:
         return [advice, *self._on_others(best)]
 
     def _on_others(self, reference: str) -> list[str]:
-        """How the methods that are not recommended compare with the one that is."""
+        """Compare the methods that are not recommended with the recommended method."""
         worse = []
         equal = []
         for key in self._others:
@@ -305,7 +307,7 @@ class _Verdict:
         return [" ".join(sentences)] if sentences else []
 
     def _on_reversal(self, key: str) -> str:
-        """Whether a method makes an over-confident network under-confident, or the reverse."""
+        """Describe whether a method turns over-confidence into under-confidence, or vice versa."""
         if self._has_numbers:
             return ""
         gap_of_network = self._metric("overconfidence")
@@ -315,7 +317,7 @@ class _Verdict:
     # ------------------------------------------------------- inputs that differ from the test set
 
     def on_shifts(self, best_method: str | None) -> list[str]:
-        """Describe accuracy and confidence on the hardest shift, also of the method to use."""
+        """Describe accuracy and confidence on the hardest shift, also for the method to use."""
         shifts = self._record.sets_of("shift")
         if not shifts:
             return []
@@ -342,9 +344,9 @@ class _Verdict:
         return [f"{sentence}. {label} {verb} {_amounts({calibration: row})}."]
 
     def on_ood_sets(self) -> list[str]:
-        """Describe how well OOD sets are detected, and by which score.
+        """Describe how well OOD sets are detected, and which score detects them.
 
-        A score whose AUROC on a set may be 0.5 or less is not recommended for it.
+        A score is not recommended for a set if its AUROC on the set may be 0.5 or less.
         """
         sentences = {}
         for ood_set in self._record.sets_of("ood"):
@@ -380,7 +382,7 @@ class _Verdict:
         return self._rows[recommended.method, "auroc", set_name, recommended.score]
 
     def _on_ood_set(self, set_name: str) -> str:
-        """How well one set is detected; empty where it was not measured."""
+        """Describe how well one set is detected; empty if the detection was not measured."""
         reference = self._reference_auroc(set_name)
         if reference is None:
             return ""
@@ -409,7 +411,7 @@ class _Verdict:
         return f"{sentence} {comparison} is {direction} by {amount} ({interval})."
 
     def _reference_auroc(self, set_name: str) -> MetricRow | None:
-        """The AUROC that others are compared with: of the network's entropy, if it has one."""
+        """Return the reference AUROC: of the network's entropy, if the network has an entropy."""
         scores = [("entropy", self._network), *(("variance", key) for key in self._others)]
         rows = (self._rows.get((method, "auroc", set_name, score)) for score, method in scores)
         return next((row for row in rows if row is not None), None)
@@ -417,7 +419,7 @@ class _Verdict:
     def _on_missed_set(
         self, set_name: str, recommended: Recommendation, reference: MetricRow
     ) -> str:
-        """A set that the score chosen beforehand does not detect."""
+        """Describe a set that the score chosen beforehand does not detect."""
         row = self._auroc(recommended, set_name)
         score = self._named_score(row.score, row.method)
         sentence = (
@@ -431,12 +433,12 @@ class _Verdict:
 
 
 def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:
-    """Whether a row is of the recommended score."""
+    """Whether a row belongs to the recommended score."""
     return (recommended.method, recommended.score) == (row.method, row.score)
 
 
 def _in_words(row: MetricValue, text: Callable[[float], str]) -> tuple[str, str]:
-    """A value and its interval for the sentences, without signs where it is significant."""
+    """Format a value and its interval for the sentences, without signs if it is significant."""
     ends = [row.lower, row.upper]
     if row.sign():
         ends = sorted(map(abs, ends))
@@ -456,7 +458,7 @@ def _names(criteria: Sequence[str] | Mapping[str, MetricValue]) -> str:
 
 
 def _amounts(rows: Mapping[str, MetricValue]) -> str:
-    """Significant differences by their criteria, e.g. `the NLL by 0.1 nats (0.05 to 0.15)`."""
+    """Format significant differences, e.g. `the NLL by 0.1 nats (0.05 to 0.15)`."""
     amounts = []
     for metric, row in rows.items():
         name, unit = _CRITERIA[metric]

@@ -31,7 +31,8 @@ def labelled_report(table: Columns, likelihood: Likelihood) -> metrics.Report:
 def scores_of(table: Columns, likelihood: Likelihood) -> dict[str, Tensor]:
     """Compute OOD scores, which are higher for inputs unlike the training data.
 
-    Several labels have no largest probability; numbers have only the variance without the noise.
+    Several labels have no score for the largest probability. The only score of numbers is the
+    variance without the noise.
     """
     if likelihood.predicts_numbers:
         variance = per_example(table["epistemic"].square())

@@ -67,8 +67,8 @@ def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommenda
     """Return the recommended OOD score, an entropy.
 
     The rule depends neither on the test set nor on OOD sets. In `examples/study`, this score was
-    worse than the entropy of temperature scaling on no problem, neither for all parameters nor for
-    the last layer. Mutual information was worse on four of eleven problems.
+    not worse than the entropy of temperature scaling on any problem, neither for all parameters nor
+    for the last layer. Mutual information was worse on four of eleven problems.
     """
     if likelihood.predicts_numbers:
         return None
@@ -115,8 +115,9 @@ class Comparison:
     def differences(self) -> Iterator[DifferenceRow]:
         """Compute differences between methods on the examples that both have predicted.
 
-        On labelled sets every method is compared with every one before it; on OOD sets every method
-        and score with the first: the network's entropy, or a regression's first posterior variance.
+        On labelled sets, every method is compared with every method before it. On OOD sets, every
+        method and score is compared with the first score: the network's entropy, or the variance of
+        the first posterior of a regression.
         """
         for set_name, role in self._roles.items():
             pairs: Iterator[tuple[str, str]] = itertools.combinations(self._methods, 2)
@@ -153,7 +154,7 @@ class Comparison:
                 )
 
     def _reports(self, method: str, set_name: str, reference: str) -> dict[str, metrics.Report]:
-        """A method's reports on a reference's examples: by score for an OOD set, else one."""
+        """Return a method's reports on a reference's examples, by score for an OOD set."""
         table = common(self._tables[method, set_name], self._tables[reference, set_name])
         test = common(self._tables[method, TEST], self._tables[reference, TEST])
         key = (method, set_name, len(table["index"]), len(test["index"]))
@@ -162,7 +163,7 @@ class Comparison:
         return self._cached_reports[key]
 
     def _evaluated(self, table: Columns, test: Columns, role: str) -> dict[str, metrics.Report]:
-        """The reports on a table of predictions; an OOD set is compared with the test set."""
+        """Compute reports on a table of predictions; an OOD set is compared with the test set."""
         if role == "ood":
             inside = scores_of(test, self._likelihood)
             outside = scores_of(table, self._likelihood)

@@ -22,22 +22,24 @@ class PosteriorChoice:
     """A posterior to fit and tune.
 
     Attributes:
-        curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
-            four.
-        params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names with
-            commas between them.
-        fisher: Labels that the curvature is taken at: the exact expectation, an estimate of it by
-            drawn labels (`mc`) or random signs (`signs`), or the true labels (`empirical`).
+        curvature: Structure of the posterior's curvature. This and the next four are arguments of
+            `Laplace`.
+        params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names that are
+            separated by commas.
+        fisher: Labels for the curvature: the exact expectation over labels (`exact`), an estimate
+            of this expectation from drawn labels (`mc`) or random signs (`signs`), or the true
+            labels (`empirical`).
         joint: Put a layer's weight and bias into one block.
         sharing: Approximation for weights that several positions share, in convolutions and
             sequences.
-        mode: Training data of the fit, as `Laplace.fit` takes it.
-        fit_examples: Largest number of training examples to fit on: with `mode="full"` a random
-            subset, and the likelihood is rescaled to the full size; otherwise the size of a batch.
-            All, or the loader's batches, by default; not with `mode="auto"`, which finds it out.
+        mode: How much training data to use; the argument of `Laplace.fit`.
+        fit_examples: Largest number of training examples for the fit. With `mode="full"`, the fit
+            uses a random subset of this size, and the likelihood is rescaled to the full size. In
+            other modes, this is the size of a batch. By default, all examples, or the loader's
+            batches, are used. Not available with `mode="auto"`, which determines the number itself.
 
     Raises:
-        ValueError: For fewer than two `fit_examples`, or any with `mode="auto"`.
+        ValueError: If `fit_examples` is less than two, or is passed with `mode="auto"`.
     """
 
     curvature: CurvatureName = "kfac"
@@ -63,26 +65,27 @@ class PosteriorChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to get predictions from a trained network.
+    """A way to get predictions from a trained network.
 
     Attributes:
-        key: Name of its files: lower-case letters, digits, `.`, `_` and `-`.
-        label: Name on the page.
-        describes: Description in one sentence.
-        posterior: The posterior that it predicts with, or a file of `Laplace.save`, which is
-            neither fitted nor tuned; None for the network itself.
+        key: The name in file names, of lower-case letters, digits, `.`, `_` and `-`.
+        label: The name on the page.
+        describes: A description in one sentence.
+        posterior: The posterior for the predictions, or a file of `Laplace.save`, which is neither
+            fitted nor tuned; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             network's logits; only for the network itself.
-        recalibration: A map of the network's logits, fitted on the validation examples; only for
-            the network itself.
-        examples: How many examples of each set it predicts, chosen at random, the same ones for
-            every method of that many. If None all; of a posterior over more than the last layer as
-            many as take about ten minutes. The validation set is limited likewise.
-        uses_all_checkpoints: Whether the networks of all checkpoints predict, each with such a
-            posterior, and their predictives are averaged.
+        recalibration: A map that is applied to the network's logits and fitted on the validation
+            examples; only for the network itself.
+        examples: The number of examples of each set to predict. The examples are chosen at random;
+            methods with the same number predict the same examples. None stands for all examples;
+            for a posterior over more than the last layer, for as many examples as take about ten
+            minutes. The validation set is limited in the same way.
+        uses_all_checkpoints: Whether to average the predictives of all checkpoints' networks, each
+            with such a posterior.
 
     Raises:
-        ValueError: For a key that is no file name.
+        ValueError: If the key cannot be used in file names.
     """
 
     key: str
@@ -172,17 +175,18 @@ BUILT_IN = {
     method.key: method
     for method in (NETWORK, TEMPERATURE, VECTOR, PLATT, ISOTONIC, LAST_LAYER, LAPLACE)
 }
-"""Methods that have names."""
+"""The built-in methods, by name."""
 
 
 def default_methods(loaded: "Loaded") -> tuple[Method, ...]:
     """Return the methods that `report` compares by default.
 
-    A posterior of all parameters is compared only on request: in `examples/study` the last layer's
-    NLL is better than that of temperature scaling on four problems of 14, its own on three.
+    A posterior over all parameters is compared only on request: in `examples/study`, its NLL is
+    better than the NLL of temperature scaling on three problems of 14; the NLL of a posterior over
+    the last layer is better on four.
 
-    A temperature is fitted to logits, on validation examples; the noise of a regression is fitted
-    in any case.
+    Temperature scaling is included if there are logits and validation examples. The noise of a
+    regression is always fitted.
     """
     has_temperature = loaded.likelihood.activation is not None and loaded.validation is not None
     default = (NETWORK, TEMPERATURE, LAST_LAYER)
@@ -195,7 +199,7 @@ def chosen_methods(
     examples: int | None,
     loaded: "Loaded",
 ) -> tuple[Method, ...]:
-    """Return the methods with these names and posteriors, the network first."""
+    """Return the methods with these names and posteriors; the network is the first method."""
     unknown = [name for name in names or () if name not in BUILT_IN]
     if unknown:
         raise ValueError(
@@ -224,7 +228,7 @@ def chosen_methods(
 def method_of(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
-    """Make the method that uses a posterior."""
+    """Make a method that uses a posterior."""
     text = "The posterior as it was saved in a file."
     if isinstance(posterior, PosteriorChoice):
         number = posterior.fit_examples
@@ -237,7 +241,7 @@ def method_of(
 
 
 def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
-    """Require methods that can be compared."""
+    """Require that the methods can be compared."""
     scaled = [method.key for method in methods if method.has_temperature]
     if scaled and loaded.likelihood.activation is None:
         raise ValueError(

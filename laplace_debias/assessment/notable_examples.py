@@ -1,4 +1,4 @@
-"""Test examples to look at: the uncertain ones and the confident mistakes."""
+"""Test examples to look at: uncertain predictions and confident mistakes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _MOST_NUMBERS = 32
 def write_examples(
     folder: RunFolder, loaded: Loaded, tables: Mapping[str, Mapping[str, Tensor]], network: str
 ) -> None:
-    """Write `examples.json`, and the images of the examples where inputs are images."""
+    """Write `examples.json`, and the images of the examples if the inputs are images."""
     groups = chosen_examples(tables, network, loaded.likelihood)
     records = [*groups.most_uncertain, *groups.most_confidently_wrong]
     indices = sorted({record.index for record in records})
@@ -47,9 +47,10 @@ def chosen_examples(
 ) -> ExampleGroups:
     """Choose the examples, with the predictions of every method.
 
-    The most uncertain ones are those of the first posterior, by its entropy (for a regression its
-    standard deviation). The most confidently wrong ones are the network's mistakes with the largest
-    probability (the largest error in standard deviations).
+    The most uncertain examples have the largest entropy (for a regression, the largest standard
+    deviation) under the first posterior. The most confidently wrong examples are the network's
+    mistakes with the largest probability (for a regression, the largest errors in units of the
+    standard deviation).
     """
     spread = "epistemic" if likelihood.predicts_numbers else "variance"
     with_spread = (key for key, table in tables.items() if (table[spread] > 0).any())
@@ -68,15 +69,15 @@ def chosen_examples(
 def _highest(
     tables: Mapping[str, Mapping[str, Tensor]], method: str, scores: Tensor, likelihood: Likelihood
 ) -> list[ExampleRecord]:
-    """The examples with the highest scores of a method; minus infinity leaves an example out."""
-    # Ties are in the order of the set.
+    """Return a method's examples with the highest scores, without scores of minus infinity."""
+    # Examples with equal scores keep the order of the set.
     order = scores.argsort(descending=True, stable=True)[:NUM_EXAMPLES]
     indices = [int(tables[method]["index"][i]) for i in order if scores[i] > -torch.inf]
     return [_record(tables, index, likelihood) for index in indices]
 
 
 def _confidence_in_mistakes(table: Mapping[str, Tensor], likelihood: Likelihood) -> Tensor:
-    """Confidence of wrong predictions, minus infinity for right ones."""
+    """Compute the confidence of wrong predictions; minus infinity for correct predictions."""
     if likelihood.predicts_numbers:
         errors = (table["target"] - table["mean"]) / table["standard_deviation"]
         return errors.abs().reshape(len(errors), -1).amax(1)
@@ -92,7 +93,7 @@ def _confidence_in_mistakes(table: Mapping[str, Tensor], likelihood: Likelihood)
 def _record(
     tables: Mapping[str, Mapping[str, Tensor]], index: int, likelihood: Likelihood
 ) -> ExampleRecord:
-    """An example with the predictions of the methods that have predicted it."""
+    """Return an example with the predictions of all methods that have predicted this example."""
     record = ExampleRecord(index)
     for key, table in tables.items():
         if index not in table["index"]:
@@ -110,7 +111,7 @@ def _record(
 
 
 def _likeliest(probs: Tensor) -> list[Any]:
-    """The likeliest classes, as pairs of class and probability."""
+    """Return the most probable classes, as pairs of class and probability."""
     top = probs.topk(min(NUM_CLASSES, len(probs)))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [list(pair) for pair in pairs]

@@ -19,7 +19,7 @@ from laplace_debias.laplace.prediction.intervals import (
 from laplace_debias.operators.eigh import eigh
 
 LEVEL = 0.95
-"""Level of the intervals whose lower and upper ends are columns of the table."""
+"""The level of the intervals whose lower and upper ends are columns of the table."""
 
 
 def number_predictions(
@@ -33,7 +33,8 @@ def number_predictions(
     Args:
         likelihood: The likelihood.
         mean: Means of the outputs.
-        covariance: Their covariances, or only variances; None for outputs that are certain.
+        covariance: The covariances of the outputs, or only variances; None for outputs without
+            uncertainty.
         targets: The true targets.
     """
     epistemic = None
@@ -75,7 +76,7 @@ def describe_predictive(
 
 
 def _predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor | None) -> Distribution:
-    """The distributions of single targets if they have a closed form; otherwise the predictive."""
+    """Return the distributions of single targets in closed form if possible, or the predictive."""
     if not likelihood.has_marginals:
         return likelihood.predictive(mean, covariance)
     variances = torch.zeros_like(mean) if covariance is None else _variances(mean, covariance)
@@ -90,7 +91,7 @@ def _variances(mean: Tensor, covariance: Tensor) -> Tensor:
 def _epistemic_variance(
     likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> Float[Tensor, "n targets"]:
-    """The variance of the targets' means, in closed form or over Sobol points."""
+    """Compute the variance of the targets' means, in closed form or over Sobol points."""
     if likelihood.has_marginals:
         return likelihood.epistemic_variances(mean, _variances(mean, covariance))
     return uncertainty_of_draws([likelihood], [gaussian_draws(mean, covariance)]).epistemic
@@ -100,7 +101,7 @@ def gaussian_draws(
     mean: Float[Tensor, "n outputs"],
     covariance: Float[Tensor, "n outputs outputs"] | Float[Tensor, "n outputs"],
 ) -> Float[Tensor, "samples n outputs"]:
-    """Draw Gaussian outputs by the Sobol points that links use, float64 on the CPU."""
+    """Draw Gaussian outputs at the Sobol points that links use, in float64 on the CPU."""
     if covariance.ndim == mean.ndim:
         covariance = torch.diag_embed(covariance)
     values, vectors = eigh(covariance.double().cpu(), "the functional covariance")

@@ -29,17 +29,17 @@ from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
 TRAINING_EXAMPLES = 1000
-"""Training examples that the network is evaluated on."""
+"""The number of training examples on which the network is evaluated."""
 _THINNING_EXAMPLES = 32
-"""Number of validation examples used to choose directions and to measure the resulting error."""
+"""The number of validation examples for choosing directions and measuring the resulting error."""
 _THINNING_ERROR = 1e-3
-"""Largest relative error that dropping directions may cause in a standard deviation."""
+"""The largest relative error of a standard deviation that the removal of directions may cause."""
 
 
 def fitted_posterior(
     loaded: Loaded, choice: PosteriorChoice | Path, seed: int, resume: Path
 ) -> Laplace:
-    """Fit a posterior to the training examples, or read it from its file."""
+    """Fit a posterior to the training examples, or read the posterior from a file."""
     if isinstance(choice, Path):
         return loaded.posterior(choice)
     names = [name.strip() for name in choice.params.split(",")]
@@ -65,9 +65,10 @@ def fitted_posterior(
 
 
 def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -> Batches:
-    """The first training examples, whose order mixes the classes.
+    """Return the first training examples; the order of the data must mix the classes.
 
-    They come in `num_batches` of equal size, or, if that is None, in the loader's own batches.
+    The examples are returned in `num_batches` batches of equal size; if this is None, in the
+    loader's own batches.
     """
     num_missing = num_examples
     read = BatchReader(loaded.model)
@@ -90,11 +91,11 @@ def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -
 def tune_posterior(
     la: Laplace, choice: PosteriorChoice | Path, validation: Batches | None
 ) -> tuple[Sweep, tuple[str, ...]]:
-    """Tune a posterior's prior precision, and a regression's noise with it.
+    """Tune the prior precision of a posterior, and also the noise of a regression.
 
-    The criterion is the negative log-likelihood of validation examples; without any it is the
-    marginal likelihood, and where that has no optimum nothing is tuned. A posterior that was read
-    from a file stays as it is.
+    The criterion is the negative log-likelihood of the validation examples. If there are no
+    validation examples, it is the marginal likelihood; if the marginal likelihood has no optimum,
+    nothing is tuned. A posterior that was read from a file is not changed.
 
     Returns:
         The search, and notes for the reader.
@@ -102,7 +103,7 @@ def tune_posterior(
     sweep = Sweep(chosen=la.prior_precision.tolist())
     if isinstance(choice, Path):
         return sweep, ()
-    # With the empirical Fisher the best noise has no closed form: it stays the network's.
+    # With the empirical Fisher, the best noise has no closed form, so the noise is not tuned.
     with_noise = la.likelihood.has_sigma and choice.fisher != "empirical"
     if validation is not None:
         tuning = la.tune(validation, sigma=with_noise)
@@ -159,7 +160,7 @@ def training_record(loaded: Loaded) -> TrainingRecord:
         targets = targets.double().reshape(mean.shape)
         squared_error = (mean - targets).square().mean(0)
         variance = (targets - targets.mean(0)).square().mean(0)
-        # A target that is constant has no variance to explain, but for rounding errors.
+        # A constant target has no variance to explain, except for rounding errors.
         rounding = 64 * torch.finfo(torch.float64).eps
         varies = variance > rounding**2 * targets.square().mean(0)
         if not varies.any():

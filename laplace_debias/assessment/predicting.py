@@ -1,4 +1,4 @@
-"""The predictions of a network, or of its posterior, for a data set."""
+"""The predictions of a network, or of a posterior, for a data set."""
 
 import itertools
 import operator
@@ -33,15 +33,16 @@ from laplace_debias.sources.shares import dealt
 from laplace_debias.system.ranks import process_group
 
 MOST_OUTPUTS = 100
-"""With more outputs than this, the covariance costs too much. Only the variances of the outputs
-are computed, including the part that all outputs share. Mutual information, aleatoric uncertainty
-and instability are not known."""
+"""With more outputs than this, the covariance costs too much. Only the variances of the outputs are
+computed, including the part that all outputs share. Mutual information, aleatoric uncertainty and
+instability are then not available."""
 
 
 def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | None:
     """Return the indices of the examples that a method predicts, or None for all.
 
-    Sets of one size have the same positions, so that corrupted examples are those of the test set.
+    The positions are the same for all sets of equal size, so that the corrupted examples correspond
+    to the examples of the test set.
     """
     if limit is None or limit >= num_examples:
         return None
@@ -58,8 +59,8 @@ def selected_batches(
 ) -> Iterator[Batch]:
     """Read all or selected examples, with the inputs on the model's device.
 
-    With several processes each reads every n-th batch. Indices are among the selected examples of
-    all processes. Targets that a set without labels lacks are zeros.
+    With n processes, each process reads every n-th batch. Indices count the selected examples of
+    all processes. If a set has no labels, its targets are zeros.
     """
     device = next(model.parameters()).device
     for batch in dealt(batches, BatchReader(model, needs_targets=has_labels)):
@@ -85,7 +86,7 @@ def in_order(own_results: Sequence[tuple[int, Result]]) -> list[Result]:
     """Collect the results of all processes' batches, in the order of the batches.
 
     Args:
-        own_results: For each batch of this process the index of its first example, and its result.
+        own_results: For each batch of this process, the index of the first example, and the result.
     """
     results = itertools.chain.from_iterable(process_group().exchange(own_results))
     return [result for _, result in sorted(results, key=operator.itemgetter(0))]
@@ -93,7 +94,7 @@ def in_order(own_results: Sequence[tuple[int, Result]]) -> list[Result]:
 
 @torch.no_grad()
 def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs"]:
-    """Compute the outputs of the trained network, `[B, C]`, float64 on the CPU."""
+    """Compute the outputs of the trained network, `[B, C]`, in float64 on the CPU."""
     outputs = call(model, x)
     if outputs.ndim != 2:
         raise ValueError(
@@ -110,7 +111,7 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 def network_classes(
     outputs: Float[Tensor, "n outputs"], likelihood: Likelihood
 ) -> ClassPredictions:
-    """Predict classes or labels with the trained network, from its outputs."""
+    """Predict classes or labels with the trained network, from the network's outputs."""
     if likelihood.activation == "sigmoid":
         return ClassPredictions(outputs, logits=outputs)
     if likelihood.activation is None:
@@ -120,7 +121,7 @@ def network_classes(
 
 
 def _log_probs(predictive: Any) -> Float[Tensor, "n classes"]:
-    """Logarithms of the probabilities of classes."""
+    """Return the logarithms of the probabilities of classes."""
     return predictive.probs.double().cpu().log()
 
 
@@ -158,7 +159,8 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
     predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
     per_label = getattr(predictive, "base_dist", predictive)
     log_probs = per_label.logits.reshape(mean.shape).double().cpu()
-    # The link divides the logits by its temperature, and scores are those of the divided logits.
+    # The link divides the logits by its temperature, and the scores are computed from the divided
+    # logits.
     mean, covariance = links.tempered_moments(link, mean.double(), covariance.double())
     if not has_covariance:
         return ClassPredictions(log_probs, {"variance": covariance.mean(1).cpu()})
@@ -170,7 +172,7 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
 def _information_scores(
     la: Laplace, mean: Float[Tensor, "n outputs"], covariance: Float[Tensor, "n outputs outputs"]
 ) -> dict[str, Float[Tensor, " n"]]:
-    """Mutual information and aleatoric entropy, at the Sobol points that links take."""
+    """Compute mutual information and aleatoric entropy, at the Sobol points that links use."""
     uncertainty = uncertainty_of_draws([la.likelihood], [gaussian_draws(mean, covariance)])
     return {"aleatoric": uncertainty.aleatoric, "mutual_information": uncertainty.epistemic}
 
@@ -183,14 +185,14 @@ def predict_set(
     *,
     has_labels: bool = True,
 ) -> PredictedSet:
-    """Predict a set with a posterior, or with the network itself, in all processes.
+    """Predict a set with a posterior, or with the network itself, on all processes together.
 
     Args:
         loaded: The network and its data, with the noise of its likelihood.
         batches: The set.
         la: The posterior; None for the network itself.
-        positions: Positions of the examples that are predicted; None for all.
-        has_labels: Whether targets are the true ones, whose log-probabilities are predicted.
+        positions: Positions of the examples to predict; None for all.
+        has_labels: Whether the set has true targets, whose log-probabilities are predicted.
     """
     own_batches: list[tuple[int, tuple[Predictions, Tensor]]] = []
     seconds = 0.0

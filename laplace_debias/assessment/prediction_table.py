@@ -38,25 +38,25 @@ def prediction_columns(
     has_targets: bool = True,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Predict batches, and return the columns of the table by name on all processes.
+    """Predict batches, and return the columns of the table by name, on all processes.
 
     Args:
         la: The posterior.
-        loaded: Its network and data.
-        batches: Inputs to predict; with targets if `has_targets`.
-        method: Predictive; this and `samples` are those of `Laplace.predict`.
+        loaded: The posterior's network and data.
+        batches: Inputs to predict, with targets if `has_targets` is true.
+        method: The prediction method; this and `samples` are arguments of `Laplace.predict`.
         samples: Number of draws.
         seed: Seed of the draws.
-        has_targets: Whether the batches' targets are the true ones, which become columns too.
+        has_targets: Whether the batches contain true targets, which also become columns.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: If there is no input.
+        ValueError: If there are no inputs.
     """
     has_draws = method in ("glm-mc", "nn") or samples is not None
     generator = Generator(la.mean.device).manual_seed(seed)
     own_tables: list[tuple[int, tuple[dict[str, Tensor], Tensor]]] = []
-    # Draws follow the order of all batches, so the first process makes them all.
+    # Draws depend on the order of all batches, so the first process makes all draws.
     takes_part = process_group().rank == 0 or not has_draws
     with alone() if has_draws else contextlib.nullcontext():
         own_batches: Iterable[Batch] = ()
@@ -83,7 +83,7 @@ def prediction_columns(
 
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
-    """The true targets, classes by their names."""
+    """Return the true targets, with the names of classes."""
     has_classes = loaded.likelihood.targets == "class" and not _has_one_logit(loaded)
     if has_classes and loaded.classes is not None:
         return {"label": [loaded.classes[label] for label in y.tolist()]}
@@ -99,7 +99,7 @@ def _batch_columns(
     samples: int | None,
     generator: Generator,
 ) -> dict[str, Tensor]:
-    """The columns of a batch of inputs."""
+    """Compute the columns for a batch of inputs."""
     if loaded.likelihood.predicts_numbers:
         return _number_columns(la, x, method, samples, generator)
     scores: Mapping[str, Tensor] = {}
@@ -125,12 +125,12 @@ def _batch_columns(
 
 
 def _has_one_logit(loaded: Loaded) -> bool:
-    """Whether the probability is that of one of two classes."""
+    """Whether there is only the probability of one of two classes."""
     return loaded.likelihood.targets == "class" and loaded.likelihood.activation == "sigmoid"
 
 
 def _probability_columns(probs: Tensor, loaded: Loaded) -> dict[str, Tensor]:
-    """Probabilities, the decision and the entropy."""
+    """Compute the columns of probabilities, the decision and the entropy."""
     if loaded.likelihood.targets == "labels":
         return {**_numbered("probability", probs), "entropy": label_entropy(probs)}
     entropy = metrics.entropy(probs)
@@ -144,9 +144,9 @@ def _probability_columns(probs: Tensor, loaded: Loaded) -> dict[str, Tensor]:
 def _number_columns(
     la: Laplace, x: Inputs, method: str, samples: int | None, generator: Generator
 ) -> dict[str, Tensor]:
-    """Mean, standard deviation, interval, and the deviation without the noise, of each target.
+    """Compute each target's mean, standard deviation with and without the noise, and interval.
 
-    The interval of a predictive that has no quantiles is that of the normal distribution.
+    For a predictive without quantiles, the interval of the normal distribution is used.
     """
     if method == "glm" and samples is None:
         predictions = posterior_numbers(la, x)
@@ -173,7 +173,7 @@ def _number_columns(
 
 
 def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:
-    """Columns of `[N]` or `[N, K]`, numbered where there are several."""
+    """Return the columns of `[N]` or `[N, K]`, with numbered names if there are several."""
     if values.ndim == 1 or values.shape[1] == 1:
         return {name: values.flatten()}
     return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}

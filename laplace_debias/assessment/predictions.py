@@ -1,6 +1,6 @@
-"""Predictions of a method for a data set: of classes or labels, or of numbers.
+"""Predictions of a method for a data set: classes or labels, or numbers.
 
-All tensors have a row per example, and are float64 on the CPU.
+All tensors have one row per example, and are in float64 on the CPU.
 """
 
 import math
@@ -22,12 +22,11 @@ from laplace_debias.metrics.ood import label_entropy
 POSTERIOR_SCORES = ("mutual_information", "variance", "instability")
 """Scores that need a posterior."""
 SCORES = (*POSTERIOR_SCORES, "energy", "max_logit")
-"""Scores in addition to those computed from the probabilities. The last two need the network's own
-logits."""
+"""Scores that probabilities do not determine. The last two need the network's own logits."""
 
 
 class Predictions(ABC):
-    """Predictions for examples: the base class of those of classes and of numbers."""
+    """The base class of predictions of classes and of predictions of numbers."""
 
     @classmethod
     @abstractmethod
@@ -54,8 +53,8 @@ class ClassPredictions(Predictions):
     """Predictions of classes or labels.
 
     Attributes:
-        log_probs: Logarithms of probabilities, `[n, C]`; logits where each has a sigmoid.
-        scores: The scores that are known, of `SCORES` and `aleatoric` (nats), `[n]`.
+        log_probs: Logarithms of probabilities, `[n, C]`; logits if each logit has its own sigmoid.
+        scores: The available scores out of `SCORES` and `aleatoric` (in nats), each `[n]`.
         logits: The network's own logits, `[n, C]`; None for other predictions, and for a likelihood
             without logits.
     """
@@ -68,7 +67,7 @@ class ClassPredictions(Predictions):
     def from_logits(
         cls, logits: Float[Tensor, "n outputs"], likelihood: Likelihood
     ) -> "ClassPredictions":
-        """Predict by changed logits, for which no score is known."""
+        """Predict from changed logits, for which no scores are available."""
         is_softmax = likelihood.activation == "softmax"
         return cls(logits.log_softmax(1) if is_softmax else logits)
 
@@ -90,8 +89,8 @@ class ClassPredictions(Predictions):
     ) -> "ClassPredictions":
         """Average several predictives for the same examples.
 
-        The mutual information is that of the label with member and parameters together; other
-        scores of single posteriors are not known.
+        The mutual information is the information between the label and the pair of member and
+        parameters. Other scores of single posteriors are not available.
         """
         log_probs = mean_logits(
             torch.stack([member.log_probs for member in members]),
@@ -100,7 +99,8 @@ class ClassPredictions(Predictions):
         total = entropy(log_probs, likelihood)
         entropies = [entropy(member.log_probs, likelihood) for member in members]
         mean_entropy = torch.stack(entropies).mean(0)
-        # The chain rule: label and member, and given the member its parameters.
+        # By the chain rule, this is the information between label and member, plus the information
+        # between label and parameters for a given member.
         mutual_information = (total - mean_entropy).clamp(min=0)
         scores = {}
         if all("mutual_information" in member.scores for member in members):
@@ -117,14 +117,14 @@ class ClassPredictions(Predictions):
     def recalibrated(
         self, recalibration: Recalibration, likelihood: Likelihood
     ) -> "ClassPredictions":
-        """Apply a map to the network's logits."""
+        """Apply a recalibration to the network's logits."""
         assert self.logits is not None
         return self.from_logits(recalibration(self.logits), likelihood)
 
     def columns(self, likelihood: Likelihood, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the columns of a table of predictions, after the index.
 
-        Scores that are not known are NaN.
+        Scores that are not available are NaN.
         """
         probs = probabilities(self.log_probs, likelihood)
         columns = {}
@@ -144,14 +144,14 @@ class NumberPredictions(Predictions):
 
     Attributes:
         mean: Means, `[n, C]`.
-        standard_deviation: Standard deviations with the noise, `[n, C]`.
+        standard_deviation: Standard deviations, including the noise, `[n, C]`.
         lower: Lower ends of the 95 % intervals, `[n, C]`; None if the predictive is normal or has
             no quantiles.
-        upper: Upper ends.
+        upper: Upper ends; None if `lower` is None.
         log_prob: Log-probabilities of the targets, `[n]`; None if the predictive is normal or there
             are no targets.
-        interval_level: Levels of the intervals that contain the targets, `[n, C]`; None where
-            `log_prob` is, and if the predictive has no distribution function.
+        interval_level: The smallest levels of intervals that contain the targets, `[n, C]`; None if
+            `log_prob` is None, or if the predictive has no distribution function.
         epistemic: Standard deviations without the noise, `[n, C]`.
     """
 
@@ -182,7 +182,8 @@ class NumberPredictions(Predictions):
     ) -> "NumberPredictions":
         """Average several predictives for the same examples.
 
-        The intervals of the mixture are not those of a member, so they are left out.
+        The intervals of the mixture cannot be computed from the intervals of its members, so they
+        are left out.
         """
         means = torch.stack([member.mean for member in members])
         variance_of_means = means.var(0, unbiased=False)
@@ -220,7 +221,7 @@ class PredictedSet:
         predictions: The predictions.
         targets: The targets; zeros if the set has none.
         index: Positions of the examples in the set.
-        seconds: The time that the predictions took, in the slowest process, without reading data.
+        seconds: The time for the predictions in the slowest process, without reading the data.
     """
 
     predictions: Predictions
@@ -259,13 +260,13 @@ def probabilities(
 def labels_like(
     probs: Float[Tensor, "n classes"], targets: Tensor, likelihood: Likelihood
 ) -> Integer[Tensor, "n *labels"]:
-    """Return the labels that belong to probabilities: one per example, or one per probability."""
+    """Return the labels in the shape for probabilities: one per example, or one per probability."""
     shape = probs.shape if likelihood.targets == "labels" else probs.shape[:1]
     return targets.long().reshape(shape)
 
 
 def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate a part of all batches; None if no batch has it."""
+    """Concatenate a part of all batches; None if no batch has this part."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
@@ -274,5 +275,5 @@ def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _squeezed(values: Tensor) -> Tensor:
-    """Values `[n, 1]` as `[n]`."""
+    """Return values `[n, 1]` as `[n]`, and other values unchanged."""
     return values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values

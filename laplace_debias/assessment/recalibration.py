@@ -1,4 +1,4 @@
-"""Recalibrations of a classifier: vector scaling, Platt's and isotonic regression."""
+"""Recalibrations of a classifier: vector scaling, Platt scaling and isotonic regression."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.system.checks import imports_of_extra
 
 Recalibration = Callable[[Tensor], Tensor]
-"""A function from logits to recalibrated logits, `[n, C]`. A single logit is that of class 1."""
+"""A function from logits to recalibrated logits, `[n, C]`. A single logit belongs to class 1."""
 
-# The temperature of examples that are all classified correctly is 0.
+# If all examples are classified correctly, the best temperature would be 0.
 _LEAST_TEMPERATURE = 0.5
 
 
@@ -29,22 +29,24 @@ def fit_recalibration(
 
     - `"vector"`: logits $w_c z_c + b_c$ (Guo et al., 2017), which minimise the NLL plus the penalty
       $\tfrac12 \sum_c (w_c - 1/T)^2 + b_c^2$, where T is the temperature, at least 0.5.
-    - `"platt"`, for a single logit: $w z + b$ of the lowest cross-entropy with the targets
-      $(n_1 + 1) / (n_1 + 2)$ for the $n_1$ examples of class 1 and $1 / (n_0 + 2)$ for the others
-      (Platt, 1999).
-    - `"isotonic"`: the monotone step function of the logit, or of each class's probability against
-      the others and then normalised, with the least squared error (Zadrozny & Elkan, 2002).
-      Probabilities are bounded by 1/(2n) and 1 − 1/(2n).
+    - `"platt"`, for a single logit: $w z + b$ with the lowest cross-entropy for the targets
+      $(n_1 + 1) / (n_1 + 2)$ of the $n_1$ examples of class 1, and $1 / (n_0 + 2)$ of the $n_0$
+      other examples (Platt, 1999).
+    - `"isotonic"`: the monotone step function with the least squared error (Zadrozny & Elkan,
+      2002), of the logit, or of the probability of each class against all others; the results are
+      then normalised. Probabilities are bounded by 1/(2n) and 1 − 1/(2n).
 
-    Penalty, targets and bounds keep all parameters finite if every example is classified correctly.
+    The penalty, the targets and the bounds keep all parameters finite even if every example is
+    classified correctly.
 
     Args:
         name: The recalibration.
         logits: Logits of the validation examples.
-        labels: Their classes.
+        labels: The classes of these examples.
 
     Raises:
-        ValueError: If there is no example, a logit is not finite, or the examples have one class.
+        ValueError: If there are no examples, a logit is not finite, or all examples have the same
+            class.
     """
     if not len(logits):
         raise ValueError(
@@ -64,7 +66,7 @@ def fit_recalibration(
 
 
 def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
-    # Imported here because it takes a third of a second.
+    # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import minimize
 
     num_classes = z.shape[1]

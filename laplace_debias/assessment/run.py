@@ -1,4 +1,4 @@
-"""A run: its network, data and methods, and its folder, whose `run.json` each stage updates."""
+"""A run: network, data, methods, and a folder with a `run.json` that each stage updates."""
 
 import platform
 import time
@@ -33,12 +33,12 @@ class Run:
     """The network, data, methods and folder of a run, with its record so far.
 
     Attributes:
-        methods: The methods, the network first.
-        sets: The sets that they are evaluated on, by name.
+        methods: The methods; the network is the first.
+        sets: The sets on which the methods are evaluated, by name.
         folder: The run folder.
         record: The content of `run.json`.
         seed: Seed of all random choices.
-        log: Called with a line on what the run does next.
+        log: A function that is called with a line about each next step of the run.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Run:
         return replace(self._loaded, likelihood=self._loaded.likelihood.with_sigma(sigma))
 
     def save_noise(self, sigma: float | list[float]) -> None:
-        """Record the noise of a regression, with which the run continues."""
+        """Record the noise of a regression, which the run uses from now on."""
         self.record.sigma = sigma
         self.write()
 
     def save_training(self, training: TrainingRecord) -> None:
-        """Record how the network does on its own training examples."""
+        """Record the network's performance on its own training examples."""
         self.record.training = training
         self.write()
 
@@ -87,7 +87,7 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
-        """Add the time of a stage, or of one method in it, to the record."""
+        """Add the time of a stage, or of one method in a stage, to the record."""
         start = time.perf_counter()
         yield
         seconds = self.record.seconds
@@ -97,11 +97,11 @@ class Run:
         self.write()
 
     def summary(self, method: Method, set_name: str) -> PredictionsSummary | None:
-        """Return the summary of a complete table of predictions, or None if there is none."""
+        """Return the summary of a complete table of predictions; None if there is no table."""
         return self.folder.predictions_summary(method.key, set_name)
 
     def note(self, text: str) -> None:
-        """Add a note to the page, once."""
+        """Add a note to the page, unless the page already has this note."""
         if text not in self.record.notes:
             self.record.notes.append(text)
 
@@ -135,12 +135,12 @@ def run_record(
 
     Args:
         loaded: The network and its data.
-        methods: The methods, the network first.
-        identity: Settings by which a run is recognised when it is resumed.
-        earlier: The record of the interrupted run; None for a new one.
-        title: Title of the page; empty for the type of the network.
+        methods: The methods; the network is the first.
+        identity: The settings that identify a run when it is resumed.
+        earlier: The record of the interrupted run; None for a new run.
+        title: The title of the page; if empty, the title is the type of the network.
         seed: Seed of all random choices.
-        seconds: Seconds of earlier stages by name.
+        seconds: The seconds of earlier stages, by name.
     """
     new = RunRecord(
         format=FORMAT,
@@ -196,7 +196,7 @@ def _method_record(method: Method) -> MethodRecord:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of Python and of the packages that the numbers depend on."""
+    """Return the versions of Python and of the packages on which the numbers depend."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

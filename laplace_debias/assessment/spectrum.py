@@ -30,9 +30,9 @@ class Spectrum:
 
     Attributes:
         eigenpairs: The leading eigenpairs.
-        trace: The whole trace.
-        density: The density of the other eigenvalues; None if they all count as zero.
-        seconds: The time that it took.
+        trace: The trace, including the leading eigenvalues.
+        density: The density of the other eigenvalues; None if all of them count as zero.
+        seconds: The time that the measurement took.
     """
 
     eigenpairs: EigenPairs
@@ -47,7 +47,7 @@ def curvature_of(
     """Build the curvature of a loaded network's loss on its first training examples.
 
     Raises:
-        ValueError: If there are fewer.
+        ValueError: If there are fewer training examples than `examples`.
     """
     operator = GGN if matrix == "ggn" else Hessian
     _, loss = loaded.likelihood.training_loss()
@@ -56,7 +56,7 @@ def curvature_of(
 
 
 def _first_batches(loaded: Loaded, examples: int) -> Batches:
-    """The first training examples, on the network's device, as the loss takes them."""
+    """Return the first training examples, on the network's device, in the form for the loss."""
     device = next(loaded.model.parameters()).device
     batches: list[tuple[Tensor, Tensor]] = []
     num_missing = examples
@@ -89,14 +89,14 @@ def measure_spectrum(
 ) -> Spectrum:
     r"""Measure leading eigenpairs, trace and remaining density of a symmetric operator.
 
-    With the eigenpairs $V\Lambda V^\top$ taken out, $A - V\Lambda V^\top$ has a trace and a density
-    without outliers, which few products estimate well. This is the deflation of Hutch++, with the
-    eigenvectors in place of a sketch.
+    After deflation by the eigenpairs $V\Lambda V^\top$, the trace and the density of
+    $A - V\Lambda V^\top$ have no outliers, so few products are enough to estimate them well. This
+    is the deflation of Hutch++, with the eigenvectors instead of a sketch.
 
     Args:
         A: The operator.
         eigenpairs: Number of leading eigenpairs.
-        tolerance: Largest residual norm of a pair, relative to the largest eigenvalue.
+        tolerance: Largest residual norm of an eigenpair, relative to the largest eigenvalue.
         max_matvecs: Largest number of products for the eigenpairs.
         trace_matvecs: Number of products for the remaining trace.
         density_probes: Number of probes of the density.
@@ -131,7 +131,8 @@ def measure_spectrum(
     )
     floor = density_floor * float(pairs.values.abs().max())
     density = None
-    # The others are at most as large as the smallest pair, if none of them is negative.
+    # If no eigenvalue is negative, the others are at most as large as the smallest leading
+    # eigenvalue.
     are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
     num_others = A.shape[0] - len(pairs.values)
     if not are_zero and num_others and _exceeds(deflated, floor, density_steps):
@@ -155,13 +156,13 @@ def measure_spectrum(
 
 
 def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
-    """Whether an eigenvalue is larger than a bound, as far as the power method shows it.
+    """Whether an eigenvalue is larger than a bound, according to the power method.
 
-    Unlike Lanczos, the power method takes operators that are only rounding errors.
+    Unlike Lanczos, the power method also works for operators that consist only of rounding errors.
     """
     vector = draw(A, 1, "gaussian", torch.Generator().manual_seed(0))[:, 0]
     for _ in range(max_matvecs):
-        # The norm of the image of a unit vector is at most the largest eigenvalue.
+        # The norm of the image of a unit vector is at most the largest absolute eigenvalue.
         vector = A @ (vector / vector.norm())
         norm = float(vector.norm())
         if norm > bound or norm == 0:
@@ -170,7 +171,7 @@ def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
 
 
 def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:
-    """Return the density of the other eigenvalues, without the zeros of those taken out."""
+    """Return the density of the other eigenvalues, without the zeros from the deflation."""
     num_null = size * density.null_fraction - (size - num_others)
     null_fraction = max(0.0, num_null) / num_others
     growth = (1 - null_fraction) / (1 - density.null_fraction)

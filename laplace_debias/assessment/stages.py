@@ -1,6 +1,7 @@
 """The first stages of a run: posteriors and temperatures, then predictions.
 
-Each stage reads what the run's folder has, and makes and writes the other parts.
+Each stage reads the results that the run's folder already contains, and computes and writes the
+others.
 """
 
 import math
@@ -57,17 +58,18 @@ class Member:
 
 
 ANNOUNCED_SECONDS = 60.0
-"""If work is expected to take at least this many seconds, the time is printed before it starts."""
+"""If work is expected to take at least this many seconds, the expected time is printed first."""
 AFFORDED_SECONDS = 600.0
-"""Seconds allowed for a posterior over more than the last layer. They limit how many examples it
-predicts."""
+"""The time in seconds for a posterior over more than the last layer. It limits the number of
+examples that the posterior predicts."""
 FEWEST_EXAMPLES = 100
-"""Number of examples of each set that are always predicted, however long this takes."""
+"""The number of examples of each set that are always predicted, however long this takes."""
 _MEASURED_SECONDS = 2.0
 """Once a timed prediction takes longer than this many seconds, no more examples are timed."""
 _PASSES_OF_TUNING = 3
-"""Cost of tuning per example, in predictions. Tuning makes at most two passes, each over a grid.
-On the All-CNN-C, a pass costs as much as 1.6 (last layer) to 4.2 (all parameters) predictions."""
+"""The cost of tuning per example, in units of predictions. Tuning makes at most two passes, each
+over a grid. On the All-CNN-C, a pass costs as much as 1.6 (last layer) to 4.2 (all parameters)
+predictions."""
 
 
 def fit(run: Run) -> dict[str, list[Member]]:
@@ -98,9 +100,9 @@ def fit(run: Run) -> dict[str, list[Member]]:
 
 
 def _noise(loaded: Loaded) -> float | list[float]:
-    """The standard deviation of the validation (else training) residuals, about zero.
+    """Return the RMS of the residuals of the validation examples, or else the training examples.
 
-    Several outputs have one each.
+    If there are several outputs, the result has one number per output.
     """
     data = loaded.train if loaded.validation is None else loaded.validation
     predicted = predict_set(loaded, data)
@@ -120,7 +122,7 @@ def _noise(loaded: Loaded) -> float | list[float]:
 
 
 def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Laplace | None:
-    """Fit, tune and save the posterior of a checkpoint, or read the saved one; None without one."""
+    """Fit, tune and save a checkpoint's posterior, or read it; None if the method has none."""
     choice = method.posterior
     if choice is None:
         return None
@@ -129,7 +131,7 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
     if not process_group().from_rank(path.exists(), 0):
         with states_kept():
             _make_posterior(run, method, choice, model, number)
-    # It is also read by the run that wrote it, so that one that resumes gives the same numbers.
+    # The run that wrote the file also reads it, so that a resumed run gives the same numbers.
     la = run.loaded.posterior(path, model)
     record = run.method_record(method)
     if not method.uses_all_checkpoints:
@@ -143,7 +145,7 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
 def _make_posterior(
     run: Run, method: Method, choice: PosteriorChoice | Path, model: nn.Module, number: int
 ) -> None:
-    """Fit and tune the posterior of a checkpoint, and write its search and its file."""
+    """Fit and tune a checkpoint's posterior, and write the search and the posterior to files."""
     loaded = replace(run.loaded, model=model)
     name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
     verb = "Reading" if isinstance(choice, Path) else "Fitting"
@@ -162,16 +164,16 @@ def _make_posterior(
         for note in notes:
             run.note(f"{method.label}: {note}")
         run.folder.write_sweep(name, sweep)
-    # The last of its files, which shows that the others are complete.
+    # This file is written last, so its existence shows that the other files are complete.
     path = run.folder.posterior(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     la.save(path, own_likelihood=la.likelihood.name is None)
 
 
 def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | None:
-    """The validation examples that a posterior is tuned on, at most as many as it predicts.
+    """Return the examples for tuning a posterior, at most as many as are predicted per set.
 
-    They can be read once.
+    The result can be read only once.
     """
     if loaded.validation is None:
         return None
@@ -186,7 +188,7 @@ def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | N
 
 
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
-    """Choose how many examples are predicted unless it is set; print how long it takes."""
+    """Choose the number of examples to predict, unless it is set; print the expected time."""
     passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
     sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
     sizes = [size_of(batches) for batches in sets if batches is not None]
@@ -229,7 +231,7 @@ def num_predictions(sizes: Sequence[float], examples: float) -> float:
 
 
 def affordable_examples(sizes: Sequence[float], limit: float) -> int | None:
-    """Return how many examples per set can be predicted in a limited time.
+    """Return the number of examples per set that can be predicted in a limited time.
 
     The number is at least 100.
     """
@@ -278,7 +280,8 @@ def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
     """
     with alone():
         x = next(selected_batches(loaded.model, loaded.test)).inputs
-    # Once before: first calls also choose algorithms and allocate.
+    # A prediction is made before the measurement, because first calls also choose algorithms and
+    # allocate memory.
     posterior_predictions(la, take(x, slice(1)))
     size = 1
     largest = num_examples(x)
@@ -322,7 +325,7 @@ def _write_predictions(
     predicted: PredictedSet,
     recalibration: Recalibration | None,
 ) -> None:
-    """Write a method's predictions, by its recalibration or temperature where it has one."""
+    """Write a method's predictions, after its recalibration or temperature if it has one."""
     likelihood = run.loaded.likelihood
     predictions = predicted.predictions
     if recalibration is not None:
@@ -346,11 +349,12 @@ def _write_predictions(
 
 
 def _predicted(run: Run, method: Method, set_name: str, members: Sequence[Member]) -> PredictedSet:
-    """A method's predictions for a set, without its recalibration or temperature."""
+    """Return a method's predictions for a set, without its recalibration or temperature."""
     positions = None
     limit = run.method_record(method).examples
     if limit is not None:
-        # The network comes first and predicts all: its table has the number of examples.
+        # The network is the first method and predicts all examples, so its table shows their
+        # number.
         summary = run.summary(run.methods[0], set_name)
         assert summary is not None
         positions = subset_indices(summary.num_examples, limit, run.seed)

@@ -8,9 +8,10 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_f
 from laplace_debias.laplace.tuning.evidence import root_between
 
 BOUNDS = (1e-3, 1e3)
-"""The range in which the best temperature is searched for.
+"""The search range of the temperature.
 
-If the network is right on all examples, the best is T → 0. If it is no better than chance, T → ∞.
+If the network is correct on all examples, the optimum is T → 0. If the network is no better than
+chance, the optimum is T → ∞.
 """
 
 
@@ -19,20 +20,21 @@ def fit_temperature(
     labels: Shaped[Tensor, "n *outputs"],
     likelihood: str | Likelihood,
 ) -> float:
-    r"""Return the temperature that minimises the mean NLL of logits divided by it.
+    r"""Return the temperature that minimises the mean NLL of the divided logits.
 
-    In β = 1/T the negative log-likelihood is convex, with the derivative
-    $\tfrac1n\sum_n \big(\sum_c p_{nc}(\beta) z_{nc} - z_{n y_n}\big)$. Its root is bracketed, so
-    the optimum is exact, in float64.
+    The negative log-likelihood is convex in β = 1/T, with the derivative
+    $\tfrac1n\sum_n \big(\sum_c p_{nc}(\beta) z_{nc} - z_{n y_n}\big)$. The root of the derivative
+    is bracketed, so the optimum is found to the precision of float64.
 
     Args:
         logits: Logits, or logarithms of predicted probabilities, which differ from logits by a
-            constant of each example.
-        labels: Class indices `[n]` for a softmax; for sigmoids zeros and ones, as many as logits.
-        likelihood: The likelihood or its name; it has a softmax, or a sigmoid for each logit.
+            constant per example.
+        labels: Class indices `[n]` for a softmax; zeros and ones in the shape of the logits for
+            sigmoids.
+        likelihood: The likelihood or its name. It must have a softmax, or a sigmoid for each logit.
 
     Raises:
-        ValueError: If there is no example, or a logit is not finite.
+        ValueError: If there are no examples, or a logit is not finite.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger (2017), "On calibration of modern neural networks".
@@ -50,13 +52,13 @@ def fit_temperature(
         )
 
     if likelihood_from(likelihood).activation == "sigmoid":
-        # Each label is a problem of two classes with the logits 0 and z.
+        # Each label is a two-class problem with the logits 0 and z.
         z = torch.stack([z.new_zeros(z.numel()), z.flatten()], 1)
         y = y.flatten()
     label_logits = z.gather(1, y[:, None])[:, 0]
 
     def slope(temperature: float) -> float:
-        # The derivative in β, which falls as T grows.
+        # This is the derivative with respect to β, which decreases as T grows.
         return (((z / temperature).softmax(1) * z).sum(1) - label_logits).mean().item()
 
     return root_between(BOUNDS, slope, tolerance=1e-12)
