@@ -1,4 +1,4 @@
-"""A batch's loss with its gradient and curvature, from the graph that a closure has made."""
+"""A batch's loss, gradient and curvature, from the graph that a closure has built."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laplace_debias.operators.base import Symmetric
 
-# Computes a batch's outputs and its mean loss anew: returns (loss, outputs).
+# A function that recomputes the outputs and the mean loss of a batch, and returns (loss, outputs).
 Closure = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -30,11 +30,11 @@ class Batch:
 
 
 class GraphGGN(Symmetric):
-    """The GGN of a loss that has been computed, by differentiating its graph twice.
+    """The GGN of a computed loss; products differentiate the graph of the loss twice.
 
-    This is the product of Pearlmutter and Schraudolph: the product with the Jacobian is the
-    derivative of the product with its adjoint, and the product with the loss Hessian is the
-    derivative of the loss gradient.
+    This is the method of Pearlmutter and Schraudolph: the product with the Jacobian is the
+    derivative of the product with the adjoint of the Jacobian, and the product with the loss
+    Hessian is the derivative of the loss gradient.
     """
 
     def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:
@@ -44,7 +44,7 @@ class GraphGGN(Symmetric):
         adjoint = torch.autograd.grad(
             outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
         )
-        # A parameter that the outputs do not depend on has no column.
+        # Parameters on which the outputs do not depend have no columns in the Jacobian.
         self._adjoint = [(i, row) for i, row in enumerate(adjoint) if row is not None]
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
@@ -56,12 +56,12 @@ class GraphGGN(Symmetric):
 
     @property
     def operands(self) -> list[Tensor]:
-        """The parameters, which have its dtype and device."""
+        """The parameters, which have the dtype and the device of the operator."""
         return list(self._parameters)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both the number of the parameters' entries."""
+        """The shape `(D, D)`, where D is the total number of entries of the parameters."""
         size = sum(p.numel() for p in self._parameters)
         return size, size
 
@@ -73,8 +73,8 @@ class GraphGGN(Symmetric):
     def _product(self, vector: Tensor) -> Tensor:
         """Compute Jᵀ H J v for the Jacobian J of the outputs and the loss Hessian H.
 
-        Jᵀ c is linear in the cotangent c, so its derivative in c, applied to v, is J v. H J v is
-        the derivative of the gradient of the loss in the outputs, along J v.
+        Jᵀ c is linear in the cotangent c, so J v is its derivative with respect to c, applied to v.
+        H J v is the derivative, along J v, of the gradient of the loss with respect to the outputs.
         """
         entries = vector.split([p.numel() for p in self._parameters])
         rows = [row for _, row in self._adjoint]
@@ -94,7 +94,7 @@ def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
     """Evaluate a closure; return the loss and the outputs.
 
     Raises:
-        TypeError: If it does not return two tensors, of which the first is a number.
+        TypeError: If the closure does not return two tensors, or the first tensor is not a scalar.
         ValueError: If the loss is not finite, unless `finite` is False.
     """
     result = closure()
@@ -125,12 +125,12 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 _SUFFICIENT_DECREASE = 1e-2
 """Armijo's condition requires this fraction of the decrease that the slope predicts."""
 _BACKTRACK = 0.8
-"""The factor that the step is multiplied by until the condition is met."""
+"""The step is multiplied by this factor until the condition is met."""
 _MAX_BACKTRACKS = 30
 
 
 class Line:
-    """The loss on the line through the parameters, which are moved in place."""
+    """The loss along a line through the parameters, which are moved in place."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Line:
         self._step = step
 
     def __call__(self, size: float) -> float:
-        """Compute the loss with weight decay at θ + size · step, and move back to θ."""
+        """Compute the loss, including weight decay, at θ + size · step, and move back to θ."""
         theta = self.move(size)
         try:
             with torch.no_grad():
@@ -176,14 +176,14 @@ def backtrack(evaluate: Line, loss: float, slope: float, full: float) -> tuple[f
         full: The loss at size 1.
 
     Returns:
-        The size and the loss there; 0 and the loss at 0 if no size meets the condition.
+        The step size and the loss at this size; 0 and the loss at 0 if no size meets the condition.
     """
     if not slope < 0:
         return 0.0, loss
     size = 1.0
     new_loss = full
     for _ in range(_MAX_BACKTRACKS):
-        # Written so that NaN fails.
+        # The comparison is written such that NaN does not meet the condition.
         if new_loss <= loss + _SUFFICIENT_DECREASE * size * slope:
             return size, new_loss
         size *= _BACKTRACK

@@ -13,8 +13,9 @@ from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
 from laplace_debias.optim.batch import Batch, Closure, Line, backtrack, flat
 
-# Levenberg and Marquardt's rule in Martens' form: the damping is divided by the factor if the
-# reduction ratio is above the upper limit, and multiplied by it if the ratio is below the lower.
+# This is the rule of Levenberg and Marquardt in Martens' form: the damping is divided by the factor
+# if the reduction ratio is above the upper limit, and multiplied by the factor if the ratio is
+# below the lower limit.
 _UPPER_RATIO = 0.75
 _LOWER_RATIO = 0.25
 _DAMPING_FACTOR = 1.5
@@ -25,16 +26,16 @@ class StepReport:
     """The record of one step of `DebiasedHessianFree`.
 
     Attributes:
-        loss: The loss of the batch that sets step sizes, weight decay included, before the step.
-        new_loss: The same after it.
-        predicted: The change that the undamped quadratic of that batch predicts for the full step.
-        reduction_ratio: The full step's change of the loss over the predicted one; 0 where that
-            is no decrease.
-        step_size: The line search's factor; 0 if no factor decreased the loss.
-        damping: The damping that the step was computed with.
-        solution: Conjugate gradients on the step (the debiased trajectory where there are two
-            batches).
-        num_matvecs: Curvature products, of either batch.
+        loss: The loss before the step, including weight decay, of the batch that sets step sizes.
+        new_loss: The loss of the same batch after the step.
+        predicted: The change of this loss that the undamped quadratic predicts for the full step.
+        reduction_ratio: The change of the loss by the full step, divided by the predicted change; 0
+            if the predicted change is not a decrease.
+        step_size: The factor that the line search found; 0 if no factor decreased the loss.
+        damping: The damping with which the step was computed.
+        solution: The result of conjugate gradients for the step (with two batches, the debiased
+            trajectory).
+        num_matvecs: The number of curvature products with both batches.
     """
 
     loss: float
@@ -51,11 +52,12 @@ class DebiasedHessianFree(Optimizer):
     r"""A Hessian-free optimiser that measures the lengths of its steps on a second batch.
 
     A step minimises the quadratic of the batch, with the generalised Gauss-Newton matrix (GGN) and
-    damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by the
-    rule of Levenberg and Marquardt, and then searches the line to the minimum. With a second batch,
-    the step sizes along the directions of the first batch are measured on the second batch. Damping
-    and line search also use the second batch, so the extremes of the batch that made the directions
-    do not mislead them. Without a second batch, this is the single-batch Hessian-free method.
+    damping, by conjugate gradients, which Martens' rule stops. The damping is adapted by the rule
+    of Levenberg and Marquardt, and a line search then determines the length of the step. With a
+    second batch, the step sizes along the directions of the first batch are measured on the second
+    batch. Damping and line search also use the second batch, so they are not misled by the extremes
+    of the batch that made the directions. Without a second batch, this is the single-batch
+    Hessian-free method.
 
     The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN is
     positive semi-definite. Closures must be deterministic, without dropout. Batch normalisation in
@@ -67,13 +69,13 @@ class DebiasedHessianFree(Optimizer):
 
     Args:
         params: Parameters or groups.
-        damping: λ ≥ 0 at the start, a multiple of the identity. It is adapted by factors, so 0
-            remains 0, and is part of the state.
+        damping: The initial λ ≥ 0, the factor of an identity matrix that is added to the GGN. λ is
+            adapted by factors, so 0 remains 0. λ is part of the state.
         max_iter: Largest number of iterations of conjugate gradients.
         tol: Tolerance of conjugate gradients on the residual, relative to the gradient.
         weight_decay: β of ½ β ‖θ‖², for each group.
         adapt_damping: Whether to adapt λ.
-        line_search: Whether to search the line; if not, the full step is taken.
+        line_search: Whether to search along the step; if false, the full step is taken.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -98,7 +100,7 @@ class DebiasedHessianFree(Optimizer):
         Debiasing mini-batch quadratics for applications in deep learning, Section 4.2.1.
     """
 
-    # An attribute of the class, as torch's copies of an optimizer drop those of the instance.
+    # This is a class attribute, because torch's copies of an optimizer drop instance attributes.
     last_step: StepReport | None = None
 
     def __init__(
@@ -131,15 +133,15 @@ class DebiasedHessianFree(Optimizer):
         """Add parameters with their own weight decay; all other options are shared.
 
         Args:
-            param_group: `params`, and perhaps `weight_decay`.
+            param_group: A dictionary with `params` and, optionally, `weight_decay`.
 
         Raises:
-            ValueError: If the weight decay is negative or not finite, or one of the other options
-                differs from the other groups'.
+            ValueError: If the weight decay is negative or not finite, or if another option differs
+                from its value in the other groups.
             NotImplementedError: If parameters are split over processes.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults
-        # The current damping, not the damping at the start.
+        # These options contain the current damping, not the initial damping.
         shared = {name: first[name] for name in self.defaults if name != "weight_decay"}
         for name, value in shared.items():
             if param_group.get(name, value) != value:
@@ -164,8 +166,8 @@ class DebiasedHessianFree(Optimizer):
 
         Args:
             first: Computes the outputs and the mean loss of the batch that makes the directions
-                and returns `(loss, outputs)`, without weight decay. Its graph must reach every
-                parameter that is to move, and the loss must be a function of the outputs.
+                and returns `(loss, outputs)`, without weight decay. The graph must contain every
+                parameter that the step changes, and the loss must be a function of the outputs.
             second: Computes outputs and mean loss of the batch that sets step sizes, which must be
                 independent of the first batch. Default: the first batch is used for both.
 
@@ -194,7 +196,7 @@ class DebiasedHessianFree(Optimizer):
             solution, num_matvecs = self._newton_step(batch, judge, decay + options["damping"])
 
         step = solution.x
-        # Conjugate gradients minimised the damped quadratic; the loss has no damping.
+        # Conjugate gradients minimise the damped quadratic, but the loss has no damping term.
         predicted = float(solution.values[-1] - options["damping"] * step.square().sum() / 2)
         evaluate = Line(second or first, parameters, decay, theta=theta, step=step)
         full = evaluate(1.0)
@@ -215,8 +217,8 @@ class DebiasedHessianFree(Optimizer):
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        # The ratio is only defined if a change is predicted, which is not so at a minimum. A loss
-        # that has overflowed has the ratio NaN, which raises the damping.
+        # The ratio is defined only if a change is predicted, which is not the case at a minimum. If
+        # the loss has overflowed, the ratio is NaN, which increases the damping.
         if options["adapt_damping"] and predicted != 0:
             for group in self.param_groups:
                 if not ratio >= _LOWER_RATIO:
