@@ -1,13 +1,13 @@
 """Active learning: which images to label next, by BatchBALD, by BALD, or at random.
 
-BALD labels the images whose label has the largest mutual information with the parameters: those
-where plausible networks disagree, not those that all of them call ambiguous (Houlsby et al., 2011).
-The best images are often alike, and after one of them the others add little. BatchBALD (Kirsch et
-al., 2019) chooses images whose labels have the largest mutual information together. That needs the
-joint predictive of all candidates: `la.functional(x, joint=True)`. All methods begin with the same
-images, and train the same network anew after every ten new labels. Over five seeds the test
-accuracy, averaged over the rounds, was higher than with random images by 0.023 with BatchBALD and
-by 0.016 with BALD.
+BALD selects the images whose label has the largest mutual information with the parameters: images
+on which plausible networks disagree, not images that all networks call ambiguous (Houlsby et al.,
+2011). The images with the highest scores are often similar, so that after one of them is labelled,
+the others add little. BatchBALD (Kirsch et al., 2019) chooses images whose labels together have the
+largest mutual information with the parameters. This needs the joint predictive of all candidates:
+`la.functional(x, joint=True)`. All methods start with the same images, and train the same network
+from scratch after every ten new labels. Averaged over five seeds and all rounds, the test accuracy
+was higher than with random images by 0.023 with BatchBALD and by 0.016 with BALD.
 
 Run with `python examples/active_learning.py`; picture in results/active_learning.png.
 """
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace
 
 METHODS = {"random": "#7F7F7F", "BALD": "#E69F00", "BatchBALD": "#0072B2"}
-"""The methods that are compared, with the colours of their curves."""
+"""The compared methods, with the colours of their curves."""
 
 
 def trained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
@@ -41,22 +41,22 @@ def trained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
 
 
 def fitted(model: nn.Module, x: Tensor, y: Tensor) -> Laplace:
-    """Fit a posterior over the last layer, with the prior of the largest marginal likelihood."""
+    """Fit a last-layer posterior, with the prior that maximises the marginal likelihood."""
     la = Laplace(model, params="last_layer")
     la.fit(DataLoader(TensorDataset(x, y), batch_size=100))
-    # Few labels leave nothing to hold out: the marginal likelihood needs no other data.
+    # There are too few labels to hold any out; the marginal likelihood needs no held-out data.
     la.tune_evidence()
     return la
 
 
 def entropy(probs: Tensor) -> Tensor:
-    """The entropy over the last dimension, nats."""
+    """Compute the entropy over the last dimension, in nats."""
     return torch.special.entr(probs).sum(-1)
 
 
 def mutual_information(la: Laplace, x: Tensor, samples: int = 100) -> Tensor:
-    """Entropy of the mean prediction minus the mean entropy of the predictions, nats, `[n]`."""
-    mean, covariance = la.functional(x)  # Gaussian logits: drawing them needs no further pass
+    """Compute the entropy of the mean prediction minus the mean entropy, in nats, `[n]`."""
+    mean, covariance = la.functional(x)  # the logits are Gaussian, so draws need no further pass
     root = torch.linalg.cholesky(covariance + 1e-6 * torch.eye(mean.shape[1]))
     noise = torch.randn(samples, *mean.shape)
     probs = (mean + torch.einsum("nij,snj->sni", root, noise)).softmax(-1)
@@ -64,10 +64,10 @@ def mutual_information(la: Laplace, x: Tensor, samples: int = 100) -> Tensor:
 
 
 def joint_samples(la: Laplace, x: Tensor, samples: int) -> Tensor:
-    """Class probabilities of sampled networks at all inputs, `[samples, n, classes]`."""
+    """Compute class probabilities of sampled networks at all inputs, `[samples, n, classes]`."""
     mean, covariance = la.functional(x, joint=True)
     size = mean.numel()
-    # There are more outputs than parameters, so that some eigenvalues are zero.
+    # There are more outputs than parameters, so some eigenvalues are zero.
     eigenvalues, eigenvectors = torch.linalg.eigh(covariance.reshape(size, size).double())
     root = (eigenvectors * eigenvalues.clamp(min=0).sqrt()).to(mean)
     logits = mean + (torch.randn(samples, size) @ root.T).view(samples, *mean.shape)
@@ -75,22 +75,23 @@ def joint_samples(la: Laplace, x: Tensor, samples: int) -> Tensor:
 
 
 def batch_of_most_information(probs: Tensor, size: int, num_labellings: int = 200) -> list[int]:
-    r"""Choose inputs one after the other, so that their labels are the most informative together.
+    r"""Choose inputs one after another, such that their labels together are most informative.
 
-    The mutual information of the labels of a batch and the parameters is the labels' joint entropy
-    minus the sum of their mean entropies given a network. The sum over all labellings is exact
-    while there are at most `num_labellings`, and then an average over sampled ones.
+    The mutual information between the labels of a batch and the parameters is the joint entropy of
+    the labels, minus the sum of their mean entropies given a network. The sum over all labellings
+    is exact as long as there are at most `num_labellings`; after that, it is an average over
+    sampled labellings.
 
     Args:
         probs: Class probabilities of sampled networks, `[samples, n, classes]`.
         size: Number of inputs to choose.
-        num_labellings: Number of labellings of the chosen inputs that are kept.
+        num_labellings: The largest number of labellings of the chosen inputs to keep.
     """
     num_samples, _, num_classes = probs.shape
     conditional_entropy = entropy(probs).mean(0)
     chosen: list[int] = []
-    # For every sampled network the probability of each labelling of the chosen inputs, and the
-    # weight of each labelling in a sum over all of them.
+    # These are the probability of each labelling of the chosen inputs for every sampled network,
+    # and the weight of each labelling in a sum over all labellings.
     likelihoods = probs.new_ones(num_samples, 1)
     weights = probs.new_ones(1)
     for _ in range(size):
@@ -112,7 +113,7 @@ def batch_of_most_information(probs: Tensor, size: int, num_labellings: int = 20
 
 
 def choose(method: str, la: Laplace, pool: Tensor, options: argparse.Namespace) -> Tensor:
-    """The rows of the pool to label next."""
+    """Return the rows of the pool to label next."""
     if method == "random":
         return torch.arange(options.chosen)  # the pool is in random order
     ranking = mutual_information(la, pool).argsort(descending=True)
@@ -124,7 +125,7 @@ def choose(method: str, la: Laplace, pool: Tensor, options: argparse.Namespace) 
 
 
 def accuracies(method: str, seed: int, options: argparse.Namespace) -> list[float]:
-    """Test accuracy before and after each round."""
+    """Return the test accuracy before and after each round."""
     pixels, digits = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels / 16).float(), torch.tensor(digits)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -142,7 +143,7 @@ def accuracies(method: str, seed: int, options: argparse.Namespace) -> list[floa
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[list[float]]]:
-    """Learn by every method with several seeds; returns their curves, `[seeds][rounds + 1]`."""
+    """Run every method with several seeds; return the curves, `[seeds][rounds + 1]`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

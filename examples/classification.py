@@ -1,4 +1,4 @@
-"""Classification in ten lines: what a trained network says of images that are no digits.
+"""Classification in ten lines: what a trained network predicts for images that show no digits.
 
 Run with `python examples/classification.py`; it takes seconds and downloads nothing.
 """
@@ -15,7 +15,7 @@ from laplace_debias import Laplace
 
 
 def trained(data: TensorDataset, epochs: int) -> nn.Module:
-    """Your network: here a small one, trained as usual."""
+    """Return your network; here, a small network that is trained as usual."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     loader = DataLoader(data, batch_size=50, shuffle=True)
@@ -24,11 +24,11 @@ def trained(data: TensorDataset, epochs: int) -> nn.Module:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-    return model.eval()  # Laplace refuses a network with active dropout or batch statistics
+    return model.eval()  # Laplace rejects networks with active dropout or batch statistics
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Train, then the ten lines; returns what is printed."""
+    """Train a network and run the ten lines; return the printed numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     images = TensorDataset(torch.tensor(pixels / 16).float(), torch.tensor(digits))
     train, val, test = random_split(images, [1000, 300, 497])
     model = trained(train, options.epochs)
-    # Shuffled pixels: as bright as a digit, but none.
+    # Images with shuffled pixels are as bright as digits, but show none.
     x_test, y_test = test[:]
     no_digits = [(x_test[:, torch.randperm(64)], y_test)]
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     la = Laplace(model, likelihood="classification")
     la.fit(DataLoader(train, batch_size=100))
     held_out, ood = DataLoader(test, batch_size=100), {"no_digits": no_digits}
-    # Before tune, which may set a temperature of the network's logits, too.
+    # The network is evaluated before `tune`, which may also set a temperature for its logits.
     found = {"network": la.evaluate(held_out, ood, method="map")}
     tuned = la.tune(DataLoader(val, batch_size=100))  # held-out images choose the prior precision
     found["Laplace"] = la.evaluate(held_out, ood)

@@ -1,4 +1,4 @@
-"""Coming from laplace-torch: its call in a comment, ours below, and what behaves differently.
+"""Coming from laplace-torch: its calls in comments, our calls below, and the differences.
 
 Run with `python examples/coming_from_laplace_torch.py`. The whole table is in
 docs/coming-from/laplace-torch.md.
@@ -17,7 +17,7 @@ from laplace_debias import Laplace
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Each step of a session with both; returns what is printed."""
+    """Run each step of a session; return the printed numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -41,28 +41,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # laplace-torch: la = Laplace(model, "classification", subset_of_weights="last_layer",
     #                             hessian_structure="kron")
-    # The defaults differ: theirs is the last layer, ours `params="all"`.
+    # The defaults differ: laplace-torch uses the last layer, this library `params="all"`.
     la = Laplace(model, "classification", params="last_layer", curvature="kfac")
 
     # laplace-torch: la.fit(train_loader)
-    # Ours returns the object. One that is fitted again starts anew; nothing is added up.
+    # Our `fit` returns the object. A second fit starts from scratch; nothing is added up.
     la.fit(train_loader)
 
     # laplace-torch: la.optimize_prior_precision(method="marglik")
-    # Ours searches a bounded range, theirs takes steps of Adam. Both set the prior precision.
+    # Our method searches a bounded range; laplace-torch takes steps of Adam. Both set the prior
+    # precision.
     found["prior precision by the marginal likelihood"] = la.tune_evidence().prior_precision
 
     # laplace-torch: la.log_marginal_likelihood()
-    # Both include every constant, and have a block for a weight and one for its bias.
+    # Both include every constant, and use separate blocks for a weight and its bias.
     found["log marginal likelihood"] = float(la.log_marginal_likelihood())
 
     # laplace-torch: la.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
-    # Ours takes one pass over the data for the whole grid, and scores the NLL.
+    # Our method makes one pass over the data for the whole grid, and uses the NLL as the score.
     found["prior precision by validation"] = la.tune(val_loader, link="probit").prior_precision
 
     # laplace-torch: probs = la(x, pred_type="glm", link_approx="probit")
-    # Ours gives a distribution: `.probs`, `.entropy()`, `.log_prob(y)`, `.sample()`.
-    # Its probit is one of several links here, and not the default; `tune` also finds a temperature.
+    # Our method returns a distribution: `.probs`, `.entropy()`, `.log_prob(y)`, `.sample()`. Its
+    # probit is one of several links here, and not the default; `tune` also finds a temperature.
     probs = la.predict(x[400:], link="probit").probs
     found["NLL"] = float(nn.functional.nll_loss(probs.log(), y[400:]))
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     found["largest difference of probit and samples"] = float((probs - sampled).abs().max())
 
     # laplace-torch: la(x, pred_type="nn", link_approx="mc", n_samples=100)
-    # Both run the network with drawn weights; ours leaves the user's model as it was throughout.
+    # Both run the network with sampled weights; our method never changes the user's model.
     before = [parameter.detach().clone() for parameter in model.parameters()]
     la.predict(x[400:], method="nn", samples=100, generator=generator)
     changes = [
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     found["mean variance of the logits"] = float(covariance.diagonal(dim1=1, dim2=2).mean())
 
     # laplace-torch: torch.save(la.state_dict(), path); la.load_state_dict(torch.load(path))
-    # Ours is a safetensors file without pickle. It is refused for a model with other weights.
+    # Our file is a safetensors file without pickle. `load` rejects a model with other weights.
     with tempfile.TemporaryDirectory() as folder:
         la.save(Path(folder) / "posterior.safetensors")
         again = Laplace.load(Path(folder) / "posterior.safetensors", model)
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         (again.predict(x[400:], link="probit").probs - probs).abs().max()
     )
 
-    # laplace-torch has no call for these; there one writes the loop by hand.
+    # laplace-torch has no call for these metrics; you would write the loop yourself.
     found |= {f"evaluate: {key}": float(v) for key, v in la.evaluate(test_loader).items()}
     for name, value in found.items():
         print(f"{name}: {value:.4g}")

@@ -1,11 +1,12 @@
-"""Continual learning: the posterior of the tasks so far is the prior of the next one.
+"""Continual learning: the posterior after the tasks so far is the prior for the next task.
 
-Each task shows the digits with their pixels in another order. A network that is only trained on,
-from task to task, forgets the earlier ones. Here `posterior_as_prior(la).penalty(model)` joins the
-loss of the next task, and `Laplace(model, prior=prior)` adds the curvature of its data to the prior
-(Ritter et al., 2018, "Online structured Laplace approximations for overcoming catastrophic
-forgetting"). No earlier image is kept. With `--methods "laplace-torch, diag"` laplace-torch does
-the same with one precision per parameter, the only precision matrix that its prior takes.
+Each task shows the digits with the pixels in a different order. A network that is simply trained on
+one task after another forgets the earlier tasks. Here, `posterior_as_prior(la).penalty(model)` is
+added to the loss of the next task, and `Laplace(model, prior=prior)` adds the curvature of this
+task's data to the prior (Ritter et al., 2018, "Online structured Laplace approximations for
+overcoming catastrophic forgetting"). No earlier image is kept. With
+`--methods "laplace-torch, diag"`, laplace-torch does the same with one precision per parameter, the
+only precision matrix that its prior supports.
 
 Run with `python examples/continual_learning.py`.
 """
@@ -26,16 +27,16 @@ from laplace_debias import Laplace, posterior_as_prior
 Penalty = Callable[[nn.Module], Tensor]
 """The negative logarithm of the prior's density, in nats, without its constant."""
 Task = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Images and labels for training, images and labels for the test."""
+"""The training images and labels, and the test images and labels."""
 
 PRIOR_PRECISION = 1.0
 PEER = "laplace-torch, diag"
 METHODS = ("fine-tuning", "diag", "ekfac", "kfac")
-"""Plain training from task to task, and the curvatures of the posterior."""
+"""Plain training on one task after another, and the curvatures of the posterior."""
 
 
 def permuted_digits(num_tasks: int, seed: int) -> list[Task]:
-    """The digits, with the pixels of each task in another order."""
+    """Return the digits, with the pixels in a different order for each task."""
     pixels, digits = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels / 16).float(), torch.tensor(digits)
     g = torch.Generator().manual_seed(seed)
@@ -48,7 +49,7 @@ def permuted_digits(num_tasks: int, seed: int) -> list[Task]:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, penalty: Penalty, steps: int) -> None:
-    """Train on a task, from the present weights on."""
+    """Train on a task, starting from the current weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), y) + penalty(model) / len(x)
@@ -58,14 +59,14 @@ def train(model: nn.Module, x: Tensor, y: Tensor, penalty: Penalty, steps: int) 
 
 
 def first_penalty(model: nn.Module) -> Tensor:
-    """The penalty of the prior of the first task, N(0, 1 / PRIOR_PRECISION)."""
+    """Compute the penalty of the first task's prior, N(0, 1 / PRIOR_PRECISION)."""
     return PRIOR_PRECISION / 2 * parameters_to_vector(model.parameters()).square().sum()
 
 
 def fitted(
     model: nn.Module, data: DataLoader, curvature: str, earlier: Laplace | None
 ) -> tuple[Laplace, Penalty]:
-    """The posterior after a task, and the penalty of the next one."""
+    """Return the posterior after a task, and the penalty for the next task."""
     if earlier is None:
         la = Laplace(model, curvature=curvature, prior_precision=PRIOR_PRECISION)
     else:
@@ -77,7 +78,7 @@ def fitted(
 def fitted_by_laplace_torch(
     model: nn.Module, data: DataLoader, earlier: Any
 ) -> tuple[Any, Penalty]:
-    """The same with laplace-torch's diagonal posterior."""
+    """Do the same as `fitted` with laplace-torch's diagonal posterior."""
     from laplace import DiagLaplace
 
     prior: dict[str, Any] = {"prior_precision": PRIOR_PRECISION}
@@ -96,14 +97,14 @@ def fitted_by_laplace_torch(
 
 
 def accuracy_over(tasks: Sequence[Task], model: nn.Module) -> float:
-    """Mean test accuracy over tasks."""
+    """Compute the mean test accuracy over tasks."""
     with torch.no_grad():
         accuracies = [(model(x).argmax(1) == y).float().mean() for *_, x, y in tasks]
     return float(torch.stack(accuracies).mean())
 
 
 def learn(method: str, seed: int, options: argparse.Namespace) -> list[float]:
-    """Mean test accuracy over the tasks so far, after each task."""
+    """Return the mean test accuracy over the tasks so far, after each task."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)).eval()
     tasks = permuted_digits(options.tasks, seed)
@@ -122,7 +123,7 @@ def learn(method: str, seed: int, options: argparse.Namespace) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[list[float]]]:
-    """Learn the tasks by every method with several seeds; returns curves, `[seeds][tasks]`."""
+    """Learn the tasks with every method and several seeds; return curves, `[seeds][tasks]`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -1,10 +1,11 @@
-"""Four posteriors of a small network, compared: from few examples in two ways, and from all.
+"""A comparison of posteriors of a small network: from few examples in two ways, and from all.
 
-The mini-batch posterior takes directions and magnitudes of the curvature from the same 32 images,
-and magnitudes come out too large. The debiased one takes directions from 16 of them and magnitudes
-from the other 16. How far is each from the posterior of all 1,000 images?
+The mini-batch posterior takes the directions and the magnitudes of the curvature from the same 32
+images, so the magnitudes are too large. The debiased posterior takes the directions from 16 of
+these images and the magnitudes from the other 16. How far is each posterior from the posterior of
+all 1,000 images?
 
-Run with `make demo`; it takes half a minute. Table and picture in results/demo.
+Run with `make demo`; it takes half a minute. The table and the picture are in results/demo.
 """
 
 import csv
@@ -23,9 +24,9 @@ from laplace_debias.sources.corruptions import corrupt
 
 EPOCHS = 40
 DRAWS = 5
-EXAMPLES = 32  # of a mini-batch; all 1,000 stand for the full batch
+EXAMPLES = 32  # in a mini-batch; all 1,000 images are the full batch
 PRIOR_PRECISIONS = (0.001, 0.00562, 0.0316, 0.178, 1.0, 5.62, 31.6, 178.0, 1000.0)
-LINK = Link("pairwise")  # at temperature 1: the curvature alone differs
+LINK = Link("pairwise")  # at temperature 1, so that only the curvature differs
 MAP, MINI, DEBIASED, FULL = METHODS = ("MAP", "mini-batch", "debiased", "full-batch")
 COLOURS = {MAP: "#7F7F7F"} | {
     method: OKABE_ITO[name]
@@ -36,7 +37,7 @@ Row = dict[str, str | int | float]
 
 
 def noisy_digits() -> list[TensorDataset]:
-    """Handwritten digits, corrupted so that they are hard: 1,000, 200 and 500 images."""
+    """Return digits that are corrupted to make them hard: 1,000, 200 and 500 images."""
     raw = load_digits()
     pixels = torch.from_numpy(np.rint(raw.images * (255 / 16)).astype(np.uint8))[:, None]
     images = TensorDataset(corrupt(pixels, severity=5) / 255, torch.from_numpy(raw.target).long())
@@ -45,7 +46,7 @@ def noisy_digits() -> list[TensorDataset]:
 
 
 def trained(data: TensorDataset) -> nn.Module:
-    """A network with more weights than the images can teach, so it is over-confident."""
+    """Train a network with too many weights for the images, so that it is over-confident."""
     model = nn.Sequential(
         *(nn.Conv2d(1, 24, 3, stride=2, padding=1), nn.ReLU()),
         *(nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.ReLU()),
@@ -62,7 +63,7 @@ def trained(data: TensorDataset) -> nn.Module:
 
 
 def posteriors(model: nn.Module, data: TensorDataset) -> dict[tuple[str, int], Laplace]:
-    """All fits, by method and draw."""
+    """Return all fits, by method and draw."""
     found = {}
 
     def fit(*batches: list[tuple[Tensor, Tensor]]) -> Laplace:
@@ -78,12 +79,12 @@ def posteriors(model: nn.Module, data: TensorDataset) -> dict[tuple[str, int], L
 
 
 def measured(probs: Tensor, y: Tensor) -> dict[str, float]:
-    """Metrics of predictions on the test images."""
+    """Compute metrics of predictions on the test images."""
     return {"nll": float(metrics.nll(probs, y)), "ece": float(metrics.ece(probs, y))}
 
 
 def main() -> dict[str, float]:
-    """Train, fit, predict at every prior precision; returns the mean distances to full-batch."""
+    """Train, fit, predict at every prior precision; return mean distances to full-batch."""
     torch.manual_seed(0)
     train, validation, test = noisy_digits()
     model = trained(train)
@@ -126,7 +127,7 @@ def main() -> dict[str, float]:
 
 
 def draw_nll(at_the_mode: float, rows: list[Row], path: Path) -> None:
-    """The NLL against the prior precision: a line for each posterior."""
+    """Draw the NLL against the prior precision, with a line for each posterior."""
     figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
     ax = figure.subplots()
     ax.axhline(at_the_mode, color=COLOURS[MAP], linestyle="--", label=MAP)

@@ -1,8 +1,8 @@
-"""A Hugging Face classifier with LoRA: Laplace on the adapters, everything else is frozen.
+"""A Hugging Face classifier with LoRA: a posterior over the adapters; all else is frozen.
 
-A tiny DistilBERT with random weights reads made-up reviews. What no training review had, praise and
-blame in one, should leave it unsure. With your own model, `from_pretrained` takes the place of the
-configuration. Needs `pip install transformers peft`.
+A tiny DistilBERT with random weights reads made-up reviews. It should be uncertain about reviews
+that both praise and blame, because no training review does both. With your own model,
+`from_pretrained` replaces the configuration. Needs `pip install transformers peft`.
 
 Run with `python examples/hugging_face_lora.py`; it takes seconds and downloads nothing.
 """
@@ -29,7 +29,7 @@ FILLERS = ["the", "film", "was", "and", "its", "plot", "very", "a", "bit"]
 
 
 def review(*moods: str) -> str:
-    """Filler words in any order, with a word of each mood among them."""
+    """Return filler words in random order, with one word of each mood among them."""
     words = random.choices(FILLERS, k=random.randint(4, 9)) + [
         random.choice(WORDS[m]) for m in moods
     ]
@@ -37,7 +37,7 @@ def review(*moods: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Fine-tune the adapters, fit and tune a posterior over them; returns what is printed."""
+    """Fine-tune adapters, fit and tune a posterior over them; return the printed numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         rows = [{**tokenizer(text), "labels": label} for text, label in reviews]
         return DataLoader(rows, 32, shuffle, collate_fn=DataCollatorWithPadding(tokenizer))
 
-    # One label in ten is wrong, as labels of people are.
+    # One label in ten is wrong, to imitate the mistakes of human annotators.
     given = [
         (review(("blame", "praise")[n % 2]), n % 2 ^ (random.random() < 0.1)) for n in range(800)
     ]
@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             optimizer.step()
     model.eval()
 
-    # The head was trained, too, but the posterior is to be over the adapters alone. Without
-    # `params` it is over all that is not frozen.
+    # The head was also trained, but the posterior should be only over the adapters. Without
+    # `params`, the posterior is over all parameters that are not frozen.
     la = Laplace(model, params=lambda name, _: "lora_" in name).fit(train)
     found = {}
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             f"these, {entropies['mixed']:.3f} of reviews with praise and blame"
         )
 
-    # Before tune, which may set a temperature of the network's logits, too.
+    # The network is evaluated before `tune`, which may also set a temperature for its logits.
     measure("network", "map")
     tuned = la.tune(val)
     print(

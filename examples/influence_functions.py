@@ -1,11 +1,11 @@
-"""Which training images help the test loss, and which harm it: influence functions.
+"""Influence functions: which training images decrease the test loss, and which increase it.
 
-Some training labels are wrong on purpose. Weighing training example n up by ε changes the trained
-parameters by −ε H⁻¹ ∇ℓ_n, and the test loss by −ε ∇L_test ᵀ H⁻¹ ∇ℓ_n (Koh & Liang, 2017): one
-linear system, solved by conjugate gradients, gives that of all examples. Mislabelled images should
-come out as the most harmful. K-FAC's exact inverse as the preconditioner saves many products for
-the last layer and few for all parameters; for other networks it costs some
-(`python -m benchmarks.preconditioners`).
+Some training labels are deliberately wrong. Increasing the weight of training example n by ε
+changes the trained parameters by −ε H⁻¹ ∇ℓ_n, and the test loss by −ε ∇L_test ᵀ H⁻¹ ∇ℓ_n (Koh &
+Liang, 2017). A single linear system, solved by conjugate gradients, gives the influence of all
+examples. Mislabelled images should turn out to be the most harmful. The exact inverse of K-FAC as
+the preconditioner saves many products for the last layer and few products for all parameters; for
+other networks, it needs more products (`python -m benchmarks.preconditioners`).
 
 Run with `python examples/influence_functions.py`; picture in results/influence_functions.png.
 """
@@ -36,7 +36,7 @@ def digits() -> TensorDataset:
 
 
 def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
-    """Your network: here a small one, trained until it is over-confident."""
+    """Return your network; here, a small network that is trained until it is over-confident."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(epochs):
         for x, y in DataLoader(data, batch_size=50, shuffle=True):
@@ -81,7 +81,7 @@ def main() -> None:
             f"{solution.num_matvecs} ({solution.status.value})"
         )
 
-    # ∇ℓ_nᵀ s for every n at once: the derivative of all losses along s, in one forward pass.
+    # One forward pass computes the derivative of all losses along s: ∇ℓ_nᵀ s for every n.
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     direction = A.layout.unflatten(solution.x)
 
@@ -91,7 +91,7 @@ def main() -> None:
         )
 
     _, slopes = jvp(losses, (parameters,), (direction,))
-    influence = -slopes / len(y)  # of one more copy of the example on the mean test loss
+    influence = -slopes / len(y)  # the effect of a second copy of the example on the mean test loss
 
     order = influence.argsort(descending=True)
     is_wrong = torch.zeros(len(y), dtype=torch.bool)

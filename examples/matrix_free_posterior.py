@@ -1,10 +1,10 @@
-"""Samples of a Laplace posterior without an approximation of the curvature, by products alone.
+"""Samples of a Laplace posterior with the exact curvature, from matrix-vector products alone.
 
 The posterior of a network's D parameters is N(θ*, P⁻¹) with the precision P = N·GGN + δI. K-FAC and
-its relatives replace the GGN by something that can be inverted. Here it stays as it is: Lanczos
-multiplies a normal vector by P^-½, and every sample costs a few dozen products. The samples go
-through the linearised network, and their spread is compared with the exact one from the D × D
-matrix, which this network is small enough for.
+related methods replace the GGN by a matrix that can be inverted. Here, the GGN is not approximated:
+Lanczos multiplies a normal vector by P^-½, and every sample costs a few dozen products. The samples
+are passed through the linearised network, and their spread is compared with the exact spread from
+the D × D matrix, for which this network is small enough.
 
 Run with `python examples/matrix_free_posterior.py`; picture in results/matrix_free_posterior.png.
 """
@@ -27,7 +27,7 @@ PRIOR_PRECISION = 1.0  # δ
 
 
 def trained(x: Tensor, y: Tensor) -> nn.Module:
-    """A small network fitted to the data, in float64: the exact posterior is compared with."""
+    """Fit a small network to the data, in float64 for the comparison with the exact posterior."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh())
     model = model.append(nn.Linear(20, 1)).double()
@@ -42,13 +42,13 @@ def trained(x: Tensor, y: Tensor) -> nn.Module:
 
 
 def spread(J: LinearOperator, covariance: LinearOperator) -> Tensor:
-    """Standard deviations of the linearised outputs, `[points]`, from the whole covariance."""
+    """Compute standard deviations of the linearised outputs, `[points]`, from the covariance."""
     products = covariance @ J.T.to_dense()
     return (J @ products).diagonal().sqrt()
 
 
 def main() -> None:
-    """Sample the posterior and compare the predictive's spread with the exact one."""
+    """Sample the posterior, and compare the predictive's spread with the exact spread."""
     torch.manual_seed(1)
     x = torch.cat([torch.rand(40, 1) - 2, torch.rand(40, 1) + 1]).double()
     y = torch.sin(2 * x) + NOISE * torch.randn_like(x)

@@ -1,9 +1,10 @@
 """Second-order steps on the digits: Gauss-Newton by CG, natural gradient by K-FAC, and gradients.
 
-All see the same 1,000 images in every step. With the quadratic q(d) = gᵀd + ½ dᵀG d of the GGN, the
-Gauss-Newton step minimises q(d) + ½ λ‖d‖² by products alone. The natural-gradient step takes its
-direction from K-FAC's exact inverse and its length from one product with the GGN (Martens & Grosse,
-2015). Both adapt λ to how well q foretells the loss, and take no step that raises it.
+All methods use the same 1,000 images in every step. With the quadratic q(d) = gᵀd + ½ dᵀG d of the
+GGN, the Gauss-Newton step minimises q(d) + ½ λ‖d‖² with products alone. The natural-gradient step
+takes its direction from K-FAC's exact inverse and its length from one product with the GGN (Martens
+& Grosse, 2015). Both methods adapt λ to how well q predicts the loss, and reject steps that
+increase the loss.
 
 Run with `python examples/newton_step.py`; picture in results/newton_step.png.
 """
@@ -26,7 +27,7 @@ NUM_STEPS = 20
 SHOWN = (0, 1, 2, 5, 10, 20)
 LOSS = nn.CrossEntropyLoss()
 
-# From the model, the GGN, the damping and the gradient to a step.
+# A function from the model, the GGN, the damping and the gradient to a step.
 Rule = Callable[[nn.Module, LinearOperator, float, Tensor], Tensor]
 
 
@@ -39,16 +40,16 @@ def digits() -> TensorDataset:
 
 
 def network() -> nn.Module:
-    """The same start for all."""
+    """Return the network with the same initial weights for all methods."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).eval()
 
 
 def second_order(batches: list[tuple[Tensor, Tensor]], rule: Rule) -> list[float]:
-    """Losses before every step and after the last, with damping as Levenberg and Marquardt do."""
+    """Return losses before each step and after the last, with Levenberg-Marquardt damping."""
     model = network()
     (x, y) = batches[0]
-    G = GGN(model, LOSS, batches)  # of the parameters as they are when it multiplies
+    G = GGN(model, LOSS, batches)  # at the parameters at the time of each product
     parameters = list(model.parameters())
     losses, damping = [float(LOSS(model(x), y).detach())], 1.0
     for _ in range(NUM_STEPS):
@@ -72,7 +73,7 @@ def second_order(batches: list[tuple[Tensor, Tensor]], rule: Rule) -> list[float
 
 
 def gradient_descent(batches: list[tuple[Tensor, Tensor]], step_size: float) -> list[float]:
-    """The same with plain gradient steps."""
+    """Return the same losses with plain gradient steps."""
     model = network()
     (x, y) = batches[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=step_size)

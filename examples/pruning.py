@@ -1,7 +1,8 @@
-"""Which weights a network can do without: optimal brain damage against magnitude pruning.
+"""Which weights a network does not need: optimal brain damage against magnitude pruning.
 
-Setting weight w to zero raises the loss by about ½ w² c, with c the curvature along it (LeCun et
-al., 1990). The diagonal of the GGN is estimated from its products; K-FAC's is exact at once.
+Setting a weight w to zero increases the loss by about ½ w² c, where c is the curvature along this
+weight (LeCun et al., 1990). The diagonal of the GGN is estimated from products; the diagonal of
+K-FAC is computed exactly without products.
 
 Run with `python examples/pruning.py`; picture in results/pruning.png.
 """
@@ -18,7 +19,7 @@ from laplace_debias.linalg import diagonal
 from laplace_debias.report.style import OKABE_ITO, save, style_axes
 
 EPOCHS = 40
-NUM_PRODUCTS = 400  # with the GGN, for its diagonal
+NUM_PRODUCTS = 400  # products with the GGN, to estimate its diagonal
 SPARSITIES = (0.0, 0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 
@@ -41,7 +42,7 @@ def network() -> nn.Sequential:
 
 
 def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
-    """Your network: here a small one, trained until it is over-confident."""
+    """Return your network; here, a small network that is trained until it is over-confident."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(epochs):
         for x, y in DataLoader(data, batch_size=50, shuffle=True):
@@ -52,14 +53,14 @@ def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
 
 
 def main() -> None:
-    """Train, estimate the curvature, prune by three rules."""
+    """Train, estimate the curvature, and prune by three rules."""
     torch.manual_seed(0)
     training, test = random_split(digits(), [1297, 500])
     model = trained(network(), training, EPOCHS)
     batches = DataLoader(training, batch_size=250)
     x_test, y_test = test[:]
 
-    # Weights alone are pruned: biases are few.
+    # Only weights are pruned, because there are few biases.
     A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")
     generator = torch.Generator().manual_seed(0)
     estimate = diagonal(A, num_matvecs=NUM_PRODUCTS, generator=generator)

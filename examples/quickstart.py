@@ -35,7 +35,7 @@ def network() -> nn.Sequential:
 
 
 def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
-    """Your network: here a small one, trained until it is over-confident."""
+    """Return your network; here, a small network that is trained until it is over-confident."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(epochs):
         for x, y in DataLoader(data, batch_size=50, shuffle=True):
@@ -46,7 +46,7 @@ def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
 
 
 def main() -> None:
-    """Train a small network on handwritten digits and ask it how sure it is."""
+    """Train a small network on handwritten digits, and ask how certain it is."""
     torch.manual_seed(0)
     training, validation, test = random_split(digits(), [1000, 297, 500])
     model = trained(network(), training, EPOCHS)
@@ -54,11 +54,11 @@ def main() -> None:
     # Directions of the curvature from one batch of 64 images, magnitudes from another.
     loader = DataLoader(training, batch_size=64, shuffle=True)
     la = Laplace(model, params="weights").fit(loader, mode="debiased")
-    # A clean image and the same one under severe noise.
+    # These are clean images, and the same images with severe noise.
     x_test, y_test = test[:]
     noisy = x_test + torch.randn(x_test.shape)
     inputs = {"clean": x_test, "noisy": noisy}
-    # Before tune, which may set a temperature of the network's logits, too.
+    # The network predicts before `tune`, which may also set a temperature for its logits.
     as_trained = {name: la.predict(x, method="map").entropy().mean() for name, x in inputs.items()}
 
     tuned = la.tune(DataLoader(validation, batch_size=100))

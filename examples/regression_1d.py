@@ -1,4 +1,4 @@
-"""Regression with error bars: uncertainty grows where there are no data, between them too.
+"""Regression with error bars: uncertainty grows where there is no data, also in a gap.
 
 Run with `python examples/regression_1d.py`; picture in results/regression_1d.png.
 """
@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 
-NOISE = 0.15  # of the targets; the example does not tell the network
+NOISE = 0.15  # standard deviation of the targets' noise, which is tuned below
 
 
 def toy_data() -> tuple[Tensor, Tensor]:
-    """A noisy sine, with a gap between −1 and 1."""
+    """Return a noisy sine, with a gap between −1 and 1."""
     x = torch.cat([torch.empty(60).uniform_(-4, -1), torch.empty(60).uniform_(1, 5)])[:, None]
     return x, x.sin() + NOISE * torch.randn_like(x)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, fit, tune the noise, draw; returns what is printed."""
+    """Train, fit, tune the noise, and draw; return the printed numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
 
-    # "full": so few parameters allow for the whole matrix, which knows how they act together.
+    # With so few parameters, the full matrix with all interactions between them is feasible.
     la = Laplace(model.eval(), likelihood="regression", curvature="full", sigma=1.0)
     la.fit(DataLoader(TensorDataset(x, y), batch_size=20))
-    tuned = la.tune_evidence(sigma=True)  # noise and prior precision, without other data
+    tuned = la.tune_evidence(sigma=True)  # needs no held-out data
 
     places = {"at the data": -2.5, "in the gap": 0.0, "outside": 8.0}
     _, variance = la.functional(torch.tensor([[place] for place in places.values()]))
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         )
 
     grid = torch.linspace(-6, 8, 400)[:, None]
-    marginals = la.marginals(grid)  # with the noise: where a new y is to be expected
+    marginals = la.marginals(grid)  # includes the noise, so it predicts new targets y
     low, high = marginals.icdf(torch.tensor([0.025, 0.975]).view(2, 1, 1)).squeeze(-1)
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     ax = figure.subplots()

@@ -1,8 +1,9 @@
-"""Error bars for a table: NLL and coverage of 95 % intervals on patients never seen.
+"""Error bars for a table: NLL and coverage of 95 % intervals on held-out patients.
 
-scikit-learn's diabetes data: ten features of 442 patients, and their disease's progress in a year.
-A network's own residuals promise too much, because it was fitted to them. A constant σ measured on
-held-out patients is honest; Laplace with σ tuned by the marginal likelihood holds nobody out.
+The data is scikit-learn's diabetes data: ten features of 442 patients, and the progression of the
+disease in a year. The residuals of a network on its training data are too small, because it was
+fitted to them. A constant σ from held-out patients is honest. Laplace, with σ tuned by the marginal
+likelihood, needs no held-out patients.
 
 Run with `python examples/regression_table.py`; it takes seconds and downloads nothing.
 """
@@ -22,20 +23,20 @@ NAMES = ("NLL (nats)", "RMSE", "in the 95 % intervals", "mean width")
 
 
 def judged(marginals: Distribution, y: Tensor, unit: Tensor) -> Tensor:
-    """NLL in nats, RMSE, coverage and mean width of 95 % intervals, in the table's own unit."""
+    """Compute NLL (nats), RMSE, coverage and mean width of 95 % intervals, in the table's unit."""
     low, high = marginals.icdf(torch.tensor([0.025, 0.975]).view(2, 1, 1))
-    nll = unit.log() - marginals.log_prob(y).mean()  # of y itself, which is not standardised
+    nll = unit.log() - marginals.log_prob(y).mean()  # for y in the table's unit, not standardised
     rmse = (marginals.mean - y).square().mean().sqrt() * unit
     covered = ((low <= y) & (y <= high)).float().mean()
     return torch.stack([nll, rmse, covered, (high - low).mean() * unit])
 
 
 def one_split(epochs: int) -> dict[str, Tensor]:
-    """Train on 240 patients, hold 60 out, judge on 142."""
+    """Train on 240 patients, hold out 60, and evaluate on 142."""
     features, progress = load_diabetes(return_X_y=True, scaled=False)
     x, y = torch.tensor(features).float(), torch.tensor(progress).float()[:, None]
     train, held_out, test = torch.randperm(len(x)).split([240, 60, 142])
-    # One prior precision for all weights needs features and targets of one scale.
+    # A single prior precision for all weights requires features and targets of the same scale.
     x = (x - x[train].mean(0)) / x[train].std(0)
     center, unit = y[train].mean(), y[train].std()
     y = (y - center) / unit
@@ -50,7 +51,7 @@ def one_split(epochs: int) -> dict[str, Tensor]:
             optimizer.step()
 
     la = Laplace(model.eval(), likelihood="regression", curvature="full", sigma=1.0).fit(data)
-    la.tune_evidence(sigma=True)  # σ and the prior precision, from the fit alone
+    la.tune_evidence(sigma=True)  # tunes σ and the prior precision without held-out data
     with torch.no_grad():
         residuals = model(x) - y
         own, honest = (residuals[part].square().mean().sqrt() for part in (train, held_out))
@@ -63,7 +64,7 @@ def one_split(epochs: int) -> dict[str, Tensor]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Judge on several splits, as 142 patients are few; returns the averages that are printed."""
+    """Evaluate on several splits, since 142 patients are few; return the printed averages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

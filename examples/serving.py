@@ -1,8 +1,8 @@
-"""A posterior as a web service: a program of torch.export behind an endpoint, and its client.
+"""A posterior as a web service: a torch.export program behind an endpoint, and a client.
 
 The posterior is exported once. The server needs torch and the file, but neither this package nor
-the network's code. A client sends images and receives probabilities with their uncertainty, which
-are compared with those of `la.predict`.
+the code of the network. A client sends images and receives probabilities with their uncertainty.
+The answers are compared with `la.predict`.
 
 Run with `python examples/serving.py`; `--port 8000 --forever` keeps the server running.
 """
@@ -73,7 +73,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(path: Path, port: int = 0) -> Iterator[int]:
-    """Serve an exported posterior on the loopback, within the block; yields the port."""
+    """Serve an exported posterior on the loopback interface within the block; yield the port."""
     program = torch.export.load(path).module()
     server = ThreadingHTTPServer(("127.0.0.1", port), partial(Endpoint, program))
     thread = threading.Thread(target=server.serve_forever)
@@ -90,7 +90,7 @@ def serving(path: Path, port: int = 0) -> Iterator[int]:
 
 
 def request(port: int, content: Any, path: str = "/predict") -> tuple[int, dict[str, Any]]:
-    """Send a request; returns the status and the answer."""
+    """Send a request; return the status and the answer."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request("POST", path, json.dumps(content))
@@ -104,7 +104,7 @@ def request(port: int, content: Any, path: str = "/predict") -> tuple[int, dict[
 
 
 def fitted(epochs: int) -> tuple[Laplace, Tensor]:
-    """Train a small network on digits and fit its last layer; returns it with test images."""
+    """Train a small network on digits, and fit its last layer; return the fit and test images."""
     torch.manual_seed(0)
     pixels, digits = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(pixels / 16).float(), torch.tensor(digits))
@@ -123,7 +123,7 @@ def fitted(epochs: int) -> tuple[Laplace, Tensor]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Export, serve and ask; returns the largest differences from `la.predict`."""
+    """Export, serve and request; return the largest differences from `la.predict`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""How sharp a minimum is, while it is found and where it ends: the edge of stability.
+"""The edge of stability: the sharpness during training, and the spectrum at its end.
 
-Under gradient descent with step size η the sharpness, the largest eigenvalue of the Hessian, grows
-until 2/η and stays there (Cohen et al., 2021). Then the spectra of the trained network's Hessian
-and GGN by stochastic Lanczos quadrature, and the traces of both.
+During gradient descent with step size η, the sharpness, which is the largest eigenvalue of the
+Hessian, grows to 2/η and stays there (Cohen et al., 2021). After training, the example computes the
+spectra of the Hessian and the GGN by stochastic Lanczos quadrature, and the traces of both.
 
 Run with `python examples/spectrum.py`; picture in results/sharpness.png.
 """
@@ -21,9 +21,9 @@ from laplace_debias.report.style import OKABE_ITO, save, style_axes
 STEP_SIZES = (0.1, 0.2)
 NUM_STEPS = 600
 EVERY = 25
-NUM_PRODUCTS = 100  # for a trace
-NUM_PROBES = 10  # of a spectral density
-TOL = 1e-4  # of the eigenvalues at the end
+NUM_PRODUCTS = 100  # products per trace
+NUM_PROBES = 10  # probes per spectral density
+TOL = 1e-4  # tolerance of the eigenvalues at the end
 
 
 def digits() -> TensorDataset:
@@ -35,7 +35,7 @@ def digits() -> TensorDataset:
 
 
 def main() -> None:
-    """Descend with two step sizes, watch the sharpness, look at the spectrum at the end."""
+    """Descend with two step sizes, track the sharpness, and compute the spectrum at the end."""
     torch.manual_seed(0)
     x, y = digits()[:500]
     targets = nn.functional.one_hot(y, 10).float()
@@ -49,7 +49,7 @@ def main() -> None:
     for step_size in STEP_SIZES:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).eval()
-        # Parameters change in place: the operator follows.
+        # The parameters change in place, so the operator always uses the current values.
         H = Hessian(model, loss, [(x, targets)]) / (2 * len(x))
         optimizer = torch.optim.SGD(model.parameters(), lr=step_size)
         history = []

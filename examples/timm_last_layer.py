@@ -1,7 +1,7 @@
-"""The last layer of a timm network: what Laplace changes on held-out images, better or not.
+"""The last layer of a timm network: how Laplace changes the metrics on held-out images.
 
-timm's smallest EfficientNet is trained briefly on few of scikit-learn's digits, drawn at 32 × 32 in
-RGB. With your own network, `timm.create_model(..., checkpoint_path=...)` takes the place of the
+timm's smallest EfficientNet is trained briefly on a few of scikit-learn's digits, enlarged to 32 ×
+32 RGB pixels. With your own network, `timm.create_model(..., checkpoint_path=...)` replaces the
 training.
 
 Run with `python examples/timm_last_layer.py`; it takes seconds and downloads nothing.
@@ -20,7 +20,7 @@ from laplace_debias import Laplace
 
 
 def drawn_digits() -> TensorDataset:
-    """The 8 × 8 digits as images `[3, 32, 32]` in −1 … 1."""
+    """Return the 8 × 8 digits as images `[3, 32, 32]` with values from −1 to 1."""
     pixels, digits = load_digits(return_X_y=True)
     small = torch.tensor(pixels / 8 - 1).float().reshape(-1, 1, 8, 8)
     images = nn.functional.interpolate(small, size=32, mode="bilinear").expand(-1, 3, -1, -1)
@@ -28,7 +28,7 @@ def drawn_digits() -> TensorDataset:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Train briefly, fit and tune the last layer, compare; returns what is printed."""
+    """Train briefly, fit and tune the last layer, compare; return the printed numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-    model.eval()  # batch statistics as they were measured in training
+    model.eval()  # uses the batch statistics from training
 
-    # The last layer is found by following the outputs back, whatever the architecture calls it.
+    # The last layer is found by tracing the outputs back, whatever its name is in the architecture.
     la = Laplace(model, params="last_layer").fit(DataLoader(train, batch_size=100))
     held_out = DataLoader(test, batch_size=200)
-    # Before tune, which may set a temperature of the network's logits, too.
+    # The network is evaluated before `tune`, which may also set a temperature for its logits.
     reports = {"before": la.evaluate(held_out, method="map")}
     tuned = la.tune(DataLoader(val, batch_size=100))
     reports["after"] = la.evaluate(held_out)

@@ -1,8 +1,9 @@
 """Your own training script: a timm network on a folder of images, two epochs, one checkpoint.
 
-The last line that it prints asks how far the network's probabilities can be trusted; nothing of
-laplace-debias is imported here. `--make-data` writes a folder to try it on: scikit-learn's digits
-as `train/`, `val/` and `test/` with a folder for each class, and textures, which are no digits.
+The script does not import laplace-debias. The last line of its output is the command that evaluates
+whether the network's probabilities can be trusted. `--make-data` writes data to try the script:
+scikit-learn's digits as `train/`, `val/` and `test/` with a folder for each class, and textures
+that show no digits.
 
 Run with `python examples/train_timm_on_a_folder.py --make-data`; it downloads nothing.
 """
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 
 def make_data(data: Path, ood: Path, train: int, seed: int) -> None:
-    """Write digits in splits and classes, and stripes of random angle and width, as PNG."""
+    """Write digits by split and class, and stripes of random angle and width, as PNG files."""
     random = np.random.default_rng(seed)
     pixels, digits = load_digits(return_X_y=True)
     order = random.permutation(len(digits))[: train + 450]
@@ -44,7 +45,7 @@ def make_data(data: Path, ood: Path, train: int, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[str]:
-    """Train and save; returns the command that judges the network."""
+    """Train and save; return the command that evaluates the network."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     torch.manual_seed(options.seed)
     num_classes = sum(path.is_dir() for path in (options.data / "train").iterdir())
     model = timm.create_model(options.timm, num_classes=num_classes)
-    # The transform that timm has for the architecture's own input size; the report uses it, too.
+    # This is timm's transform for the architecture's input size; the report also uses it.
     transform = create_transform(**resolve_data_config({}, model=model))
     train, val = (
         create_dataset("", str(options.data), split=split, transform=transform)

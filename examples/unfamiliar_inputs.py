@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from laplace_debias import Laplace, metrics
 from laplace_debias.assessment.temperature import fit_temperature
 
-# Both the text and the bars are legible on white and on black.
+# The text and the bars are legible on both white and black.
 TEXT, DIGITS, SHUFFLED = "#808080", "#3a8fd0", "#e8772e"
 NATS = 2.3026  # the entropy of a guess among ten classes
 
@@ -42,7 +42,7 @@ def noisy_digits(noise: float) -> TensorDataset:
 
 
 def trained(data: TensorDataset, epochs: int) -> nn.Module:
-    """Your network: here a small one, trained as usual."""
+    """Return your network; here, a small network that is trained as usual."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(epochs):

@@ -27,7 +27,7 @@ EXPERIMENTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Run the experiment of the first argument; the others are its options."""
+    """Run the experiment that the first argument names; the other arguments are its options."""
     name, *options = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name not in EXPERIMENTS:
         listed = "\n".join(f"  {known:22}{summary}" for known, summary in EXPERIMENTS.items())

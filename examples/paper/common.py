@@ -1,4 +1,4 @@
-"""What the experiments share: settings, the trained network and its data, results in a folder."""
+"""Common parts of the experiments: settings, the trained network and its data, and results."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ MAP, MINI, DEBIASED, CROSSFIT, FULL = METHODS = (
     "cross-fitted",
     "full-batch",
 )
-"""What posteriors are called in tables and pictures."""
+"""The names of posteriors in tables and pictures."""
 
 
 @dataclass(kw_only=True)
@@ -39,13 +39,14 @@ class Settings:
 
     Attributes:
         problem: Name of the test problem.
-        data: Its data: for CIFAR an archive or a torchvision root, for ImageNet a folder with
-            `train/` and `val/`, nothing for the digits.
-        checkpoint: The trained network; the published one or one that is trained here if None.
-        recipe: What differs from the problem's recipe: `--recipe.KEY=VALUE`.
+        data: The data: an archive or a torchvision root for CIFAR, a folder with `train/` and
+            `val/` for ImageNet, nothing for the digits.
+        checkpoint: The trained network. If None, the published network, or a network that is
+            trained here.
+        recipe: Changes of the problem's recipe: `--recipe.KEY=VALUE`.
         output: Folder of tables and pictures.
-        seed: Of all random choices.
-        device: Where to run.
+        seed: The seed of all random choices.
+        device: The device to run on.
         progress: Whether to show progress bars.
     """
 
@@ -67,10 +68,10 @@ class Trained:
         problem: The test problem.
         recipe: How the network was trained.
         model: The network, in evaluation mode, on the device of the run.
-        train: Images that it was trained on.
-        validation: Images held out of these.
-        test: Images to report on.
-        split: Which images of the pool the first two are, as checkpoints hold it.
+        train: The images that the network was trained on.
+        validation: Images that were held out from the training images.
+        test: The images for the reported results.
+        split: The indices of training and validation images in the pool, as checkpoints store them.
     """
 
     problem: Problem
@@ -82,7 +83,7 @@ class Trained:
     split: dict[str, Tensor]
 
     def batches(self, size: int, number: int, seed: int) -> list[Batch]:
-        """Disjoint batches of training images chosen at random, on the network's device."""
+        """Return disjoint batches of random training images, on the network's device."""
         if size * number > len(self.train):
             raise ValueError(
                 f"{number} batches of {size} images are {size * number}; {self.problem.name} has "
@@ -92,7 +93,7 @@ class Trained:
         return [self.batch(self.train, part) for part in order[: size * number].split(size)]
 
     def batch(self, images: Images, indices: Tensor) -> Batch:
-        """Images and labels as the network takes them."""
+        """Return images and labels in the form that the network takes."""
         parameter = next(self.model.parameters())
         x, y = images.batch(indices)
         return x.to(parameter), y.to(parameter.device)
@@ -101,11 +102,11 @@ class Trained:
 def load(
     settings: Settings, on_epoch: Callable[[int, nn.Module], None] = lambda epoch, model: None
 ) -> Trained:
-    """The trained network of the settings and its data; trains the network if there is none.
+    """Load the trained network of the settings and its data; train the network if needed.
 
     Args:
-        settings: Which network, which data.
-        on_epoch: As for `train`.
+        settings: The network and its data.
+        on_epoch: See `train`.
     """
     problem = get_problem(settings.problem)
     recipe = replace(problem.recipe, **settings.recipe)
@@ -136,19 +137,19 @@ def run_train(settings: Settings) -> None:
 
 
 def some(number: int, limit: int | None, generator: torch.Generator) -> Tensor:
-    """Indices of at most so many of a number of examples, at random."""
+    """Return random indices of examples, at most `limit` of them."""
     return torch.randperm(number, generator=generator)[:limit]
 
 
 @torch.no_grad()
 def judge(trained: Trained, step: Tensor, parts: dict[str, Images], decay: float) -> Row:
-    """Regularised loss (Eq. 1) and accuracy on parts of the data, a step away from the network.
+    """Compute regularised loss (Eq. 1) and accuracy on parts of the data, after a step.
 
     Args:
-        trained: The network, left as it is.
-        step: From its parameters, [D].
-        parts: Images by name.
-        decay: β, of weights alone.
+        trained: The network, which is not changed.
+        step: The step from the network's parameters, [D].
+        parts: Images, by name.
+        decay: β, which applies only to weights.
     """
     parameters = list(trained.model.parameters())
     before = nn.utils.parameters_to_vector(parameters)
@@ -167,7 +168,7 @@ def judge(trained: Trained, step: Tensor, parts: dict[str, Images], decay: float
 
 
 def half_width(draws: Sequence[Any], statistic: Callable[[Sequence[Any]], float]) -> float | None:
-    """Half of Student's 95 % interval of a statistic of draws, by the jackknife; None for one."""
+    """Compute half of a statistic's 95 % t interval by the jackknife; None for one draw."""
     n = len(draws)
     if n < 2:
         return None
@@ -178,11 +179,12 @@ def half_width(draws: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
 
 
 def distances(rows: Sequence[Row]) -> list[Row]:
-    """Distances of every method and size to full-batch, those of EKFAC to full-batch EKFAC.
+    """Compute the distance of every method and size to full-batch (EKFAC: to full-batch EKFAC).
 
-    The distance is the mean |NLL − full-batch's| over draws and prior precisions, in nats. The
-    ratio is that to the mini-batch's of as many examples in the same draws; "worst" is the largest
-    at a single prior precision. Rows of full-batch have no draw.
+    The distance is the mean over draws and prior precisions of |NLL − full-batch NLL|, in nats. The
+    ratio is the distance divided by the distance of the mini-batch fit to as many examples, in the
+    same draws. "worst" is the largest distance at a single prior precision. Rows of full-batch have
+    no draw.
     """
     full = {(r["method"], r["prior_precision"]): r["nll"] for r in rows if r["draw"] is None}
     grid = list(dict.fromkeys(delta for _, delta in full))

@@ -1,7 +1,8 @@
 """Figures 5 and 13: conjugate gradients from a trained network, single-batch against debiased.
 
-Both minimise a quadratic of the regularised loss without damping. Single-batch CG sees one batch,
-debiased CG two of half the size: directions from the first, step sizes from the second (Eq. 8).
+Both minimise a quadratic of the regularised loss without damping. Single-batch CG uses one batch.
+Debiased CG uses two batches of half the size: directions from the first batch, step sizes from the
+second (Eq. 8).
 """
 
 from dataclasses import dataclass
@@ -22,18 +23,18 @@ from laplace_debias.quadratic import Quadratic
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """Which trajectories there are, and what they are measured on.
+    """The trajectories, and the data on which they are measured.
 
     Attributes:
-        batch_size: Examples of single-batch CG; debiased CG has two batches of half as many.
-        draws: How many times the batches are drawn; both share the examples of a draw.
+        batch_size: Examples of single-batch CG; debiased CG uses two batches of half the size.
+        draws: How many times the batches are drawn; both methods use the same examples in a draw.
         iterations: Steps of each run.
         evaluate_every: Steps from one measurement of the network to the next.
         full_examples: Training examples of full-batch runs; 0 for none.
-        train_examples: Training images that loss and accuracy are measured on; all if None.
-        test_examples: Test images, likewise.
+        train_examples: Training images on which loss and accuracy are measured; all if None.
+        test_examples: Test images on which loss and accuracy are measured; all if None.
         chunk_size: Images per pass.
-        curvature: The quadratic's matrix.
+        curvature: The matrix of the quadratic.
     """
 
     output: Path = Path("results/conjugate_gradients")
@@ -49,7 +50,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Compute all trajectories; returns a row for each measured iterate."""
+    """Compute all trajectories; return a row for each measured iterate."""
     trained = load(settings)
     generator = torch.Generator().manual_seed(settings.seed)
     parts = {
@@ -79,7 +80,7 @@ def run(settings: Settings) -> list[Row]:
 def trajectory(
     trained: Trained, batches: list[Tensor], parts: dict[str, Images], settings: Settings
 ) -> list[Row]:
-    """CG (Eq. 3) on one batch or debiased CG (Eq. 8) on two, and the network at its iterates."""
+    """Run CG (Eq. 3) on one batch or debiased CG (Eq. 8) on two, and measure the iterates."""
 
     def quadratic(indices: Tensor) -> Quadratic:
         return Quadratic.from_data(
@@ -102,7 +103,7 @@ def trajectory(
         cg(*matrices, *right, callback=record, **limits)
     else:
         debiased_cg(*matrices, *right, callback=lambda _, debiased: record(debiased), **limits)
-    # CG stops early where the curvature is not positive.
+    # CG stops early if the curvature is not positive.
     measured = [(n, x) for n, x in iterates if n % settings.evaluate_every == 0]
     if measured[-1][0] != iterates[-1][0]:
         measured.append(iterates[-1])
@@ -111,7 +112,7 @@ def trajectory(
 
 
 def ends(rows: list[Row]) -> list[Row]:
-    """Each run's losses at the start, at their best and at the end."""
+    """Return the losses of each run at the start, at the best iterate and at the end."""
     table = []
     for method, draw in dict.fromkeys((row["method"], row["draw"]) for row in rows):
         of_run = [row for row in rows if (row["method"], row["draw"]) == (method, draw)]

@@ -16,11 +16,11 @@ from laplace_debias.report.style import style_axes
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What is drawn.
+    """What to draw.
 
     Attributes:
         batch_size: Examples of a mini-batch.
-        draws: How many mini-batches, a panel each.
+        draws: The number of mini-batches, each with its own panel.
     """
 
     output: Path = Path("results/contours")
@@ -50,7 +50,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def contour_figure(pairs: list[tuple[Cut, Cut]]) -> Figure:
-    """Contours at the same levels above the minima, which a cross marks; a dot is θ₀."""
+    """Draw contours at equal levels above the minima (crosses); a dot marks θ₀."""
     colours = method_colours((MINI, FULL))
     figure, (panels,) = new_panels(1, len(pairs), (2.6 * len(pairs), 3.1))
     for number, (ax, pair) in enumerate(zip(panels, pairs, strict=True), start=1):
@@ -77,5 +77,5 @@ def contour_figure(pairs: list[tuple[Cut, Cut]]) -> Figure:
 
 
 def _minimizer(cut: Cut) -> torch.Tensor | None:
-    """The Newton step in the plane; None where the curvature is not positive, as a Hessian's."""
+    """Return the Newton step in the plane; None if the curvature (of a Hessian) is not positive."""
     return cut.minimizer() if float(eigh(cut.curvatures, "the cut")[0][0]) > 0 else None

@@ -1,7 +1,7 @@
-"""The benchmark's fifteen kinds of corruption, four of them for images of 32 × 32 pixels and more.
+"""The fifteen kinds of corruption of the benchmark; four need at least 32 × 32 pixels.
 
-The elastic transform's lengths scale with the size. `frost` is a made-up texture, since the
-benchmark's is cut from photographs.
+The lengths of the elastic transform scale with the image size. `frost` is a synthetic texture,
+since the texture of the benchmark is cut from photographs.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def _glass_blur(x: Image, severity: int, rng: Generator) -> Image:
     order = list(range(height * width))
     steps = rng.integers(-reach, reach, size=(rounds, height, width, 2)).tolist()
     for number in range(rounds):
-        # Each swap sees the ones before it, so the order of the pixels matters.
+        # Each swap acts on the result of the earlier swaps, so the order of the pixels matters.
         for row in range(height - reach, reach, -1):
             for column in range(width - reach, reach, -1):
                 right, down = steps[number][row - 1][column - 1]
@@ -57,7 +57,7 @@ def _grey(x: Image) -> Float[np.ndarray, "height width 1"]:
 def _frost(x: Image, severity: int, rng: Generator) -> Image:
     kept, amount = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[severity - 1]
     height, width = x.shape[:2]
-    # Crystals are the ridges of noise at several scales, denser towards the border.
+    # The crystals are the ridges of noise at several scales, and are denser towards the border.
     crystals = np.zeros((height, width))
     for octave in range(1, int(np.ceil(np.log2(max(height, width)))) + 1):
         crystals += (1.0 - np.abs(2.0 * value_noise(height, width, octave, rng) - 1.0)) ** 2
@@ -78,7 +78,7 @@ def _elastic_transform(x: Image, severity: int, rng: Generator) -> Image:
     )[severity - 1]
     height, width = x.shape[:2]
     size = min(height, width)
-    # An affine map that takes three points of the middle square to randomly shifted ones.
+    # An affine map moves three points of the middle square by random shifts.
     third = size // 3
     centre = np.array([height // 2, width // 2])
     points = centre + np.array([[third, third], [-third, third], [-third, -third]])
@@ -113,6 +113,6 @@ _ORDER = (
     *("motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast"),
     *("elastic_transform", "pixelate", "jpeg_compression"),
 )
-# In this order, which the random choice of a kind goes by.
+# The order matters, because the random choice of a kind is an index.
 BENCHMARK_KINDS = {name: _KINDS[name] for name in _ORDER}
 """The benchmark's fifteen kinds, for RGB images of 32 × 32 pixels."""

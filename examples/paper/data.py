@@ -1,4 +1,4 @@
-"""The images of the test problems: digits, CIFAR, folders such as ImageNet's."""
+"""The images of the test problems: digits, CIFAR, and folders such as ImageNet."""
 
 import io
 import os
@@ -24,7 +24,7 @@ CIFAR_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
 
 @dataclass(frozen=True, eq=False)
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Images held as bytes, fetched as normalised floats, (pixel / 255 − mean) / std.
+    """Images that are stored as bytes and returned as floats, (pixel / 255 − mean) / std.
 
     Attributes:
         pixels: uint8 [N, C, H, W].
@@ -56,24 +56,24 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return (self.pixels[index].float() / 255 - mean) / std, self.labels[index]
 
     def subset(self, indices: Tensor) -> "Images":
-        """Some of the images, in the order given."""
+        """Return some of the images, in the given order."""
         return replace(self, pixels=self.pixels[indices], labels=self.labels[indices])
 
     def corrupted(
         self, severity: int, offset: int = 0, kinds: Mapping[str, Kind] = KINDS
     ) -> "Images":
-        """The images corrupted, each by one of the kinds."""
+        """Return corrupted images, each with one of the kinds of corruption."""
         pixels = corrupt(self.pixels, severity, kinds, offset=offset)
         return replace(self, pixels=pixels)
 
 
 @dataclass(frozen=True, eq=False)
 class FolderImages:
-    """Images on disk, as `Images` where they are fetched.
+    """Images on disk; fetched images have the same form as those of `Images`.
 
     Attributes:
         files: Torchvision's data set of a folder, with the transform of the published weights.
-        indices: Which of its images, [N].
+        indices: The indices of the selected images of the data set, [N].
     """
 
     files: datasets.ImageFolder
@@ -94,12 +94,12 @@ class FolderImages:
         return torch.stack([x for x, _ in found]), torch.tensor([y for _, y in found])
 
     def subset(self, indices: Tensor) -> "FolderImages":
-        """Some of the images."""
+        """Return some of the images."""
         return replace(self, indices=self.indices[indices])
 
 
 def digits(root: Path | None = None) -> tuple[Images, Images]:
-    """Scikit-learn's handwritten digits, 8 × 8: 1,297 images to train and tune on, 500 to test."""
+    """Load scikit-learn's 8 × 8 digits: 1,297 images for training and tuning, 500 for tests."""
     raw = load_digits()
     order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
     pixels = torch.from_numpy(np.rint(raw.images * (255 / 16)).astype(np.uint8))[:, None]
@@ -109,18 +109,18 @@ def digits(root: Path | None = None) -> tuple[Images, Images]:
 
 
 def corrupted_digits(root: Path | None = None) -> tuple[Images, Images]:
-    """The digits at severity 5, each image with random numbers of its own."""
+    """Load the digits, corrupted at severity 5 with different random numbers for each image."""
     train, test = digits()
     return train.corrupted(5), test.corrupted(5, offset=2000)
 
 
 def cifar(number: int, root: Path | None) -> tuple[Images, Images]:
-    """CIFAR-10 or -100: 50,000 and 10,000 images, 32 × 32.
+    """Load CIFAR-10 or CIFAR-100: 50,000 and 10,000 images, 32 × 32.
 
     Args:
-        number: Of classes.
-        root: A tar archive of `train/<class>/<name>.jpg` and `test/…`, or a root of torchvision's,
-            to which it is downloaded if it is not there.
+        number: The number of classes.
+        root: A tar archive of `train/<class>/<name>.jpg` and `test/…`, or a root folder of
+            torchvision, into which the data is downloaded if it is missing.
     """
     if root is None:
         raise ValueError(f"there is no path to CIFAR-{number}; give it as --data")
@@ -140,7 +140,7 @@ def cifar(number: int, root: Path | None) -> tuple[Images, Images]:
 
 
 def _archived(archive: Path) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
-    """Pixels and labels by class and name, decoded once and kept in a cache; and the classes."""
+    """Return pixels and labels, in the order of class and name, from a cache; and the classes."""
     cache = Path(os.environ.get("LAPLACE_DEBIAS_CACHE", Path.home() / ".cache/laplace-debias"))
     file = cache / f"{archive.name}-{archive.stat().st_mtime_ns}.safetensors"
     if not file.exists():
@@ -148,7 +148,7 @@ def _archived(archive: Path) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
         with tarfile.open(archive) as members:
             for member in members:
                 content = members.extractfile(member)
-                if content is not None:  # It is no folder.
+                if content is not None:  # The member is not a folder.
                     key = PurePosixPath(member.name).parts[-3:]
                     image = PIL.Image.open(io.BytesIO(content.read()))
                     images[key] = np.asarray(image.convert("RGB"))
@@ -167,7 +167,7 @@ def _archived(archive: Path) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
 
 
 def digits_parts() -> dict[str, Images]:
-    """The digits as the commands take them: `--data examples.paper.data:digits_parts`."""
+    """Return the digits for the commands: `--data examples.paper.data:digits_parts`."""
     pool, test = digits()
     return {
         "train": pool.subset(torch.arange(1000)),
@@ -177,7 +177,7 @@ def digits_parts() -> dict[str, Images]:
 
 
 def cifar10_parts() -> dict[str, Images]:
-    """CIFAR-10 at `$LAPLACE_DEBIAS_DATA`, in the split of `$LAPLACE_DEBIAS_CHECKPOINT`."""
+    """Return CIFAR-10 from `$LAPLACE_DEBIAS_DATA`, split as in `$LAPLACE_DEBIAS_CHECKPOINT`."""
     pool, test = cifar(10, Path(os.environ["LAPLACE_DEBIAS_DATA"]))
     split = load_file(os.environ["LAPLACE_DEBIAS_CHECKPOINT"])
     train, validation = pool.subset(split["split.train"]), pool.subset(split["split.val"])

@@ -1,7 +1,7 @@
-"""Beyond the paper: ways to get directions and magnitudes from few examples, at equal data.
+"""Beyond the paper: ways to get directions and magnitudes from the same few examples.
 
-Every method sees the same 2b training examples of a draw. Those with larger numbers in their names,
-or with "all", see further ones too.
+Every method uses the same 2b training examples of a draw. Methods with larger numbers in their
+names, or with "all", also use further examples.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,19 @@ from laplace_debias import Laplace
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """What is studied, and on how much data.
+    """The methods of the study, and the amounts of data.
 
     Attributes:
-        batch_size: b: every method sees 2b examples; a multiple of 2.
-        draws: How many times these are drawn; none twice, nor from the reference.
-        ekfac_draws: In how many of the draws EKFAC is fitted too.
-        folds: Numbers of folds to cross-fit with.
-        further_batches: How many further magnitude batches of b examples there are.
-        full_examples: How many training examples, chosen at random, stand for full-batch.
-        test_examples: How many test images are predicted.
+        batch_size: b, a multiple of 2; every method uses 2b examples.
+        draws: How many times these examples are drawn; draws do not overlap each other or the
+            reference.
+        ekfac_draws: The number of draws in which EKFAC is also fitted.
+        folds: Numbers of folds for cross-fitting.
+        further_batches: The number of further magnitude batches of b examples.
+        full_examples: The number of random training examples that represent the full batch.
+        test_examples: The number of test images to predict.
         prior_precisions: The grid of δ.
-        fisher: How the curvature's columns are found.
+        fisher: How the columns of the curvature are computed.
         chunk_size: Images per batch.
     """
 
@@ -49,7 +50,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Fit, predict, and compare with full-batch; returns a row for each method."""
+    """Fit, predict, and compare with full-batch; return a row for each method."""
     trained = load(settings)
     b = settings.batch_size
     a_draw = (2 + settings.further_batches) * b

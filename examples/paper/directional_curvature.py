@@ -10,10 +10,10 @@ from examples.paper.quadratics import BiasSettings, bias_rows, summary_of
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        batch_sizes: Examples of a mini-batch, one picture for each.
+        batch_sizes: Examples of a mini-batch; there is one picture for each size.
     """
 
     output: Path = Path("results/directional_curvature")
@@ -21,7 +21,7 @@ class Settings(BiasSettings):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Find directions, measure them on every mini-batch and the full set; returns the summary."""
+    """Find directions, measure them on all mini-batches and the full set; return a summary."""
     trained = load(settings)
     table: list[Row] = []
     summary: list[Row] = []

@@ -1,4 +1,4 @@
-"""Beyond the paper: how far each fit is from exact full-batch K-FAC, against the time it takes."""
+"""Beyond the paper: the distance of each fit from exact full-batch K-FAC, against its time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from laplace_debias.report.style import OKABE_ITO, style_axes
 from laplace_debias.report.tables import write_csv
 
 AUTO = "auto"
-# Mode and Fisher.
+# The mode and the Fisher matrix of each way.
 WAYS = {
     "mini-batch": ("mini", "exact"),
     "mini-batch, Monte-Carlo": ("mini", "mc"),
@@ -35,20 +35,21 @@ WAYS = {
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """What is studied, and on how much data.
+    """The fits of the study, and the amounts of data.
 
     Attributes:
-        ways: Those of `WAYS` that are fitted.
-        sizes: Numbers of examples of the fits that are told one.
-        monte_carlo_sizes: Further ones with Monte-Carlo labels and no folds.
-        tolerances: Of `mode="auto"`.
+        ways: The entries of `WAYS` to fit.
+        sizes: Numbers of examples, for all fits except `mode="auto"`.
+        monte_carlo_sizes: Further numbers of examples, for fits with Monte-Carlo labels and no
+            folds.
+        tolerances: Tolerances of `mode="auto"`.
         budgets: Numbers of examples that `mode="auto"` may draw.
-        looks: How many examples it then reads for each that it draws.
-        draws: How many times each is fitted, to other examples.
-        population: How many training examples, chosen at random, all fits draw from: of these is
-            the full-batch fit, scaled to the number of all. None for all.
-        reference: Posterior file of the full-batch fit, made by an earlier run in its output.
-        test_examples: How many test images are predicted.
+        looks: The number of examples that `mode="auto"` then reads per example drawn.
+        draws: How many times each fit is repeated, with different examples.
+        population: The number of random training examples from which all fits draw. The full-batch
+            fit uses these examples, scaled to the number of all examples. None for all.
+        reference: The posterior file of the full-batch fit, from the output of an earlier run.
+        test_examples: The number of test images to predict.
         prior_precisions: The grid of δ.
         chunk_size: Images per batch.
     """
@@ -69,7 +70,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Fit and predict in every way; returns a row for each way and size."""
+    """Fit and predict in every way; return a row for each way and size."""
     trained = load(settings)
     generator = torch.Generator().manual_seed(settings.seed)
     chosen = torch.randperm(len(trained.test), generator=generator)[: settings.test_examples]
@@ -123,7 +124,7 @@ def run(settings: Settings) -> list[Row]:
         ]
         for name, size, scheme in autos:
             measure(name, partial(new().fit, scheme, num_data=num_data), draw, size)
-        # A run of hours that is broken off leaves the draws that it made.
+        # A run takes hours; if it is interrupted, the finished draws are already in the file.
         write_csv(rows, settings.output / "results.csv")
     summary = summarise(rows)
     title = "Mean distance of the NLL to exact full-batch, ± half a 95 % interval over draws"
@@ -140,7 +141,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _fit(settings: Settings, trained: Trained, la: Laplace, indices: Tensor, mode: str) -> Laplace:
-    """A fit to given images, in batches that fit memory."""
+    """Fit a posterior to given images, in batches that fit into memory."""
     batches = partial(_Shuffled, trained, chunk_size=settings.chunk_size)
     num_data, half = len(trained.train), len(indices) // 2
     if mode == "debiased":
@@ -152,7 +153,7 @@ def _fit(settings: Settings, trained: Trained, la: Laplace, indices: Tensor, mod
 
 @dataclass
 class _Shuffled:
-    """Training images in an order, batch by batch, which can be read again."""
+    """Batches of training images in a fixed order, which can be read repeatedly."""
 
     trained: Trained
     order: Tensor
@@ -164,7 +165,7 @@ class _Shuffled:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """The distances with means over draws of the examples that went backward and of CPU seconds."""
+    """Return the distances, with the mean examples passed backward and CPU seconds per draw."""
     table = []
     for row in distances(rows):
         key = row["method"], row["size"]
@@ -177,7 +178,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 
 
 def seconds_of(summary: Sequence[Row], method: str, size: int) -> float:
-    """CPU seconds of a way for so many examples: a line through its smallest and largest size."""
+    """Interpolate a way's CPU seconds for a size, between its smallest and largest size."""
     of_way = sorted((r for r in summary if r["method"] == method), key=lambda row: row["size"])
     first, last = of_way[0], of_way[-1]
     if first is last:
@@ -187,7 +188,7 @@ def seconds_of(summary: Sequence[Row], method: str, size: int) -> float:
 
 
 def _figure(summary: Sequence[Row], whole: Mapping[str, float]) -> Figure:
-    """Distance against seconds, a line for each way; `whole` are full batches'."""
+    """Draw distance against seconds, with a line per way; `whole` contains full-batch fits."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(summary, key=_seconds):
         name = AUTO if row["method"].startswith(AUTO) else row["method"]

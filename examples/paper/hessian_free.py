@@ -1,8 +1,8 @@
-"""Training by `DebiasedHessianFree`, and by its single-batch form on the same examples.
+"""Training with `DebiasedHessianFree`, and with its single-batch form on the same examples.
 
-Every step sees new examples. Single-batch takes them as one batch; debiased computes directions on
-one half of them, and step sizes, damping and line search on the other (Eq. 8). Both train once as
-intended, and once bare: without damping and line search.
+Every step uses new examples. The single-batch form uses them as one batch. The debiased form
+computes directions on one half of them, and step sizes, damping and line search on the other half
+(Eq. 8). Each form trains once as intended, and once without damping and line search ("bare").
 """
 
 import math
@@ -23,16 +23,16 @@ from laplace_debias.optim import DebiasedHessianFree
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """How the network is trained.
+    """The training of the network.
 
     Attributes:
-        recipe: What differs from the problem's recipe: here the weight decay alone has an effect.
-        batch_size: Examples per step; debiased computes its directions on half of them.
+        recipe: Changes of the problem's recipe; here, only the weight decay has an effect.
+        batch_size: Examples per step; the debiased form computes directions on half of them.
         steps: Steps of each run.
-        draws: Runs of each kind, each from its own initialisation and order of examples.
+        draws: Runs of each kind, with different initial weights and orders of examples.
         damping: λ at the start of the damped runs.
-        max_iter: Most iterations of conjugate gradients per step.
-        bare: Whether to train without damping and line search too.
+        max_iter: Largest number of iterations of conjugate gradients per step.
+        bare: Whether to also train without damping and line search.
         evaluate_every: Steps from one measurement of the network to the next.
     """
 
@@ -47,7 +47,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Train; returns a row for each variant and method, the means where runs end."""
+    """Train; return a row for each variant and method, with means over the ends of runs."""
     start = load(replace(settings, recipe={**settings.recipe, "epochs": 0, "cycles": ()}))
     rows: list[Row] = []
     for draw in tqdm(range(settings.draws), "runs", disable=not settings.progress):
@@ -69,7 +69,7 @@ def run(settings: Settings) -> list[Row]:
 def train_run(
     trained: Trained, settings: Settings, damped: bool, method: str, draw: int
 ) -> list[Row]:
-    """Train one network and measure it; a run ends early when its loss is no longer finite."""
+    """Train one network and measure it; a run ends early if its loss is not finite."""
     model, decay = trained.model, trained.recipe.penalty
     optimizer = DebiasedHessianFree(
         decay_groups(model.parameters(), decay),
@@ -106,7 +106,7 @@ def train_run(
         try:
             optimizer.step(*map(closure, batches))
         except ValueError as error:
-            # The loss has overflowed, as it may in a bare run.
+            # The loss has overflowed, which may happen in a run without damping and line search.
             if "NaN or Inf" not in str(error):
                 raise
             rows.append({**rows[-1], "step": step, "train_loss": math.inf, "test_loss": math.inf})
@@ -118,7 +118,7 @@ def train_run(
 
 
 def ends(rows: list[Row]) -> list[Row]:
-    """Means over draws where runs end, and the greatest training loss relative to the start's."""
+    """Return means over the ends of runs, and the largest training loss relative to the start."""
     table = []
     for variant, method in dict.fromkeys((row["variant"], row["method"]) for row in rows):
         of_kind = [r for r in rows if (r["variant"], r["method"]) == (variant, method)]

@@ -1,4 +1,4 @@
-"""Figure 20: K-FAC's curvature along its eigenvectors, against the mini-batch size."""
+"""Figure 20: the curvature of K-FAC along its eigenvectors, against the mini-batch size."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,15 @@ from laplace_debias import Laplace
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        full_examples: How many training images, chosen at random, are the full set.
+        full_examples: The number of random training images in the full set.
         batch_sizes: Examples of a mini-batch.
-        draws: On how many mini-batches of each size K-FAC's eigenvectors are computed.
-        others: On how many other mini-batches they are measured; fewer than there are.
-        num_directions: How many of the largest eigenvalues' eigenvectors.
+        draws: The number of mini-batches of each size on which eigenvectors of K-FAC are computed.
+        others: The number of other mini-batches on which the curvature along these eigenvectors is
+            measured; must be less than the number of mini-batches.
+        num_directions: The number of eigenvectors, with the largest eigenvalues.
     """
 
     output: Path = Path("results/kfac_batch_size")
@@ -34,7 +35,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Measure K-FAC along one mini-batch's eigenvectors on it, on others and on the full set."""
+    """Measure K-FAC along a mini-batch's eigenvectors on itself, on others, on the full set."""
     check_num_batches(settings)
     trained = load(settings)
     table: list[Row] = []
@@ -44,7 +45,8 @@ def run(settings: Settings) -> list[Row]:
             own = magnitudes(trained, batches[draw], None)
             top = own.topk(min(settings.num_directions, len(own))).indices
             others = [(draw + 1 + i) % len(batches) for i in range(settings.others)]
-            # The full set's K-FAC is not the mean of the mini-batches' (Eq. 5 holds for the GGN).
+            # K-FAC of the full set is not the mean of K-FAC of the mini-batches (Eq. 5 holds for
+            # the GGN).
             measured = [(SAME, own), (FULL, magnitudes(trained, batches[draw], batches))]
             for other in others:
                 measured.append((OTHER, magnitudes(trained, batches[draw], [batches[other]])))
@@ -63,7 +65,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def check_num_batches(settings: Settings) -> None:
-    """Require enough mini-batches of each size, so that the others differ from the drawn one."""
+    """Require enough mini-batches of each size, such that the others differ from the drawn one."""
     needed = max(settings.draws, settings.others + 1)
     for size in settings.batch_sizes:
         if settings.full_examples < needed * size:
@@ -75,14 +77,14 @@ def check_num_batches(settings: Settings) -> None:
 
 
 def magnitudes(trained: Trained, directions: Batch, measured: list[Batch] | None) -> Tensor:
-    """K-FAC's curvature along all eigenvectors of one batch's, block after block, float64."""
+    """Measure K-FAC along all K-FAC eigenvectors of one batch, block after block, in float64."""
     la = Laplace(trained.model, params="weights").fit_batches([directions], measured)
     blocks = la.posterior.curvature.blocks.values()
     return torch.cat([block.magnitudes.flatten().double().cpu() for block in blocks])
 
 
 def ratios(table: list[Row], size: int) -> Row:
-    """Medians over directions and draws of the ratios to the full set."""
+    """Return medians, over directions and draws, of the ratios to the full set."""
 
     def of(name: str) -> Tensor:
         chosen = [r for r in table if (r["batch_size"], r["measured_on"]) == (size, name)]

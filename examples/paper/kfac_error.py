@@ -2,9 +2,9 @@ r"""Beyond the paper: how far mini-batch K-FAC and EKFAC are from the full-batch
 
 An approximation $C' = U\,\mathrm{diag}(\Lambda)\,U^\top$ of a block $C$ has the error
 $\|C' - C\|_F^2 = \sum(\Lambda - M)^2 + \|C - U\,\mathrm{diag}(M)\,U^\top\|_F^2$ with the curvature
-$M_i = u_i^\top C u_i$ of the full batch along its directions, which an EKFAC fit measures. The
-first term sums over all directions, also over those that share a magnitude. The second term is
-estimated by products.
+$M_i = u_i^\top C u_i$ of the full batch along the directions of the approximation, which an EKFAC
+fit measures. The first term is a sum over all directions, including directions that share a
+magnitude. The second term is estimated from products.
 """
 
 import math
@@ -38,13 +38,13 @@ ALL = "all blocks"
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        batch_size: Examples of a mini-batch, even: all of them for mini-batch and cross-fitted
-            fits, halves for debiased ones.
-        draws: How many mini-batches are fitted, each in every way.
-        num_batches: How many further ones stand for the full batch.
+        batch_size: Examples of a mini-batch, an even number. Mini-batch and cross-fitted fits use
+            all of them, debiased fits use two halves.
+        draws: The number of mini-batches; each is fitted in every way.
+        num_batches: The number of further mini-batches that represent the full batch.
         folds: Folds of the cross-fitted fits.
     """
 
@@ -56,7 +56,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Fit each mini-batch in every way; errors ‖C' − C‖ / ‖C‖ of every block and of all."""
+    """Fit each mini-batch in every way; return ‖C' − C‖ / ‖C‖ of each block and of all blocks."""
     trained = load(settings)
     number = settings.draws + settings.num_batches
     batches = trained.batches(settings.batch_size, number, settings.seed)
@@ -81,12 +81,12 @@ def run(settings: Settings) -> list[Row]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The full batch's GGN block C in an eigenbasis U: its diagonal M there, and what M leaves.
+    """A GGN block C of the full batch in an eigenbasis U: its diagonal M, and the remainder.
 
     Attributes:
         magnitudes: M, the diagonal of UᵀCU.
-        multiplicities: How many directions share each magnitude.
-        remainder: ‖C − U diag(M) Uᵀ‖_F², estimated by products.
+        multiplicities: The number of directions that share each magnitude.
+        remainder: ‖C − U diag(M) Uᵀ‖_F², estimated from products.
     """
 
     magnitudes: Tensor
@@ -99,13 +99,13 @@ class Reference:
         return self.squared_error(torch.zeros_like(self.magnitudes))
 
     def squared_error(self, magnitudes: Tensor) -> float:
-        """‖U diag(magnitudes) Uᵀ − C‖_F², a sum of squares also where it is small."""
+        """Compute ‖U diag(magnitudes) Uᵀ − C‖_F², as a sum of squares for accuracy."""
         squares = (magnitudes - self.magnitudes).square()
         return float((self.multiplicities * squares).sum()) + self.remainder
 
 
 def references(trained: Trained, directions: Batch, full: list[Batch]) -> dict[str, Reference]:
-    """The full batch's blocks in the eigenbases of one batch's factors."""
+    """Return the blocks of the full batch in the eigenbases of one batch's factors."""
     la = Laplace(trained.model, curvature="ekfac", params="weights")
     la.fit_batches([directions], full)
     by_block = {}
@@ -125,7 +125,7 @@ def _magnitudes(block: Any) -> Tensor:
 
 
 def errors(trained: Trained, batch: Batch, full: list[Batch], settings: Settings) -> list[Row]:
-    """The errors of all fits of one mini-batch."""
+    """Return the errors of all fits of one mini-batch."""
     x, y = batch
     half = settings.batch_size // 2
     first = (x[:half], y[:half])

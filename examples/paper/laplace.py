@@ -1,9 +1,9 @@
 """Figures 6 and 14 to 17: metrics of Laplace posteriors against the prior precision.
 
-The network itself (MAP), mini-batch, debiased (the same examples in two halves), cross-fitted (the
-same examples, magnitudes out of fold) and full-batch; on test, training and corrupted test images.
-Predictions are the linearised network's with the exact functional covariance, in place of the
-paper's samples (Eq. 18).
+The methods are the network itself (MAP), mini-batch, debiased (the same examples in two halves),
+cross-fitted (the same examples, with out-of-fold magnitudes) and full-batch. They are evaluated on
+test, training and corrupted test images. Predictions are made with the linearised network and the
+exact functional covariance, instead of the paper's samples (Eq. 18).
 """
 
 from dataclasses import dataclass
@@ -43,18 +43,18 @@ Fisher = Literal["exact", "mc", "empirical"]
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """Which posteriors there are, and what they are measured on.
+    """The posteriors, and the data on which they are measured.
 
     Attributes:
-        batch_size: Examples of a mini-batch; debiased has two batches of half as many.
-        draws: How many times these examples are drawn.
+        batch_size: Examples of a mini-batch; debiased fits use two batches of half the size.
+        draws: How many times the examples are drawn.
         folds: Folds of the cross-fitted posterior; 0 for none.
         prior_precisions: The grid of δ.
-        curvature: The posteriors' structure.
-        fisher: How the mini-batches' curvature is found.
-        full_fisher: How the full-batch curvature is found.
-        full_examples: Training examples, chosen at random, that stand for all; all if None.
-        validation_examples: Held-out images that δ is tuned on; 0 for none.
+        curvature: The curvature structure of the posteriors.
+        fisher: How the curvature of mini-batches is computed.
+        full_fisher: How the full-batch curvature is computed.
+        full_examples: The number of random training examples that represent all; all if None.
+        validation_examples: Held-out images for tuning δ; 0 for none.
         test_examples: Test images to measure on; all if None.
         train_examples: Training images to measure on.
         severities: Severities of the corrupted test images.
@@ -78,7 +78,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Fit, predict and measure; returns the distances to full-batch on each data set."""
+    """Fit, predict and measure; return the distances to full-batch on each data set."""
     trained = load(settings)
     generator = torch.Generator().manual_seed(settings.seed)
     test = trained.test.subset(some(len(trained.test), settings.test_examples, generator))
@@ -122,10 +122,10 @@ def run(settings: Settings) -> list[Row]:
 def posteriors(
     trained: Trained, settings: Settings, generator: torch.Generator
 ) -> dict[tuple[str, int], Laplace]:
-    """All fits by method and draw: Eq. 4 on each draw, Eq. 9 for the debiased ones."""
+    """Return all fits, by method and draw: Eq. 4 on each draw, Eq. 9 for debiased fits."""
 
     def fit(fisher: Fisher, *batches: list[Batch], folds: int | None = None) -> Laplace:
-        # Weights of layers; class tokens and position embeddings are not called so.
+        # This selects weights of layers; class tokens and position embeddings have other names.
         la = Laplace(
             trained.model,
             curvature=settings.curvature,
@@ -154,22 +154,23 @@ def posteriors(
 def predicted(
     trained: Trained, la: Laplace, method: str, images: Images, chunk_size: int
 ) -> Tensor:
-    """Probabilities, float64 [n, C]."""
+    """Predict probabilities, [n, C] in float64."""
     predict = partial(la.predict, **{"method": "map"} if method == MAP else {"link": "probit"})
     parts = [trained.batch(images, i)[0] for i in torch.arange(len(images)).split(chunk_size)]
     return torch.cat([predict(x).probs.double().cpu() for x in parts])
 
 
 def measured(probs: Tensor, labels: Tensor) -> Row:
-    """Metrics of predictions."""
+    """Compute metrics of predictions."""
     kinds = {"nll": metrics.nll, "ece": metrics.ece, "accuracy": metrics.accuracy}
     return {name: float(metric(probs, labels)) for name, metric in kinds.items()}
 
 
 def distances(rows: list[Row]) -> list[Row]:
-    """Mean |metric − that of full-batch| over draws and prior precisions, by data and method.
+    """Compute mean distances of metrics to full-batch, by data and method.
 
-    Of the NLL also the ratio to the mini-batch's.
+    The distance is |metric − metric of full-batch|, averaged over draws and prior precisions. For
+    the NLL, the ratio to the distance of the mini-batch fit is also computed.
     """
     table: list[Row] = []
     full = {(r["data"], r["prior_precision"]): r for r in rows if r["method"] == FULL}
@@ -186,7 +187,7 @@ def distances(rows: list[Row]) -> list[Row]:
 
 
 def tuned(rows: list[Row]) -> list[Row]:
-    """Means over draws at the prior precision with the least validation NLL, by data and method."""
+    """Return means over draws at the prior precision of lowest validation NLL."""
     best: dict[tuple[str, int], Row] = {}
     for row in rows:
         if row["data"] == "validation":

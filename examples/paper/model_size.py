@@ -14,11 +14,11 @@ from examples.paper.quadratics import BiasSettings, bias_rows, summary_of
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What is measured; the networks are trained here.
+    """What to measure; the networks are trained here.
 
     Attributes:
-        problem: Its data and recipe serve ConvNets of all sizes.
-        models: (depth, width) of each ConvNet.
+        problem: The problem whose data and recipe are used for ConvNets of all sizes.
+        models: The (depth, width) of each ConvNet.
         batch_size: Examples of a mini-batch.
     """
 

@@ -1,4 +1,4 @@
-"""The networks of the paper's test problems, and small relatives."""
+"""The networks of the paper's test problems, and smaller versions of them."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def all_cnn_c(num_classes: int = 10) -> nn.Sequential:
 
 
 def digits_net(num_classes: int = 10) -> nn.Sequential:
-    """A small relative of All-CNN-C for the digits, [B, 1, 8, 8]; 11,970 parameters."""
+    """Build a small version of All-CNN-C for the digits, [B, 1, 8, 8]; 11,970 parameters."""
     return _all_convolutional(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.Conv2d(16, 24, 3, stride=2, padding=1),
@@ -38,7 +38,7 @@ def digits_net(num_classes: int = 10) -> nn.Sequential:
 
 
 def wide_digits_net(width: int = 24, num_classes: int = 10) -> nn.Sequential:
-    """A wider one with few positions, [B, 1, 8, 8]: one batch's curvature is more biased there."""
+    """Build a wider net with few positions, [B, 1, 8, 8], for more biased mini-batch curvature."""
     return _all_convolutional(
         nn.Conv2d(1, width, 3, stride=2, padding=1),
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
@@ -49,7 +49,7 @@ def wide_digits_net(width: int = 24, num_classes: int = 10) -> nn.Sequential:
 
 
 def _all_convolutional(*convolutions: nn.Conv2d) -> nn.Sequential:
-    """Convolutions with ReLUs between them, then the mean over positions."""
+    """Build convolutions with ReLUs between them, followed by the mean over positions."""
     layers: list[nn.Module] = []
     for convolution in convolutions:
         nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
@@ -62,9 +62,9 @@ def _all_convolutional(*convolutions: nn.Conv2d) -> nn.Sequential:
 def conv_net(
     depth: int, width: int, num_classes: int = 10, in_channels: int = 3, image_size: int = 32
 ) -> nn.Sequential:
-    """The paper's ConvNet "model depth-width" of test problem (D), Appendix B.1.
+    """Build the paper's ConvNet "model depth-width" of test problem (D), Appendix B.1.
 
-    Its sizes are ours: kernels of 3 × 3, `width` channels, two poolings.
+    The paper does not state all sizes; we use kernels of 3 × 3, `width` channels and two poolings.
     """
     layers = [nn.Conv2d(in_channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     for _ in range(depth):
@@ -74,7 +74,7 @@ def conv_net(
 
 
 class _Block(nn.Module):
-    """(norm → ReLU → 3 × 3 convolution) twice, beside a shortcut."""
+    """A residual block: (norm → ReLU → 3 × 3 convolution) twice, and a shortcut."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C_in, H, W] to [B, C_out, ⌈H/stride⌉, ⌈W/stride⌉]."""
+        """Map [B, C_in, H, W] to [B, C_out, ⌈H/stride⌉, ⌈W/stride⌉]."""
         activated = self.relu1(self.norm1(x))
         skipped = x if self.shortcut is None else self.shortcut(activated)
         return skipped + self.conv2(self.relu2(self.norm2(self.conv1(activated))))
@@ -123,12 +123,12 @@ def resnet50(
     width_per_group: int = 64,
     expansion: int = 4,
 ) -> nn.Module:
-    """Torchvision's ResNet-50; fewer blocks, channels and a smaller expansion make a relative."""
+    """Build torchvision's ResNet-50, or a smaller version with fewer blocks and channels."""
     block = type("Bottleneck", (Bottleneck,), {"expansion": expansion})
     return ResNet(block, list(blocks), num_classes=num_classes, width_per_group=width_per_group)
 
 
 def vit_little(num_classes: int = 1000, *, image_size: int = 256, **changes: Any) -> nn.Module:
-    """Timm's ViT Little; `depth`, `embed_dim`, `num_heads` and so on make a small relative."""
+    """Build timm's ViT Little; `depth`, `embed_dim`, `num_heads` etc. give a smaller version."""
     name = "vit_little_patch16_reg4_gap_256"
     return timm.create_model(name, num_classes=num_classes, img_size=image_size, **changes)

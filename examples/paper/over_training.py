@@ -14,10 +14,11 @@ from examples.paper.quadratics import BiasSettings, bias_rows, summary_of
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What is measured; the network is trained here.
+    """What to measure; the network is trained here.
 
     Attributes:
-        num_checkpoints: At how many epochs, equidistant in their logarithm.
+        num_checkpoints: The number of epochs at which the bias is measured, spaced evenly on a
+            logarithmic scale.
         batch_size: Examples of a mini-batch.
     """
 

@@ -1,4 +1,4 @@
-"""Figures 4 and 11: how two mini-batches' eigenspaces lie to each other, and CG's step sizes."""
+"""Figures 4 and 11: overlaps of two mini-batches' eigenspaces, and the step sizes of CG."""
 
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -22,13 +22,13 @@ from laplace_debias.report.style import style_axes
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What is measured.
+    """What to measure.
 
     Attributes:
         batch_sizes: Examples of a mini-batch.
-        draws: How many mini-batches; the overlaps of the first two are drawn.
-        cg_steps: Iterations of CG on the first mini-batch of the first size, whose step sizes are
-            compared with those that other mini-batches ask for; 0 for none.
+        draws: The number of mini-batches; the picture shows the overlaps of the first two.
+        cg_steps: Iterations of CG on the first mini-batch of the first size. The step sizes are
+            compared with the step sizes that other mini-batches would choose. 0 for none.
     """
 
     output: Path = Path("results/overlaps")
@@ -49,7 +49,8 @@ def run(settings: Settings) -> list[Row]:
             for batch in batches
         ]
         for first, second in combinations(range(settings.draws), 2):
-            # Squared inner products (Eq. 6); in single precision a million terms are off by 1e-3.
+            # These are squared inner products (Eq. 6). In single precision, the error of a million
+            # terms would be 1e-3.
             weights = (bases[first].double().T @ bases[second].double()).square().cpu()
             drawn.setdefault(size, weights)
             rows.append(
@@ -75,7 +76,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def step_sizes(trained: object, settings: Settings) -> list[Row]:
-    """τ = −s / c (Eq. 3) along every search direction; None where c is 0."""
+    """Compute τ = −s / c (Eq. 3) along every search direction; None if c is 0."""
     of_cg = replace(settings, directions="cg", draws=1, num_directions=settings.cg_steps)
     rows = bias_rows(trained, settings.batch_sizes[0], of_cg)
     for row in rows:
@@ -84,7 +85,7 @@ def step_sizes(trained: object, settings: Settings) -> list[Row]:
 
 
 def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
-    """Overlaps of two mini-batches' eigenvectors as pixels, black from 1e-4 down."""
+    """Draw the overlaps of two mini-batches' eigenvectors as pixels, black up to 1e-4."""
     figure, (panels,) = new_panels(1, len(by_size), (3.4 * len(by_size) + 0.8, 3.4))
     for ax, (size, weights) in zip(panels, by_size.items(), strict=True):
         end = len(weights) + 0.5

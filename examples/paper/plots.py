@@ -18,7 +18,7 @@ MARKERS = {
     FULL: ("x", 34, OKABE_ITO["black"]),
     SAME: ("o", 26, OKABE_ITO["orange"]),
 }
-"""Marker, area and colour by what a slope or curvature was measured on."""
+"""The marker, area and colour, by the data on which a slope or curvature was measured."""
 _METRIC_NAMES = {
     "nll": "NLL (nats) ↓",
     "ece": "ECE ↓",
@@ -42,7 +42,7 @@ _OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "v
 
 
 def method_colours(methods: Iterable[str]) -> dict[str, str]:
-    """The colour of each method, the same in every picture for the four of the paper."""
+    """Return a colour for each method; the four of the paper always have the same colours."""
     others = itertools.cycle(_OTHER_COLOURS)
     return {
         method: _METHOD_COLOURS.get(method) or next(others) for method in dict.fromkeys(methods)
@@ -52,19 +52,19 @@ def method_colours(methods: Iterable[str]) -> dict[str, str]:
 def new_panels(
     rows: int, columns: int, size: tuple[float, float], **options: Any
 ) -> tuple[Figure, np.ndarray]:
-    """A white picture of a size in inches, and its axes `[rows, columns]`."""
+    """Create a white picture of a size in inches; return it with its axes `[rows, columns]`."""
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def metric_label(metric: str) -> str:
-    """A metric's name on an axis, with an arrow to where it is better.
+    """Return the label of a metric on an axis, with an arrow in the direction of better values.
 
     Args:
-        metric: Name of a metric as `laplace_debias.metrics.evaluate` gives it.
+        metric: The name of a metric in `laplace_debias.metrics.evaluate`.
 
     Returns:
-        A label; for an unknown metric its name.
+        The label; for an unknown metric, its name.
     """
     family, _, name = metric.partition("_")
     if family in _METRIC_FAMILIES:
@@ -74,12 +74,12 @@ def metric_label(metric: str) -> str:
 
 
 def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    """Adds a legend without a frame above the panels.
+    """Add a legend without a frame above the panels.
 
     Args:
         figure: The picture.
-        handles: Artists of the legend, with labels.
-        columns: Entries beside each other.
+        handles: The artists of the legend, with labels.
+        columns: The number of entries per row.
     """
     figure.legend(
         handles=handles,
@@ -93,14 +93,14 @@ def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
 def points_figure(
     rows: Sequence[Row], columns: str, quantities: Sequence[str], label: str, log: Sequence[str]
 ) -> Figure:
-    """A marker for each row at its `index`: a panel for each quantity and value of a column.
+    """Draw a marker per row at its `index`, with a panel per quantity and value of a column.
 
     Args:
         rows: Rows with `index`, `measured_on`, the column and the quantities.
-        columns: That column.
-        quantities: What is drawn, from top to bottom.
-        label: Of the horizontal axes.
-        log: Which of the quantities have a logarithmic axis, where all are positive.
+        columns: The name of this column.
+        quantities: The quantities to draw, from top to bottom.
+        label: The label of the horizontal axes.
+        log: The quantities that have a logarithmic axis if all values are positive.
     """
     values = sorted({row[columns] for row in rows})
     size = (max(5.6, 3.2 * len(values)), 2.7 * len(quantities) + 0.4)
@@ -130,7 +130,7 @@ def points_figure(
 
 
 def trend_figure(summary: Sequence[Row], x: str, label: str) -> Figure:
-    """Relative errors on the mini-batch itself: a dot is the mean, a bar the 10 to 90 %."""
+    """Draw relative errors on the mini-batch itself: dots for means, bars for 10 % to 90 %."""
     quantities = sorted({row["quantity"] for row in summary})
     figure, (panels,) = new_panels(1, len(quantities), (4.2 * len(quantities), 3.3))
     draws = sorted({row["draw"] for row in summary})
@@ -152,15 +152,15 @@ def trend_figure(summary: Sequence[Row], x: str, label: str) -> Figure:
 def lines_figure(
     rows: Sequence[Row], parts: str, metrics: Sequence[str], x: str, label: str, log: bool = False
 ) -> Figure:
-    """Metrics against a column, a line for each method and draw; what has no value is dashed.
+    """Draw metrics against a column, with a line per method and draw, dashed if `x` is missing.
 
     Args:
         rows: Rows with `method`, `draw`, the columns and the metrics.
-        parts: A column, of which each value has a row of panels.
-        metrics: The columns of panels.
-        x: The horizontal axis.
-        label: Its label.
-        log: Whether it is logarithmic.
+        parts: A column; there is a row of panels for each of its values.
+        metrics: The metrics; there is a column of panels for each.
+        x: The column on the horizontal axis.
+        label: The label of the axis.
+        log: Whether the axis is logarithmic.
     """
     colours = method_colours(dict.fromkeys(row["method"] for row in rows))
     names = list(dict.fromkeys(row[parts] for row in rows))
@@ -193,12 +193,12 @@ def _line(ax: Axes, rows: Sequence[Row], metric: str, x: str, colour: str) -> No
 
 
 def bars_figure(rows: Sequence[Row], column: str, label: str) -> Figure:
-    """Values with their intervals by method, the mini-batch's as a line.
+    """Draw values with their intervals by method; the value of the mini-batch is a line.
 
     Args:
         rows: Rows with `method`, the column and `<column> ±`.
-        column: What is drawn.
-        label: Its label.
+        column: The column to draw.
+        label: The label of the axis.
     """
     figure, ((ax,),) = new_panels(1, 1, (6.4, 0.3 * len(rows) + 1.2))
     for place, row in enumerate(reversed(rows)):

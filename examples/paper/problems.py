@@ -1,6 +1,6 @@
-"""The paper's test problems (A) to (F), small relatives of them, and their training.
+"""The paper's test problems (A) to (F), smaller versions of them, and their training.
 
-Where the paper does not give a hyper-parameter, it is that of the model's own paper or of DeepOBS.
+Hyper-parameters that the paper does not state are taken from the model's own paper or from DeepOBS.
 
 Reference:
     Debiasing Mini-Batch Quadratics for Applications in Deep Learning, Appendix B.1.
@@ -37,14 +37,15 @@ class Recipe:
 
     Attributes:
         batch_size: Examples per step.
-        epochs: Passes over the data at `learning_rate`, which `decay` multiplies after each of the
-            `milestones`; without effect where there are cycles.
-        cycles: (epochs, peak learning rate) of one-cycle schedules (Smith & Topin, 2018): up from a
-            25th of the peak over 30 %, then down to nothing, along cosines.
+        epochs: Passes over the data at `learning_rate`, which is multiplied by `decay` after each
+            of the `milestones`; without effect if there are cycles.
+        cycles: The (epochs, peak learning rate) of one-cycle schedules (Smith & Topin, 2018): the
+            rate increases from 1/25 of the peak during the first 30 %, and then decreases to zero,
+            along cosines.
         optimizer: `sgd`, `adam` or `nadamw`, whose weight decay is decoupled.
-        momentum: Of SGD; β₁ of Adam.
-        nesterov: Whether SGD takes Nesterov's momentum.
-        weight_decay: β of ½ β ‖W‖², of parameters of more than one dimension.
+        momentum: The momentum of SGD, or β₁ of Adam.
+        nesterov: Whether SGD uses Nesterov momentum.
+        weight_decay: β of ½ β ‖W‖², for parameters with more than one dimension.
         clip_norm: Largest norm of the gradient.
         augmented: Whether images are mirrored and shifted by up to 4 pixels at random.
     """
@@ -64,16 +65,16 @@ class Recipe:
 
     @property
     def penalty(self) -> float:
-        """β of the loss that is trained on (Eq. 1); 0 for decoupled decay, which has no loss."""
+        """β of the training loss (Eq. 1); 0 for decoupled decay, which is not in the loss."""
         return 0.0 if self.optimizer == "nadamw" else self.weight_decay
 
     @property
     def num_epochs(self) -> int:
-        """Passes over the data in all."""
+        """The total number of passes over the data."""
         return sum(epochs for epochs, _ in self.cycles) if self.cycles else self.epochs
 
     def rates(self, steps_per_epoch: int) -> Iterator[float]:
-        """The learning rate of every step."""
+        """Yield the learning rate of every step."""
         for epochs, peak in self.cycles:
             steps = epochs * steps_per_epoch
             for step in range(1, steps + 1):
@@ -87,7 +88,7 @@ class Recipe:
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's groups, none empty: the weights with weight decay, then all others without."""
+    """Return an optimizer's non-empty groups: weights with decay, other parameters without."""
     every = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in every if p.dim() > 1], "weight_decay": weight_decay},
@@ -104,15 +105,15 @@ def train(
     progress: bool = False,
     on_epoch: Callable[[int, nn.Module], None] = lambda epoch, model: None,
 ) -> nn.Module:
-    """Train a model in place, where it is; returns it in evaluation mode.
+    """Train a model in place, on its device; return the model in evaluation mode.
 
     Args:
-        model: From images [B, C, H, W] to logits [B, classes].
+        model: A model from images [B, C, H, W] to logits [B, classes].
         data: Images to train on.
-        recipe: How.
-        seed: Of the order and the augmentation.
+        recipe: How the model is trained.
+        seed: The seed of the order and the augmentation.
         progress: Whether to show a progress bar.
-        on_epoch: Called after each epoch with its number, from 1.
+        on_epoch: Called after each epoch with the number of the epoch, starting at 1.
     """
     groups = decay_groups(model.parameters(), recipe.weight_decay)
     device = next(model.parameters()).device
@@ -148,7 +149,7 @@ def train(
 
 
 def _augmented(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image mirrored at random; all of a batch shifted by the same few pixels."""
+    """Mirror each image at random, and shift all images of a batch by the same few pixels."""
     mirrored = torch.rand(len(x), generator=generator) < 0.5
     x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
     down, right = torch.randint(9, (2,), generator=generator).tolist()
@@ -162,13 +163,14 @@ class Problem:
 
     Attributes:
         name: Its name.
-        summary: What it is; the letter is the paper's.
-        model: Makes the network, with random weights from torch's global generator.
-        data: Reads images to train and tune on, and to test, from a path.
+        summary: A description, with the paper's letter of the problem.
+        model: A function that makes the network, with random weights from torch's global generator.
+        data: A function from a path to the images for training and tuning, and the test images.
         recipe: How the network is trained.
-        num_validation: How many images are held out of the first.
-        is_reduced: Whether it is a small relative.
-        published: Makes the network with published weights, which have seen all training images.
+        num_validation: The number of images of the former that are held out for tuning.
+        is_reduced: Whether this is a smaller version of a problem of the paper.
+        published: A function that makes the network with published weights, which were trained on
+            all training images.
     """
 
     name: str
@@ -181,14 +183,14 @@ class Problem:
     published: Callable[[], nn.Module] | None = None
 
     def initial_model(self, seed: int) -> nn.Module:
-        """The network with the random weights of a seed."""
+        """Return the network with the random weights of a seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.model()
 
 
 def _imagenet(transform: Callable[[], object], root: Path | None) -> tuple:
-    """ImageNet's training and validation images, as the published network takes them."""
+    """Return ImageNet's training and validation images, in the form for the published network."""
     if root is None:
         raise ValueError("there is no path to ImageNet's train/ and val/; give it as --data")
     sets = (datasets.ImageFolder(root / part, transform()) for part in ("train", "val"))
@@ -365,11 +367,11 @@ PROBLEMS: tuple[Problem, ...] = (
         num_validation=5_000,
     ),
 )
-"""The paper's problems, then their small relatives."""
+"""The problems of the paper, followed by their smaller versions."""
 
 
 def get_problem(name: str) -> Problem:
-    """The test problem of a name."""
+    """Return the test problem of a name."""
     by_name = {problem.name: problem for problem in PROBLEMS}
     if name not in by_name:
         raise ValueError(f"unknown problem {name!r}; expected one of {', '.join(by_name)}")

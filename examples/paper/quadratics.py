@@ -1,7 +1,8 @@
-"""Mini-batch quadratics along one batch's directions: what the experiments on the bias measure.
+"""Mini-batch quadratics along one batch's directions, for the experiments on the bias.
 
-Along the columns of V a quadratic is a polynomial (`Cut`), with slopes Vᵀg and curvatures VᵀHV. By
-Eq. 5 the full set's quadratic is the mean of the quadratics of a partition into equal batches.
+Along the columns of V, a quadratic is a polynomial (`Cut`), with slopes Vᵀg and curvatures VᵀHV. By
+Eq. 5, the quadratic of the full set is the mean of the quadratics of a partition into batches of
+equal size.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from laplace_debias.linalg import cg, eigsh
 from laplace_debias.quadratic import Cut, Quadratic
 
 SAME, OTHER, FULL = "same mini-batch", "other mini-batches", "full-batch"
-"""What a slope or curvature was measured on, relative to the batch of the direction."""
+"""The data on which a slope or curvature was measured, relative to the batch of the direction."""
 
 
 @dataclass(kw_only=True)
@@ -25,14 +26,15 @@ class BiasSettings(Settings):
     """Settings of the experiments on the bias of mini-batches.
 
     Attributes:
-        full_examples: How many training images, chosen at random, are the full set; a multiple of
-            the batch size.
-        draws: On how many of its mini-batches directions are computed.
-        num_directions: How many directions each.
-        directions: `eigenvectors`, the top ones of the mini-batch's curvature, or `cg`, the search
-            directions of CG on its quadratic, at whose iterates slopes are measured.
-        curvature: The quadratic's matrix.
-        tol: Greatest residual of an eigenpair, relative to the largest eigenvalue.
+        full_examples: The number of random training images in the full set; a multiple of the batch
+            size.
+        draws: The number of mini-batches of the full set on which directions are computed.
+        num_directions: The number of directions per mini-batch.
+        directions: `eigenvectors`, the top eigenvectors of the mini-batch's curvature, or `cg`, the
+            search directions of CG on the mini-batch's quadratic, with slopes at the iterates of
+            CG.
+        curvature: The matrix of the quadratic.
+        tol: Largest residual of an eigenpair, relative to the largest eigenvalue.
     """
 
     full_examples: int = 896
@@ -43,7 +45,7 @@ class BiasSettings(Settings):
     tol: float = 1e-3
 
     def num_batches(self, size: int) -> int:
-        """Number of batches of the full set."""
+        """Return the number of batches of the full set."""
         if self.full_examples % size or self.full_examples <= self.draws * size:
             raise ValueError(
                 f"full_examples is {self.full_examples}; expected a multiple of the batch size "
@@ -58,41 +60,43 @@ class Directions:
 
     Attributes:
         vectors: Unit vectors as columns, [D, k].
-        coefficients: Where slopes are measured: for vector t at θ₀ + V·coefficients[:, t], [k, k];
-            zero for eigenvectors, CG's step sizes so far for its search directions.
+        coefficients: The points at which slopes are measured, [k, k]: for vector t, at θ₀ +
+            V·coefficients[:, t]. They are zero for eigenvectors, and the step sizes of CG so far
+            for search directions.
     """
 
     vectors: Tensor
     coefficients: Tensor
 
     def slopes(self, cut: Cut) -> Tensor:
-        """s(θ_t; d_t) on the quadratic of a cut along these directions (Eq. 10), [k]."""
+        """Compute s(θ_t; d_t) on the quadratic of a cut along these directions (Eq. 10), [k]."""
         return cut.slopes + (cut.curvatures * self.coefficients).sum(0)
 
 
 def quadratic_on(trained: Trained, batch: Batch, curvature: str) -> Quadratic:
-    """The regularised quadratic of one mini-batch (Eq. 2)."""
+    """Return the regularised quadratic of one mini-batch (Eq. 2)."""
     decay = trained.recipe.penalty
     loss = nn.CrossEntropyLoss()
     return Quadratic.from_data(trained.model, loss, [batch], curvature, weight_decay=decay)
 
 
 def find_directions(quadratic: Quadratic, settings: BiasSettings) -> Directions:
-    """The top eigenvectors of a quadratic's matrix, or CG's first search directions on it.
+    """Find the top eigenvectors of a quadratic's matrix, or the first search directions of CG.
 
-    All point down the quadratic's slope. CG may end sooner, where the curvature is not positive.
+    All directions point down the slope of the quadratic. CG may end early if the curvature is not
+    positive.
     """
     A, g, number = quadratic.matrix, quadratic.gradient, settings.num_directions
     if settings.directions == "eigenvectors":
         generator = torch.Generator(A.device).manual_seed(settings.seed)
         vectors = eigsh(A, number, tol=settings.tol, generator=generator).vectors
-        # An eigenvector has no sign of its own.
+        # The sign of an eigenvector is arbitrary.
         vectors = torch.where(vectors.T @ g > 0, -vectors, vectors)
         return Directions(vectors, vectors.new_zeros(number, number))
     solution = cg(A, -g, tol=1e-12, max_iter=number, keep_directions=True)
     assert solution.directions is not None
     count = solution.directions.shape[1]
-    # Step i is part of every later position.
+    # Step i contributes to every later position.
     coefficients = solution.step_sizes[:, None].expand(count, count).triu(1)
     return Directions(solution.directions, coefficients)
 
@@ -100,7 +104,7 @@ def find_directions(quadratic: Quadratic, settings: BiasSettings) -> Directions:
 def measure(
     trained: Trained, size: int, settings: BiasSettings
 ) -> tuple[list[Directions], list[list[Cut]]]:
-    """Directions of the first batches, and for each of them every batch's quadratic along them."""
+    """Find directions of the first batches; for each, return all batches' quadratics along them."""
     batches = trained.batches(size, settings.num_batches(size), settings.seed)
     found = [
         find_directions(quadratic_on(trained, batch, settings.curvature), settings)
@@ -119,13 +123,13 @@ def measure(
 
 
 def mean_cut(cuts: Sequence[Cut]) -> Cut:
-    """The full set's quadratic from those of a partition into equal batches (Eq. 5)."""
+    """Compute the full set's quadratic from a partition into batches of equal size (Eq. 5)."""
     parts = [(cut.value, cut.slopes, cut.curvatures) for cut in cuts]
     return Cut(*(torch.stack(values).mean(0) for values in zip(*parts, strict=True)))
 
 
 def bias_rows(trained: Trained, size: int, settings: BiasSettings) -> list[Row]:
-    """Slopes and curvatures along each draw's directions, on every batch and on the full set.
+    """Return slopes and curvatures along each draw's directions, on all batches and the full set.
 
     Returns:
         A row for each draw, direction (`index`, from 1) and batch, and one for the full set.
@@ -144,12 +148,12 @@ def bias_rows(trained: Trained, size: int, settings: BiasSettings) -> list[Row]:
 
 
 def summary_of(rows: Sequence[Row]) -> list[Row]:
-    """The bias of each draw: relative errors over its directions, (value − full) / |full|.
+    """Summarise the bias of each draw by relative errors (value − full) / |full| over directions.
 
     Returns:
-        For each draw and quantity the mean and the 10 and 90 % of the relative errors on the batch
-        itself; medians of its values over the full set's, and of the mean of the others over it;
-        both of the first direction alone.
+        For each draw and quantity: the mean, the 10 % and the 90 % quantile of the relative errors
+        on the batch itself; the medians of two ratios to the value of the full set, for the batch
+        itself and for the mean of the other batches; and both ratios for the first direction alone.
     """
     found = []
     for draw in sorted({row["draw"] for row in rows}):

@@ -1,7 +1,7 @@
 """Section B.6: run time and memory of fits, debiased against mini-batch.
 
-A debiased fit with two batches of half the mini-batch's size sees as many examples, and projects
-the second factors block by block.
+A debiased fit with two batches of half the mini-batch size uses as many examples as a mini-batch
+fit, and also projects the second factors block by block.
 """
 
 import time
@@ -34,14 +34,14 @@ from laplace_debias.report.style import OKABE_ITO, style_axes
 
 @dataclass(kw_only=True)
 class Settings(Shared):
-    """Which fits are timed.
+    """The fits to time.
 
     Attributes:
-        batch_size: Examples of a mini-batch; debiased has two batches of half as many.
+        batch_size: Examples of a mini-batch; debiased fits use two batches of half the size.
         folds: Folds of the cross-fitted posterior.
-        repeats: How many times each fit is timed, in turn.
+        repeats: How many times each fit is timed; the fits take turns.
         full_examples: Training examples of a full-batch fit, in mini-batches; 0 for none.
-        fisher: How the curvature is found.
+        fisher: How the curvature is computed.
     """
 
     output: Path = Path("results/runtime")
@@ -53,7 +53,7 @@ class Settings(Shared):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Time every fit, in turn; returns medians and their ratios to the mini-batch's."""
+    """Time the fits in turn; return medians and their ratios to the mini-batch fit."""
     trained = load(settings)
     fits = timed_fits(trained, settings)
     fits[MINI]()  # the first fit of a process also sets up threads and buffers
@@ -78,7 +78,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def timed_fits(trained: Trained, settings: Settings) -> dict[str, Callable[[], Laplace]]:
-    """The fits by name."""
+    """Return the fits, by name."""
     number = 1 + settings.full_examples // settings.batch_size
     (x, y), *full = trained.batches(settings.batch_size, number, settings.seed)
     half = len(x) // 2
@@ -97,7 +97,7 @@ def timed_fits(trained: Trained, settings: Settings) -> dict[str, Callable[[], L
 
 
 def cost(fit: Callable[[], Laplace], device: str) -> Row:
-    """Seconds of a fit, and on a GPU its peak memory above what was held before, bytes."""
+    """Measure a fit's seconds and, on a GPU, its additional peak memory in bytes."""
     is_gpu = device.startswith("cuda")
     if is_gpu:
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""The study: where a posterior is worth its cost, and where a temperature will do."""
+"""The study: where a posterior is worth its cost, and where a temperature is enough."""

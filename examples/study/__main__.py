@@ -1,4 +1,4 @@
-"""Runs the study and makes its tables; goes on where it was broken off."""
+"""Run the study and make its tables; an interrupted study is continued."""
 
 import argparse
 import json
@@ -16,14 +16,14 @@ ALL = PROBLEMS | MORE
 
 
 def main(arguments: Sequence[str] | None = None) -> str:
-    """Run what is not there yet, a line of JSON a problem and seed; returns and prints tables."""
+    """Run the missing problems and seeds, with one JSON line each; print and return tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--problems", default=",".join(ALL), help="names, with commas between")
-    parser.add_argument("--seeds", type=int, default=5, help="how many; 0 makes tables alone")
+    parser.add_argument("--problems", default=",".join(ALL), help="names, separated by commas")
+    parser.add_argument("--seeds", type=int, default=5, help="number; 0 only makes the tables")
     parser.add_argument(
-        "--networks_only", action="store_true", help="leave out the posteriors, into a file apart"
+        "--networks_only", action="store_true", help="no posteriors; write a separate file"
     )
     parser.add_argument("--out", type=Path, default=Path("results/study"), help="folder")
     options = parser.parse_args(arguments)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     file = options.out / ("networks.jsonl" if options.networks_only else "study.jsonl")
     methods = of_networks if options.networks_only else methods_of
     rows = read(file)
-    # Without a line that was broken off.
+    # An incomplete last line of an interrupted run is removed.
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     done = {(row["problem"], row["seed"]) for row in rows}
     for name in names:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
 
 
 def run(name: str, seed: int, file: Path, methods: Callable[[Problem], Iterator[Method]]) -> None:
-    """Train, measure every method, add a line to the file."""
+    """Train, measure every method, and add a line to the file."""
     start = time.perf_counter()
     problem, found = ALL[name](seed), {}
     for method in methods(problem):

@@ -1,4 +1,4 @@
-"""Measures of a method on the sets of a problem."""
+"""Measures of a method on the data sets of a problem."""
 
 import time
 from typing import Any
@@ -13,9 +13,9 @@ from laplace_debias import metrics
 
 
 def measured(method: Method, problem: Problem) -> dict[str, Any]:
-    """NLL, Brier score (CRPS), calibration (smooth ECE, error of quantiles), AUROC by score.
+    """Compute NLL, Brier score (CRPS), calibration (smooth ECE, quantile error) and AUROC by score.
 
-    `seconds` is from the training to the predictions of the test set.
+    `seconds` is the time from the end of the training to the end of the test predictions.
     """
     start = time.perf_counter()
     predictives = {"test": method.predict(problem.sets["test"][0])}
@@ -33,7 +33,7 @@ def measured(method: Method, problem: Problem) -> dict[str, Any]:
 
 
 def scores(method: Method, x: Tensor, predictive: Distribution) -> dict[str, Tensor]:
-    """Scores that are larger where it is less certain: of the posterior, and of the predictive."""
+    """Compute scores of the posterior and of the predictive, which are larger if less certain."""
     found: dict[str, Tensor] = {}
     if method.posterior is not None:
         uncertainty = method.posterior.uncertainty(x, generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,7 @@ def scores(method: Method, x: Tensor, predictive: Distribution) -> dict[str, Ten
 
 
 def calibration(predictive: Distribution, y: Tensor) -> dict[str, Any]:
-    """The measures that targets are needed for."""
+    """Compute the measures that need targets."""
     if isinstance(predictive, Categorical):
         probs = predictive.probs
         return {

@@ -1,4 +1,4 @@
-"""Methods: what makes predictives of trained networks, tuned on validation examples."""
+"""Methods that make predictives from trained networks, tuned on validation examples."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,19 @@ from laplace_debias.assessment.recalibration import fit_recalibration
 from laplace_debias.assessment.temperature import fit_temperature
 
 DEFAULT = Link("pairwise")
-"""The link where nothing was tuned."""
-# Validation examples that are all right want T = 0; `tune` stops here, too.
+"""The link of methods that do not tune a link."""
+# If all validation examples are classified correctly, the optimum is T = 0. The lower bound is the
+# same as the bound of recalibrations.
 _LEAST_TEMPERATURE = 0.5
-# N C / T is nothing beside δ then: the identity is left as the posterior's precision.
+# At this δ, N C / T is negligible, so the precision of the posterior is a multiple of the identity.
 _NO_CURVATURE = 1e15
 
 
 class Method(NamedTuple):
-    """A way to predict: its names (several if they come to the same) and predictive.
+    """A way to predict, with its names (several if methods are equivalent) and its predictive.
 
-    `seconds` is what it took after the training, `posterior` what tells uncertainties.
+    `seconds` is the time that the method took after the training. `posterior` is the posterior or
+    mixture that computes uncertainties.
     """
 
     names: Sequence[str]
@@ -36,7 +38,7 @@ class Method(NamedTuple):
 
 
 def methods_of(problem: Problem) -> Iterator[Method]:
-    """All methods; each is to be used before the next one is asked for."""
+    """Yield all methods; each method must be used before the next one is requested."""
     yield from of_networks(problem)
     yield from of_posteriors(problem, "last_layer")
     yield from of_posteriors(problem, "all")
@@ -50,7 +52,7 @@ def methods_of(problem: Problem) -> Iterator[Method]:
 
 
 def of_networks(problem: Problem) -> Iterator[Method]:
-    """Networks without a posterior: one or all, with a temperature (of a regression a σ) or not."""
+    """Yield one or all networks without a posterior, with or without a temperature (or σ)."""
     x, y = problem.validation
     for number in sorted({1, len(problem.networks)}):
         some, start = problem.networks[:number], time.perf_counter()
@@ -69,18 +71,18 @@ def of_networks(problem: Problem) -> Iterator[Method]:
 
 
 def outputs(network: nn.Module, x: Tensor) -> Tensor:
-    """The network's outputs, without gradients."""
+    """Compute the network's outputs, without gradients."""
     with torch.no_grad():
         return network(x).double()
 
 
 def noise(network: nn.Module, data: Examples) -> float:
-    """Root of the mean squared residual."""
+    """Compute the root mean square of the residuals."""
     return float((outputs(network, data[0]) - data[1]).square().mean().sqrt())
 
 
 def mean_of(networks: Sequence[nn.Module], by: Sequence[float]) -> Callable[[Tensor], Distribution]:
-    """The mixture of networks, with a temperature each, or with a σ if they have one output."""
+    """Return the mixture of networks with a temperature each (or a σ, for a single output)."""
 
     def predict(x: Tensor) -> Distribution:
         each, scales = torch.stack([outputs(one, x) for one in networks]), torch.tensor(by)
@@ -93,7 +95,7 @@ def mean_of(networks: Sequence[nn.Module], by: Sequence[float]) -> Callable[[Ten
 
 
 def recalibrations(network: nn.Module, x: Tensor, y: Tensor) -> Iterator[Method]:
-    """Vector scaling and isotonic regression, and Platt's scaling if there are two classes."""
+    """Yield vector scaling and isotonic regression, and Platt scaling if there are two classes."""
     names: list[RecalibrationName] = ["vector", "isotonic"]
     if outputs(network, x).shape[1] == 2:
         names.append("platt")
@@ -106,7 +108,7 @@ def recalibrations(network: nn.Module, x: Tensor, y: Tensor) -> Iterator[Method]
 def recalibrated(
     name: RecalibrationName, network: nn.Module, x: Tensor, y: Tensor
 ) -> Callable[[Tensor], Distribution]:
-    """A network that is recalibrated on examples. Platt's scaling takes the logits' difference."""
+    """Recalibrate a network on examples. Platt scaling uses the difference of the logits."""
     if name != "platt":
         recalibrate = fit_recalibration(name, outputs(network, x), y)
         return lambda x: Categorical(logits=recalibrate(outputs(network, x)))
@@ -120,7 +122,7 @@ def recalibrated(
 
 
 def fitted(problem: Problem, network: nn.Module, params: str) -> Laplace:
-    """A posterior with the package's defaults."""
+    """Fit a posterior with the default options of the package."""
     kind, sigma = ("regression", 1.0) if problem.is_regression else ("classification", None)
     la = Laplace(network, kind, params=params, sigma=sigma)
     mode = problem.mode if params == "all" else "full"
@@ -128,18 +130,18 @@ def fitted(problem: Problem, network: nn.Module, params: str) -> Laplace:
 
 
 def batches(data: Examples) -> list[Examples]:
-    """The examples, some at a time."""
+    """Split the examples into batches."""
     return list(zip(*(part.split(256) for part in data), strict=True))
 
 
 def tune(la: Laplace, problem: Problem, link: Link | None = None) -> str:
-    """Tune a posterior, by the given link alone or by all; what was chosen, in words."""
+    """Tune a posterior, with a given link or with all links; return the choice in words."""
     sigma = True if problem.is_regression else None
     return repr(la.tune(batches(problem.validation), sigma=sigma, link=link))
 
 
 def of_posteriors(problem: Problem, params: str) -> Iterator[Method]:
-    """A posterior by `tune`; at T = 1; by the evidence; with the identity as curvature."""
+    """Yield posteriors: by `tune`, at T = 1, by the evidence, with the identity as curvature."""
     name, start = params.replace("_", " "), time.perf_counter()
     la = fitted(problem, problem.networks[0], params)
     fit, chosen = time.perf_counter() - start, tune(la, problem)

@@ -1,4 +1,4 @@
-"""Problems with networks of other kinds: text with LoRA, a timm network, images of CIFAR-10."""
+"""Problems with other kinds of networks: text with LoRA, a timm network, CIFAR-10."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ from examples.study.problems import Examples, MissingError, Problem, trained
 
 
 def example(name: str) -> ModuleType:
-    """Another example, if what it needs is installed."""
+    """Import another example, if the packages that it needs are installed."""
     try:
         return importlib.import_module(f"examples.{name}")
     except ImportError as error:
@@ -24,14 +24,14 @@ def example(name: str) -> ModuleType:
 
 
 def given(variable: str) -> Path:
-    """A path from the environment, if it is set."""
+    """Return a path from an environment variable, if the variable is set."""
     if not os.environ.get(variable):
         raise MissingError(f"{variable} is not set")
     return Path(os.environ[variable])
 
 
 def sets_of(test: Examples, shifted: Tensor, g: torch.Generator) -> dict[str, Examples]:
-    """Test images, the same changed, and with 4 × 4 patches that change places, each in its way."""
+    """Return test images, shifted images, and images with randomly permuted 4 × 4 patches."""
     (x, y), size = test, test[0].shape[2] // 4
     patches = nn.functional.unfold(x, size, stride=size)
     order = torch.rand(len(x), 1, 16, generator=g).argsort(2).expand_as(patches)
@@ -40,7 +40,7 @@ def sets_of(test: Examples, shifted: Tensor, g: torch.Generator) -> dict[str, Ex
 
 
 def resnet(seed: int) -> Problem:
-    """A small residual network on 2,000 images of CIFAR-10, which it sees at 16 × 16 pixels."""
+    """Train a small residual network on 2,000 images of CIFAR-10, reduced to 16 × 16 pixels."""
     pool, images = paper.cifar(10, given("LAPLACE_DEBIAS_DATA"))
     g = torch.Generator().manual_seed(seed)
     train, validation = torch.randperm(len(pool), generator=g)[:2200].split([2000, 200])
@@ -55,14 +55,14 @@ def resnet(seed: int) -> Problem:
 
 
 def all_cnn(seed: int) -> Problem:
-    """The trained All-CNN-C: seeds are other images that it is fitted, tuned and judged on."""
+    """Load the trained All-CNN-C; the seed selects the images for fit, tuning and evaluation."""
     pool, images = paper.cifar(10, given("LAPLACE_DEBIAS_DATA"))
     found, network = load_file(given("LAPLACE_DEBIAS_CHECKPOINT")), all_cnn_c()
     network.load_state_dict({key: found[key] for key in network.state_dict()})
     g = torch.Generator().manual_seed(seed)
     parts = [found[f"split.{part}"] for part in ("train", "val")]
     train, validation = (p[torch.randperm(len(p), generator=g)] for p in parts)
-    # Other test images at every seed.
+    # Every seed uses different test images.
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     test, at = images.subset(order[40 * seed : 40 * (seed + 1)]), torch.arange(40)
     sets = sets_of(test.batch(at), test.corrupted(3).batch(at)[0], g)
@@ -71,7 +71,7 @@ def all_cnn(seed: int) -> Problem:
 
 
 def timm_network(seed: int) -> Problem:
-    """The smallest of timm's ResNets, trained briefly on digits drawn at 32 × 32 pixels."""
+    """Train timm's smallest ResNet briefly on digits at 32 × 32 pixels."""
     drawn = example("timm_last_layer")
     g, (images, y) = torch.Generator().manual_seed(seed), drawn.drawn_digits().tensors
     order = torch.randperm(len(y), generator=g)[:550].split([300, 100, 150])
@@ -84,7 +84,7 @@ def timm_network(seed: int) -> Problem:
 
 
 class Classifier(nn.Module):
-    """A tiny DistilBERT with LoRA: what is neither an adapter nor in the head is frozen."""
+    """A tiny DistilBERT with LoRA, in which only the adapters and the head are trained."""
 
     def __init__(self, parts: ModuleType, num_words: int) -> None:
         super().__init__()
@@ -96,12 +96,12 @@ class Classifier(nn.Module):
         self.network = parts.get_peft_model(network, lora)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits `[B, 2]` of numbers of words `[B, L]`, 0 for padding."""
+        """Compute logits `[B, 2]` from indices of words `[B, L]`, with 0 for padding."""
         return self.network(input_ids=words, attention_mask=(words > 0).long()).logits
 
 
 def text(seed: int) -> Problem:
-    """Reviews that praise or blame, one label in ten wrong. Foreign ones have both."""
+    """Make reviews that praise or blame, with one wrong label in ten; foreign reviews do both."""
     parts, moods, unknown = example("hugging_face_lora"), ("blame", "praise"), 1
     random.seed(seed)
     g = torch.Generator().manual_seed(seed)
@@ -119,7 +119,7 @@ def text(seed: int) -> Problem:
 
     train, validation, test = reviews(256), reviews(128), reviews(400)
     network = trained(lambda: Classifier(parts, len(words) + 2), train, seed, 60, 1e-2)
-    # A third of the words is not known any more.
+    # A third of the words is replaced by an unknown word.
     lost = (torch.rand(test[0].shape, generator=g) < 1 / 3) & (test[0] > 0)
     foreign = torch.tensor([review(*moods) for _ in range(400)]), test[1]
     shifted = test[0].masked_fill(lost, unknown), test[1]
@@ -128,4 +128,4 @@ def text(seed: int) -> Problem:
 
 
 MORE = {"text-lora": text, "timm": timm_network, "resnet": resnet, "all-cnn-c": all_cnn}
-"""From a name to what makes the problem of a seed."""
+"""The functions that make the problem of a seed, by name."""

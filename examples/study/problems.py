@@ -1,4 +1,4 @@
-"""Problems: networks trained in seconds, and the examples that they are trained and judged on."""
+"""Problems: networks that train in seconds, with examples for training and evaluation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ Examples = tuple[Tensor, Tensor]
 
 
 class MissingError(Exception):
-    """A problem needs something that is not here."""
+    """An error for a problem that needs a missing package or file."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Trained networks with their data.
+    """Trained networks, with their data.
 
     Attributes:
-        networks: Alike but for their seeds, or one alone. Only ensembles take more than the first.
-        train: Inputs and targets that posteriors are fitted to.
-        validation: Those that everything is tuned on.
-        sets: Those that are judged: `test`, `shifted` with its targets, `foreign`.
-        num_data: How many examples the networks were trained on.
-        mode: The mode of a fit of all parameters.
+        networks: Networks that differ only in their seeds, or a single network. Only ensembles use
+            more than the first network.
+        train: The inputs and targets to which posteriors are fitted.
+        validation: The examples on which everything is tuned.
+        sets: The examples for the evaluation: `test`, `shifted` (with targets) and `foreign`.
+        num_data: The number of examples on which the networks were trained.
+        mode: The mode of a fit to all parameters.
     """
 
     networks: list[nn.Module]
@@ -37,14 +38,14 @@ class Problem:
 
     @property
     def is_regression(self) -> bool:
-        """Whether targets are numbers, not classes."""
+        """Whether the targets are numbers, not classes."""
         return self.train[1].is_floating_point()
 
 
 def trained(
     build: Callable[[], nn.Module], data: Examples, seed: int, epochs: int = 100, rate: float = 6e-3
 ) -> nn.Module:
-    """A network trained by Adam in batches of 32, with a one-cycle learning rate up to `rate`."""
+    """Train a network by Adam in batches of 32, with a one-cycle learning rate up to `rate`."""
     torch.manual_seed(seed)
     network, (x, y) = build(), data
     loss = nn.functional.mse_loss if y.is_floating_point() else nn.functional.cross_entropy
@@ -62,15 +63,15 @@ def trained(
 
 
 def perceptrons(x: Tensor, y: Tensor, numbers: tuple[int, int], g: torch.Generator) -> Problem:
-    """Three perceptrons; test examples with noise are shifted, with shuffled columns foreign.
+    """Train three perceptrons; noisy test examples are shifted, shuffled columns are foreign.
 
-    Those of a regression are foreign twice as far from the mean.
+    For a regression, foreign examples are twice as far from the mean.
 
     Args:
         x: Standardised inputs.
         y: Targets.
-        numbers: Of training and of validation examples, which come first.
-        g: Of noise and order; its seed is that of the networks.
+        numbers: The numbers of training and of validation examples, which come first.
+        g: The generator of noise and order; its seed is also the seed of the networks.
     """
     sizes = [*numbers, len(y) - sum(numbers)]
     train, validation, test = zip(x.split(sizes), y.split(sizes), strict=True)
@@ -93,10 +94,10 @@ def perceptrons(x: Tensor, y: Tensor, numbers: tuple[int, int], g: torch.Generat
 def table(
     load: Callable[..., Examples], train: int, validation: int, seed: int, labels: str = ""
 ) -> Problem:
-    """A table of scikit-learn; what neither training nor validation takes is judged.
+    """Load a table of scikit-learn; all rows after training and validation are test examples.
 
-    Of `wrong` labels 15 % are drawn anew, everywhere; of `rare` ones each class has 0.7 times as
-    many examples as the one before.
+    With `wrong` labels, 15 % of all labels are drawn at random. With `rare` labels, each class has
+    0.7 times as many examples as the class before.
     """
     g = torch.Generator().manual_seed(seed)
     x, y = map(torch.as_tensor, load(return_X_y=True))
@@ -108,7 +109,7 @@ def table(
     if labels == "wrong":
         wrong = torch.rand(len(y), generator=g) < 0.15
         y[wrong] = torch.randint(int(y.max()) + 1, (int(wrong.sum()),), generator=g)
-    # Pixels have one scale: some are the same in all images.
+    # All pixels get the same scale, because some pixels are equal in all images.
     along = None if x.shape[1] == 64 else 0
     x = (x - x[:train].mean(along)) / x[:train].std(along)
     if y.is_floating_point():
@@ -117,12 +118,12 @@ def table(
 
 
 def friedman(return_X_y: bool) -> Examples:
-    """Friedman's first function of ten variables, of which five count."""
+    """Return Friedman's first function of ten variables, five of which matter."""
     return datasets.make_friedman1(860, noise=1.0, random_state=0)
 
 
 def gap(seed: int) -> Problem:
-    """A noisy sine without examples between −1 and 1, where it is shifted; foreign is beyond."""
+    """Make a noisy sine; shifted inputs are in its gap between −1 and 1, foreign ones outside."""
     g = torch.Generator().manual_seed(seed)
 
     def between(*ends: tuple[float, float], number: int) -> Examples:
@@ -152,4 +153,4 @@ PROBLEMS: dict[str, Callable[[int], Problem]] = {
     "digits-wrong": partial(table, datasets.load_digits, 720, 360, labels="wrong"),
     "digits": partial(table, datasets.load_digits, 720, 360),
 }
-"""From a name to what makes the problem of a seed; those of `more` come behind."""
+"""The functions that make the problem of a seed, by name. Those of `more` are added there."""

@@ -1,4 +1,4 @@
-"""Markdown tables of the results: means over seeds, or differences paired by seed."""
+"""Markdown tables of the results, with means over seeds or differences paired by seed."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from scipy import stats
 
 Row = dict[str, Any]
 What = tuple[str, ...]
-"""A method, a measure and perhaps a score."""
+"""A method, a measure and, optionally, a score."""
 REFERENCE = "temperature"
 METHODS = ("last layer", "all", "ensemble, tempered", "mixture")
 IDENTITY = "all, identity"
@@ -19,13 +19,13 @@ WITHOUT_POSTERIOR = ("network", "vector", "platt", "isotonic", "ensemble")
 
 
 def read(file: Path) -> list[Row]:
-    """The complete lines of a file; none if it is not there."""
+    """Read the complete lines of a file; none if the file does not exist."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def values(rows: Sequence[Row], what: What) -> np.ndarray:
-    """A number of each row, NaN where it has none."""
+    """Return a number of each row, or NaN if a row does not have this number."""
     found: list[Any] = [row["methods"] for row in rows]
     for key in what:
         found = [one.get(key, {}) for one in found]
@@ -33,10 +33,11 @@ def values(rows: Sequence[Row], what: What) -> np.ndarray:
 
 
 def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
-    """A mean, or a mean difference with the half width of its 95 % t interval over seeds.
+    """Return a mean, or a mean difference with the half width of its 95 % t interval over seeds.
 
     Returns:
-        The text, bold if the interval leaves out 0, and the difference's sign then, else 0.
+        The text, in bold if the interval excludes 0; and the sign of the difference in this case,
+        otherwise 0.
     """
     found = values(rows, one) - (0 if other is None else values(rows, other))
     found, n = found[~np.isnan(found)], int((~np.isnan(found)).sum())
@@ -53,7 +54,7 @@ def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
 def table(
     title: str, rows: Sequence[Row], columns: dict[str, tuple[What, What | None]], better: int = -1
 ) -> str:
-    """A line for each problem; the last one counts those on which a column is better, and worse."""
+    """Make a table with a line per problem; the last line counts better and worse problems."""
     if not rows:
         return ""
     lines = [f"### {title}", "", f"| problem | {' | '.join(columns)} |"]
@@ -74,7 +75,7 @@ def table(
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """All tables, on classes alone where a score is of classes."""
+    """Return all tables; scores for classes are only tabulated for classification."""
     classes = [row for row in rows if "accuracy" in row["methods"]["network"]]
     numbers = [row for row in rows if "accuracy" not in row["methods"]["network"]]
     parts = []
@@ -122,7 +123,7 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def table_without_posteriors(rows: Sequence[Row]) -> str:
-    """The table of networks and their recalibrations."""
+    """Return the table of networks and their recalibrations."""
     nll = (REFERENCE, "nll")
     paired = {name: ((name, "nll"), nll) for name in WITHOUT_POSTERIOR}
     columns = {REFERENCE: (nll, None), **paired}
