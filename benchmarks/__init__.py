@@ -1,1 +1,1 @@
-"""Speed and memory against named peers, side by side: `python -m benchmarks`."""
+"""Comparisons of speed and memory with other libraries: `python -m benchmarks`."""

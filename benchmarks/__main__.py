@@ -1,4 +1,4 @@
-"""Every comparison, each in a process of its own, and a page of tables: `python -m benchmarks`."""
+"""All comparisons, each in a separate process, and a page of tables: `python -m benchmarks`."""
 
 import argparse
 import importlib
@@ -20,7 +20,8 @@ from benchmarks.report import comparison_table, goals_table
 from benchmarks.settings import Settings
 
 # A comparison is a module with TITLE, UNIT, REFERENCES, GOALS and `compare(settings)`. It may have
-# `tables(rows)`, its own form of the results, and NETWORK, its networks in words.
+# `tables(rows)`, which formats the results in its own way, and NETWORK, a description of its
+# networks.
 COMPARISONS = (
     "common",
     "kfac_monte_carlo",
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run comparisons and write their tables.
 
     Args:
-        arguments: Of the command line; the process's own if None.
+        arguments: The arguments of the command line; None for the arguments of this process.
 
     Returns:
         The exit status: 1 if a comparison failed.
@@ -100,7 +101,7 @@ def _positive(text: str) -> int:
 
 
 def _run(name: str, settings: Settings, path: Path, append: bool) -> bool:
-    """Measure one comparison in a process of its own; whether that went well."""
+    """Measure one comparison in a separate process; return whether it succeeded."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "result.json"
@@ -116,7 +117,7 @@ def _run(name: str, settings: Settings, path: Path, append: bool) -> bool:
 
 
 def _page(folder: Path) -> str | None:
-    """The page of all measurements in a folder; None if there are none."""
+    """Return the page of all measurements in a folder; None if there are none."""
     measured = {
         name: (importlib.import_module(f"benchmarks.{name}"), results.read(path))
         for name in COMPARISONS

@@ -1,4 +1,4 @@
-"""Fits and predictions of common networks, in turn with laplace-torch."""
+"""Fits and predictions of common networks, alternating with laplace-torch."""
 
 import math
 import statistics
@@ -33,36 +33,36 @@ REFERENCES = ()
 GOALS = ()
 _BATCH = 64
 _LEAST_ROUNDS = 7
-# Calls of a prediction that are timed together, by the number of inputs.
+# The number of prediction calls that are timed together, by the number of inputs.
 _NUM_CALLS = {1: 20, 64: 2}
 _NETWORK = "network"
 _OURS = "ours"
 _THEIRS = "laplace-torch"
 _EXPORTED = "exported program"
 _COMPILED = "exported program, compiled"
-# The cell in which exported programs take part.
+# The cell in which exported programs are also measured.
 _SERVED = "last layer, predict 1"
 _FACTORS = {"factors, exact": "exact", "factors, Monte-Carlo": "mc"}
-# The Fisher matrix and the parameters of a fit.
+# The Fisher matrix and the parameters of each fit.
 _FITS = {
     "fit, exact": ("exact", "all"),
     "Monte-Carlo": ("mc", "all"),
     "empirical": ("empirical", "all"),
     "last layer": ("exact", "last_layer"),
 }
-# Curvatures besides K-FAC, with the structure of laplace-torch that is closest, if it runs without
-# packages that no registry has. Fits of small networks, with the first prediction.
+# Curvatures other than K-FAC, with the closest structure of laplace-torch, if it runs without
+# packages that are not on PyPI. These are fits of small networks, with the first prediction.
 _STRUCTURES = {"full": "full", "lowrank": None, "ekfac": "kron"}
 _SMALL_NETWORKS = ("MLP 20-50-50-3", "MLP 8-50-2")
-# On these networks laplace-torch needs minutes for 64 predictions with all parameters, or more than
-# 23 GB of memory.
+# For these networks, laplace-torch needs minutes for 64 predictions with all parameters, or more
+# than 23 GB of memory.
 _LARGE_NETWORKS = (
     "small ResNet, 32 × 32",
     "3 × 3 CNN, 28 × 28",
     "7 × 7 stem, 64 × 64",
     "Keras, CNN tutorial",
 )
-# The parameters of a posterior and the number of inputs.
+# The parameters of the posterior and the number of inputs of each prediction.
 _PREDICTIONS = {
     "predict 1": ("all", 1),
     "last layer, predict 1": ("last_layer", 1),
@@ -73,7 +73,7 @@ _PREDICTIONS = {
 
 @dataclass(frozen=True)
 class _NetworkSettings(Settings):
-    """Settings with a common network in the place of the All-CNN-C.
+    """Settings with a common network instead of the All-CNN-C.
 
     Attributes:
         common: The network.
@@ -83,18 +83,18 @@ class _NetworkSettings(Settings):
 
     @property
     def batch(self) -> int:
-        """Images of a batch whose factors are computed."""
+        """The number of images in a batch for which factors are computed."""
         return _BATCH
 
     def model(self) -> nn.Sequential:
-        """The network in eval mode, with the same weights at every call."""
+        """Return the network in eval mode, with the same weights at every call."""
         assert self.common is not None
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return self.common.build().eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Random inputs and labels."""
+        """Return random inputs and labels."""
         assert self.common is not None
         return random_examples(self.common, size, seed, self.device)
 
@@ -148,7 +148,7 @@ def compare(settings: Settings) -> list[Row]:
             if cell == _SERVED:
                 exported = partial(_exported_prediction, on_network, x)
                 contenders.append(Contender(_EXPORTED, partial(exported, compiles=False)))
-                # A machine without a C++ compiler cannot compile it.
+                # Without a C++ compiler, the program cannot be compiled.
                 if not settings.quick:
                     compiled = partial(exported, compiles=True)
                     contenders.append(Contender(_COMPILED, compiled, is_peer=True))
@@ -159,7 +159,7 @@ def compare(settings: Settings) -> list[Row]:
 
 
 def _named(network: str, cell: str, rows: Sequence[Row]) -> list[Row]:
-    """Rows whose contenders' names contain the network and the cell of the table."""
+    """Return rows whose contenders' names contain the network and the cell of the table."""
     return [replace(row, contender=f"{network} | {cell} | {row.contender}") for row in rows]
 
 
@@ -276,7 +276,7 @@ def _repeated(work: Callable[[], object]) -> Run:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Ratios to laplace-torch, latencies, and factors with all libraries, in Markdown."""
+    """Return ratios to laplace-torch, latencies, and factors of all libraries, in Markdown."""
     cells: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
         network, cell, contender = row.contender.split(" | ")
@@ -343,7 +343,7 @@ def _served_table(cells: _Cells) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
     for network, by_cell in cells.items():
         line: dict[str, object] = {"network": network}
-        # The network's own time is in the table of latencies.
+        # The time of the network itself is in the table of latencies.
         for name in (_OURS, _EXPORTED, _COMPILED):
             row = by_cell[_SERVED].get(name)
             line[name] = (None if row is None else _milliseconds(row)) or "not available"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class CommonNetwork:
-    """A network and what its inputs look like.
+    """A network, and the form of its inputs.
 
     Attributes:
-        build: Builds the network.
-        input_shape: Shape of one input.
+        build: A function that builds the network.
+        input_shape: The shape of one input.
         num_classes: The number of outputs.
-        size: Examples of a fit.
+        size: The number of examples of a fit.
     """
 
     build: Callable[[], nn.Sequential]
@@ -29,7 +29,7 @@ class Residual(nn.Sequential):
     """A block whose outputs are added to its inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape `[B, C, H, W]`."""
+        """Compute outputs `[B, C, H, W]`."""
         return torch.relu(x + super().forward(x))
 
 
@@ -48,7 +48,7 @@ def lenet() -> nn.Sequential:
 
 
 def small_cnn() -> nn.Sequential:
-    """Two 3 × 3 convolutions: "Simple MNIST convnet" of Keras."""
+    """Build two 3 × 3 convolutions: the "Simple MNIST convnet" of Keras."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -135,7 +135,7 @@ NETWORKS = {
     "MLP 20-50-50-3": CommonNetwork(lambda: perceptron(20, 50, 50, 3), (20,), 3, size=1024),
     "MLP 8-50-2": CommonNetwork(lambda: perceptron(8, 50, 2), (8,), 2, size=1024),
 }
-"""The networks that the package was tuned on."""
+"""The networks on which the speed of the package was tuned."""
 
 FURTHER_NETWORKS = {
     "torch, quickstart": CommonNetwork(lambda: perceptron(784, 512, 512, 10), (784,), size=1024),
@@ -146,13 +146,13 @@ FURTHER_NETWORKS = {
     ),
     "scikit-learn, digits": CommonNetwork(lambda: perceptron(64, 100, 10), (64,), size=1024),
 }
-"""Networks of tutorials that it was not tuned on, chosen before they were measured."""
+"""Networks of tutorials that were not used for tuning, chosen before they were measured."""
 
 
 def random_examples(
     network: CommonNetwork, size: int, seed: int, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Random inputs and labels for a network."""
+    """Return random inputs and labels for a network."""
     generator = torch.Generator().manual_seed(seed)
     shape: Sequence[int] = (size, *network.input_shape)
     inputs = torch.randn(shape, generator=generator)

@@ -1,11 +1,12 @@
-"""How often conformal sets and intervals cover: `python -m benchmarks.conformal_coverage`.
+"""The coverage of conformal sets and intervals: `python -m benchmarks.conformal_coverage`.
 
 Networks are trained on noisy digits and on a table of patients (scikit-learn's `diabetes`). Each
-seed splits the data anew. The coverage at level 0.9 is compared with that of the posterior's own
-sets and intervals. If a method is right, the number of covered test examples has a beta-binomial
-distribution, because the rank of a new score among the calibration scores is uniform.
+seed uses a different split of the data. The coverage at level 0.9 is compared with the coverage of
+the posterior's own sets and intervals. If a method is correct, the number of covered test examples
+has a beta-binomial distribution, because the rank of a new score among the calibration scores is
+uniform.
 
-Prints the table of `docs/how-to/conformal.md` and its numbers for `docs/results.toml`.
+The module prints the table of `docs/how-to/conformal.md`, and its numbers for `docs/results.toml`.
 """
 
 import argparse
@@ -29,7 +30,7 @@ Examples = tuple[Tensor, Tensor]
 
 
 def noisy_digits(g: torch.Generator) -> Examples:
-    """Images `[n, 64]` and digits, a fifth of which is drawn at random."""
+    """Return images `[n, 64]` and digits; a fifth of the digits is drawn at random."""
     pixels, digits = load_digits(return_X_y=True)
     y = torch.tensor(digits)
     is_random = torch.rand(len(y), generator=g) < RANDOM_LABELS
@@ -38,18 +39,18 @@ def noisy_digits(g: torch.Generator) -> Examples:
 
 
 def patients(g: torch.Generator) -> Examples:
-    """Ten standardised features, and the standardised progression of the disease, `[n, 1]`."""
+    """Return ten standardised features, and the standardised disease progression, `[n, 1]`."""
     x, y = (torch.tensor(array) for array in load_diabetes(return_X_y=True))
     return x / x.std(0), ((y - y.mean()) / y.std()).unsqueeze(1)
 
 
 def by_ink(x: Tensor) -> Tensor:
-    """Group 1 for images with more ink than most."""
+    """Return group 1 for images with more ink than most images, otherwise group 0."""
     return (x.mean(1) > 0.305).long()
 
 
 def by_age(x: Tensor) -> Tensor:
-    """Group 1 for patients who are older than the mean."""
+    """Return group 1 for patients who are older than the mean, otherwise group 0."""
     return (x[:, 0] > 0).long()
 
 
@@ -59,11 +60,11 @@ class Problem:
 
     Attributes:
         likelihood: The likelihood.
-        data: Draws all examples.
-        num_outputs: Outputs of the network.
-        num_training: Training examples.
-        num_calibration: Calibration examples; the others are test examples.
-        groups: From inputs to groups 0 and 1.
+        data: A function that draws all examples.
+        num_outputs: The number of outputs of the network.
+        num_training: The number of training examples.
+        num_calibration: The number of calibration examples; all other examples are test examples.
+        groups: A function from inputs to groups 0 and 1.
         group_names: Descriptions of both groups.
     """
 
@@ -86,13 +87,13 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many test examples are covered, for one seed.
+    """The numbers of covered test examples for one seed.
 
     Attributes:
-        covered: By conformal sets or intervals.
-        own: By the posterior's own sets or intervals.
-        num_test: Test examples.
-        num_calibration: Calibration examples of the same group.
+        covered: The number covered by conformal sets or intervals.
+        own: The number covered by the posterior's own sets or intervals.
+        num_test: The number of test examples.
+        num_calibration: The number of calibration examples of the same group.
     """
 
     covered: int
@@ -101,7 +102,7 @@ class Coverage:
     num_calibration: int
 
     def has_level(self, probability: float) -> bool:
-        """Whether the number lies in the central interval of its distribution."""
+        """Whether the number of covered examples is in the central interval of its distribution."""
         rank = math.ceil((self.num_calibration + 1) * LEVEL)
         law = betabinom(self.num_test, rank, self.num_calibration + 1 - rank)
         low, high = law.interval(probability)
@@ -109,7 +110,7 @@ class Coverage:
 
 
 def trained(problem: Problem, data: Examples, seed: int) -> nn.Module:
-    """Train a network with a hidden layer of 32 until it fits noise."""
+    """Train a network with a hidden layer of 32 units until it fits noise."""
     x, y = data
     torch.manual_seed(seed)
     model = nn.Sequential(
@@ -125,9 +126,9 @@ def trained(problem: Problem, data: Examples, seed: int) -> nn.Module:
 
 
 def own_coverage(problem: Problem, la: Laplace, x: Tensor, y: Tensor) -> Tensor:
-    """Whether the posterior's own sets or intervals at the level cover, `[n]`.
+    """Return whether the posterior's own sets or intervals cover the targets, `[n]`.
 
-    A set has the most probable classes up to a total probability of the level.
+    A set contains the most probable classes, up to a total probability of the level.
     """
     if problem.likelihood == "regression":
         predictive = la.marginals(x)
@@ -141,7 +142,7 @@ def own_coverage(problem: Problem, la: Laplace, x: Tensor, y: Tensor) -> Tensor:
 
 
 def coverages(name: str, seed: int) -> dict[str, Coverage]:
-    """Coverage of all test examples, and of each group with a threshold of its own."""
+    """Compute the coverage of all test examples, and of each group with its own threshold."""
     problem = PROBLEMS[name]
     g = torch.Generator().manual_seed(seed)
     x, y = problem.data(g)
@@ -176,7 +177,7 @@ def coverages(name: str, seed: int) -> dict[str, Coverage]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Coverage]]]:
-    """Print the table and the numbers; returns coverages by problem, seed and group."""
+    """Print the table and the numbers; return coverages by problem, seed and group."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Cov
 
 
 def table_row(name: str, group: str, entry: str, numbers: dict[str, str]) -> str:
-    """A row of the page's table, whose numbers name their entries."""
+    """Return a row of the page's table, in which numbers refer to their entries."""
     cells = []
     for key, value in numbers.items():
         part = "" if key == "value" else f".{key}"

@@ -1,4 +1,4 @@
-"""What debiasing costs: two batches of b against one of 2b, whole fits."""
+"""The cost of debiasing: whole fits to two batches of b examples, or to one batch of 2b."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Whole fits to one small batch, whose factors have few rows, and predictions of it."""
+"""Whole fits to one small batch, whose factors have few rows, and predictions for this batch."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,11 +1,13 @@
-"""How close function-space posteriors are to the full one: `python -m benchmarks.function_space`.
+"""Errors of function-space posteriors: `python -m benchmarks.function_space`.
 
-Standard deviations of the outputs by `curvature="gp"` and by laplace-torch's `FunctionalLaplace`
-are compared with those of `curvature="full"`. The error is the norm of the difference, divided by
-the norm of the full posterior's deviations; it is averaged over seeds. The deviations of classes
-are those of the logits minus their mean, because probabilities depend only on differences.
+The standard deviations of the outputs from `curvature="gp"` and from laplace-torch's
+`FunctionalLaplace` are compared with the standard deviations from `curvature="full"`. The error is
+the norm of the difference, divided by the norm of the full posterior's standard deviations, and
+averaged over seeds. For classes, the mean of the logits is subtracted first, because probabilities
+depend only on differences between logits.
 
-Prints the table of `docs/how-to/function-space.md` and its numbers for `docs/results.toml`.
+The module prints the table of `docs/how-to/function-space.md`, and its numbers for
+`docs/results.toml`.
 """
 
 import argparse
@@ -34,12 +36,12 @@ Examples = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """A network to train and the options of its posteriors.
+    """A network to train, and the options of its posteriors.
 
     Attributes:
-        task: Description.
-        num_outputs: Classes, or outputs of the regression.
-        width: Units of each of the two hidden layers.
+        task: A description.
+        num_outputs: The number of classes, or of outputs of the regression.
+        width: The number of units of each of the two hidden layers.
         prior_precision: δ.
         sigma: Standard deviation of a regression's noise; None for classes.
     """
@@ -65,11 +67,12 @@ PROBLEMS = {
     "one-output-wide": Problem("regression, one output, σ = 0.3", 1, 50, 1.0, 0.3),
 }
 COLUMNS = ("value", "peer", "far", "far-peer")
-"""Entries in `docs/results.toml`: near the data ours and laplace-torch's, and far from them."""
+"""The columns of an entry in `docs/results.toml`: our error and the error of laplace-torch, near
+the data and far from the data."""
 
 
 def examples(problem: Problem, g: torch.Generator) -> Examples:
-    """Draw inputs, and targets of a smooth function with noise."""
+    """Draw inputs and noisy targets of a smooth function."""
     x = torch.randn(NUM_TRAINING, NUM_FEATURES, generator=g, dtype=torch.float64)
     directions = torch.randn(NUM_FEATURES, problem.num_outputs, generator=g, dtype=torch.float64)
     f = (x @ directions).sin()
@@ -99,7 +102,7 @@ def trained(problem: Problem, data: Examples) -> nn.Module:
 
 
 def deviations(problem: Problem, covariance: Tensor) -> Tensor:
-    """Standard deviations of outputs, `[n, outputs]`; for classes of centred logits."""
+    """Compute standard deviations of outputs (for classes, of centred logits), `[n, outputs]`."""
     if problem.sigma is None:
         size = problem.num_outputs
         centring = torch.eye(size, dtype=covariance.dtype) - 1 / size
@@ -108,7 +111,7 @@ def deviations(problem: Problem, covariance: Tensor) -> Tensor:
 
 
 def errors(problem: Problem, num_inducing: Sequence[int], seed: int, has_peer: bool) -> Tensor:
-    """Errors of both libraries, near and far from the data, `[num_inducing, COLUMNS]`."""
+    """Compute errors of both libraries, near and far from the data, `[num_inducing, COLUMNS]`."""
     torch.manual_seed(seed)
     g = torch.Generator().manual_seed(seed)
     data = examples(problem, g)
@@ -154,7 +157,7 @@ def fit_laplace_torch(
 
 
 def table_row(problem: Problem, name: str, number: int, is_first: bool, row: list[float]) -> str:
-    """A row of the page's table; the smaller error of each pair is bold."""
+    """Return a row of the page's table; the smaller error of each pair is bold."""
     head = ["", "", ""]
     if is_first:
         head = [problem.task, str(problem.width), f"{problem.prior_precision:g}"]
@@ -171,12 +174,12 @@ def table_row(problem: Problem, name: str, number: int, is_first: bool, row: lis
 
 
 def rounded(error: float) -> str:
-    """An error with two decimals, and with one digit if it is smaller."""
+    """Format an error with two decimals, or with one digit if it is too small."""
     return f"{error:.2f}" if error >= 0.01 else f"{error:.1g}"
 
 
 def entry(problem: Problem, name: str, number: int, row: list[float]) -> str:
-    """The numbers of a row as an entry of `docs/results.toml`."""
+    """Format the numbers of a row as an entry of `docs/results.toml`."""
     values = [f"{column} = {rounded(error)}" for column, error in zip(COLUMNS, row, strict=True)]
     description = (
         f"{problem.task}, width {problem.width}, δ = {problem.prior_precision:g}, M = {number}: "
@@ -186,7 +189,7 @@ def entry(problem: Problem, name: str, number: int, row: list[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Print both tables; returns mean errors by problem, `[M, COLUMNS]`."""
+    """Print both tables; return mean errors by problem, `[M, COLUMNS]`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""K-FAC factors of one batch, without eigendecompositions: shared by two comparisons."""
+"""K-FAC factors of one batch, without eigendecompositions, for two comparisons."""
 
 import torch
 
@@ -10,10 +10,10 @@ _WARM_UP = 4
 
 
 def compare_factors(settings: Settings, fisher: str) -> list[Row]:
-    """Ours with both backends against the gradient and every peer.
+    """Compare our factors, with both backends, with the gradient and every peer.
 
     Args:
-        settings: Network, data, rounds.
+        settings: The network, the data and the rounds.
         fisher: `"mc"` (one label per example) or `"exact"`.
     """
     contenders = [
@@ -29,7 +29,7 @@ def compare_factors(settings: Settings, fisher: str) -> list[Row]:
 
 
 def peer_contenders(settings: Settings, fisher: str) -> list[Contender]:
-    """The factors of every other library; arguments as `compare_factors` takes them."""
+    """Return the factors of every other library; for the arguments, see `compare_factors`."""
     return [
         Contender("BackPACK", peers.backpack_factors(settings, fisher), is_peer=True),
         Contender("curvlinops", peers.curvlinops_factors(settings, fisher), is_peer=True),

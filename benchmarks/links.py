@@ -1,9 +1,9 @@
-"""Links beside the network and temperature scaling: `python -m benchmarks.links`.
+"""Links compared with the network and temperature scaling: `python -m benchmarks.links`.
 
-Moments of the outputs are computed once for a grid of prior precisions. Then every link,
-temperature and prior precision is a formula, on the same examples. Of the All-CNN-C they take long:
-`--checkpoint PATH --cache FOLDER` keeps them, some images of every set at a time, and goes on with
-what is there; `--cache FOLDER` reads what there is.
+Moments of the outputs are computed once for a grid of prior precisions. Every link, temperature and
+prior precision is then a formula on the same examples. For the All-CNN-C, the moments take a long
+time. `--checkpoint PATH --cache FOLDER` stores them in a folder, some images of every set at a
+time, and continues after the stored images; `--cache FOLDER` reads the stored moments.
 """
 
 import argparse
@@ -40,16 +40,16 @@ GRIDS = {
     "all": 10 ** torch.arange(3.2, 5, 0.4).double(),
     "last_layer": 10 ** torch.arange(-2, 6.1, 0.4).double(),
 }
-"""Prior precisions of the All-CNN-C's moments."""
+"""The prior precisions of the All-CNN-C's moments."""
 _AT_ONCE = 10
 _SOFTMAX = Categorical()
-# Draws take long: fewer temperatures do.
+# Draws take a long time, so these links try fewer temperatures.
 _STEPS = {"exact": 4, "projected": 2}
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Outputs of n examples: mean `[n, C]`, covariances `[P, n, C, C]`, labels, grid `[P]`."""
+    """The moments of n examples: mean `[n, C]`, covariances `[P, n, C, C]`, labels, grid `[P]`."""
 
     mean: Tensor
     covariances: Tensor
@@ -58,28 +58,28 @@ class Moments:
 
     @classmethod
     def of(cls, la: Laplace, x: Tensor, y: Tensor, grid: Tensor) -> "Moments":
-        """Those of a fit."""
+        """Compute the moments of a fit."""
         mean, covariances = moments(la.fitted, x, grid)
         return cls(mean.double(), covariances.double(), y, grid)
 
     def log_probs(self, delta: float, link: Link) -> Tensor:
-        """Of every class; without covariance for δ = ∞."""
+        """Compute the log-probability of every class, without covariance for δ = ∞."""
         at = (self.grid == delta).nonzero()
         covariance = self.covariances[at[0, 0]] if len(at) else self.covariances[0] * 0
         return link.logits(_SOFTMAX, self.mean, covariance).log_softmax(-1)
 
     def losses(self, delta: float, link: Link) -> Tensor:
-        """The negative log-likelihood of every example."""
+        """Compute the negative log-likelihood of every example."""
         return -self.log_probs(delta, link).gather(1, self.labels[:, None])[:, 0]
 
     def first(self, number: int) -> "Moments":
-        """Those of the first examples."""
+        """Return the moments of the first examples."""
         parts = self.mean[:number], self.covariances[:, :number], self.labels[:number]
         return Moments(*parts, self.grid)
 
 
 def projected(mean: Tensor, covariance: Tensor) -> Tensor:
-    """The probit of the logits with their common part projected out."""
+    """Compute the probit of the logits without their common part."""
     centred = covariance - covariance.mean(-1, keepdim=True)
     centred = centred - centred.mean(-2, keepdim=True)
     return probit(mean - mean.mean(-1, keepdim=True), centred)
@@ -88,7 +88,7 @@ def projected(mean: Tensor, covariance: Tensor) -> Tensor:
 def tuned(
     validation: Moments, names: Sequence[str], temperatures: Sequence[float]
 ) -> tuple[float, Link]:
-    """The prior precision and link with the least validation NLL."""
+    """Return the prior precision and the link with the lowest validation NLL."""
     every = [
         (float(validation.losses(delta, Link(name, T)).mean()), delta, Link(name, T))
         for delta in validation.grid.tolist()
@@ -99,7 +99,7 @@ def tuned(
 
 
 def by_rule(validation: Moments) -> tuple[float, Link]:
-    """What `Laplace.tune` chooses on its first grid."""
+    """Return the choice of `Laplace.tune` on its first grid."""
 
     def predict(x: Inputs, grid: Tensor, by: Sequence[Link]) -> Iterator[tuple[int, Distribution]]:
         for number, covariance in enumerate(
@@ -122,9 +122,10 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
 
 
 def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:
-    """δ (∞ for none) and link of every method, tuned on validation examples."""
+    """Return δ (∞ for no posterior) and the link of every method, tuned on validation examples."""
     T = fit_temperature(validation.mean, validation.labels, "classification")
-    # In the range of `tune`: validation examples that are all right want T = 0.
+    # T is limited to the range of `tune`. If all validation examples are classified correctly, the
+    # optimum is T = 0.
     T = min(max(T, TEMPERATURES[0]), TEMPERATURES[-1])
     found = {
         "network": (torch.inf, Link("probit")),
@@ -140,10 +141,11 @@ def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:
 
 
 def compared(runs: Sequence[tuple[Moments, dict[str, Moments]]]) -> list[dict]:
-    """A row for every method, over the test examples of all runs.
+    """Return a row for every method, over the test examples of all runs.
 
     Args:
-        runs: Validation moments, and moments by set, of which the OOD sets' labels are -1.
+        runs: For each run, the validation moments, and the moments by set. The labels of OOD sets
+            are -1.
     """
     chosen = [methods_of(validation) for validation, _ in runs]
     rows = []
@@ -156,7 +158,7 @@ def compared(runs: Sequence[tuple[Moments, dict[str, Moments]]]) -> list[dict]:
                 for of, (_, sets) in zip(chosen, runs, strict=True)
             ]
             if (parts[0][0].labels < 0).any():
-                # Larger for those that are out of distribution.
+                # These scores are larger for out-of-distribution examples.
                 scores = [
                     [-(p := m.log_probs(*at)).exp().mul(p).sum(1) for m in (test, ood)]
                     for ood, test, at, _ in parts
@@ -177,7 +179,7 @@ def compared(runs: Sequence[tuple[Moments, dict[str, Moments]]]) -> list[dict]:
 
 
 def table(name: str, seed: int) -> list[Tensor]:
-    """Inputs and labels of training, validation and test examples: two, one and two fifths."""
+    """Return training, validation and test inputs and labels: two, one and two fifths."""
     x, y = getattr(sklearn.datasets, f"load_{name.partition(',')[0].replace(' ', '_')}")(
         return_X_y=True
     )
@@ -189,7 +191,7 @@ def table(name: str, seed: int) -> list[Tensor]:
         wrong = torch.rand(len(y), generator=g) < 0.15
         y[wrong] = torch.randint(10, (int(wrong.sum()),), generator=g)
     half, most = 2 * len(y) // 5, 3 * len(y) // 5
-    # Pixels have one scale: some are the same in all training images.
+    # All pixels get the same scale, because some pixels are equal in all training images.
     along = None if "digits" in name else 0
     x = (x - x[:half].mean(along)) / x[:half].std(along)
     return [x[:half], y[:half], x[half:most], y[half:most], x[most:], y[most:]]
@@ -204,7 +206,7 @@ class Residual(nn.Sequential):
 
 
 def network(name: str, num_features: int, num_classes: int) -> nn.Module:
-    """A small residual network on images of digits, or a multi-layer perceptron."""
+    """Build a small residual network for images of digits, or a multi-layer perceptron."""
     if name != "ResNet on digits":
         sizes = [num_features, 50, 50, num_classes]
         layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
@@ -218,7 +220,7 @@ def network(name: str, num_features: int, num_classes: int) -> nn.Module:
 
 
 def trained(name: str, seed: int) -> tuple[nn.Module, Sequence[Tensor]]:
-    """A small network, and x and y of its training, validation and test examples."""
+    """Train a small network; return it with x and y for training, validation and test."""
     source = "digits, 15 % wrong labels" if "ResNet" in name else name
     x, y, *others = table(source, seed)
     torch.manual_seed(seed)
@@ -241,13 +243,13 @@ def small(name: str, params: str, seed: int) -> tuple[Moments, dict[str, Moments
 
 
 def cache(folder: Path, kind: str, checkpoint: Path, examples: int) -> None:
-    """Compute and keep moments of the All-CNN-C, of the same random images at every call.
+    """Compute and store moments of the All-CNN-C, for the same random images at every call.
 
     Args:
-        folder: Where to.
-        kind: `all`, cross-fitted on 512 images as the report does it, or `last_layer`.
+        folder: The folder for the moments.
+        kind: `all`, cross-fitted on 512 images as in the report, or `last_layer`.
         checkpoint: The trained network.
-        examples: How many images of every set.
+        examples: The number of images of every set.
     """
     given = yaml.safe_load(Path("configs/allcnnc_cifar10.yaml").read_text())
     given |= {"corruptions": (5,), "checkpoint": checkpoint, "progress": False}
@@ -276,7 +278,7 @@ def cache(folder: Path, kind: str, checkpoint: Path, examples: int) -> None:
 
 
 def cached(folder: Path, kind: str) -> tuple[Moments, dict[str, Moments]]:
-    """The All-CNN-C's moments that `cache` kept."""
+    """Read the moments of the All-CNN-C that `cache` stored."""
     found = {}
     for name in ("val", *SETS):
         parts = [

@@ -1,7 +1,8 @@
-"""Time per example of each verb of a last layer's posterior, by the number of classes.
+"""Time per example of each method of a last-layer posterior, by the number of classes.
 
-`python -m benchmarks.many_classes` prints a table of milliseconds of processor time per example,
-the least of three calls, on one thread. `--classes` and `--verbs` select some of them.
+`python -m benchmarks.many_classes` prints a table of milliseconds of processor time per example:
+the minimum over three calls, on one thread. `--classes` and `--verbs` select numbers of classes and
+methods.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from laplace_debias import Laplace
 NUM_FEATURES = 512
 NUM_INPUTS = 32
 BATCH_SIZE = 64
-# The number of classes, and the number of examples of each verb.
+# For each number of classes, the number of examples for each method ("verb").
 NUM_EXAMPLES = {
     10: {"tune": 256, "predict": 256, "uncertainty": 256, "evaluate": 256},
     100: {"tune": 128, "predict": 256, "uncertainty": 64, "evaluate": 256},
@@ -41,13 +42,13 @@ def fit(num_classes: int) -> Laplace:
     torch.manual_seed(0)
     layers = [nn.Linear(NUM_INPUTS, NUM_FEATURES), nn.ReLU(), nn.Linear(NUM_FEATURES, num_classes)]
     la = Laplace(nn.Sequential(*layers).eval(), params="last_layer", fisher="mc")
-    # With fewer examples than classes the directions would be thin.
+    # With fewer examples than classes, the directions would be thin.
     data = random_data(num_classes, 2048, seed=1)
     return la.fit(DataLoader(data, BATCH_SIZE), generator=torch.Generator().manual_seed(0))
 
 
 def milliseconds(num_classes: int, verb: str) -> float:
-    """Measure the processor time of a verb per example."""
+    """Measure the processor time of a method per example."""
     la = fit(num_classes)
     num_examples = NUM_EXAMPLES[num_classes][verb]
     data = random_data(num_classes, num_examples, seed=2)

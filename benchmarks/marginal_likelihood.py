@@ -1,8 +1,8 @@
-"""Marginal-likelihood training beside laplace-torch: `python -m benchmarks.marginal_likelihood`.
+"""Marginal-likelihood training and laplace-torch: `python -m benchmarks.marginal_likelihood`.
 
-Both train the same network from the same weights, with the same optimizer and batches of the same
-size: the noisy sine of laplace-torch's regression example, and scikit-learn's digits. Test NLLs are
-of the linearised predictive, for classes with the probit link.
+Both libraries train the same network from the same weights, with the same optimizer and batch size.
+The data are the noisy sine of laplace-torch's regression example, and scikit-learn's digits. The
+test NLL is the NLL of the linearised predictive, with the probit link for classes.
 """
 
 import argparse
@@ -27,15 +27,15 @@ Examples = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ends with.
+    """The result of a run.
 
     Attributes:
         nll: The test NLL per example, in nats.
-        network_nll: That of the trained network without a posterior.
+        network_nll: The test NLL of the trained network without a posterior.
         evidence: The log marginal likelihood per training example that the library reports.
         sigma: The noise; None for classes.
         prior_precisions: δ of every parameter.
-        seconds: How long the run took.
+        seconds: The duration of the run.
     """
 
     nll: float
@@ -52,12 +52,12 @@ class Problem:
 
     Attributes:
         likelihood: The name of the likelihood in both libraries.
-        data: Makes training and test examples.
-        network: Builds the network.
+        data: A function that makes training and test examples.
+        network: A function that builds the network.
         epochs: The number of epochs.
-        every: Epochs between two fits.
+        every: The number of epochs between two fits.
         batch_size: The number of examples of a batch.
-        learning_rate: That of Adam.
+        learning_rate: The learning rate of Adam.
     """
 
     likelihood: str
@@ -70,7 +70,7 @@ class Problem:
 
 
 def sine() -> tuple[Examples, Examples]:
-    """150 examples of a sine on [0, 8] with noise 0.3, and as many for the test."""
+    """Make 150 examples of a sine on [0, 8] with noise 0.3, and as many for the test."""
 
     def draw() -> Examples:
         x = 8 * torch.rand(150, 1)
@@ -80,7 +80,7 @@ def sine() -> tuple[Examples, Examples]:
 
 
 def digits() -> tuple[Examples, Examples]:
-    """1,000 images for training, 797 for the test, of variance 1."""
+    """Load 1,000 training images and 797 test images, with variance 1."""
     images, targets = load_digits(return_X_y=True)
     order = torch.randperm(len(images))
     x = ((torch.tensor(images, dtype=torch.float32) / 16 - 0.3053) / 0.3760)[order]
@@ -184,7 +184,7 @@ LIBRARIES = {"laplace-debias": run_ours, "laplace-torch": run_laplace_torch}
 
 
 def mean_and_range(values: Sequence[float]) -> str:
-    """The mean, with the least and the greatest value."""
+    """Format the mean, with the smallest and the largest value."""
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 

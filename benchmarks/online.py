@@ -1,10 +1,10 @@
-"""Is the curvature of a training run as good as a fit to all data? `python -m benchmarks.online`.
+"""Curvature from training runs, compared with full fits: `python -m benchmarks.online`.
 
-Networks are trained on scikit-learn's digits and on its diabetes table, with `OnlineCurvature` in
-the loop. At the end, the posteriors of one batch (mini-batch, two halves, two folds) and of the
+Networks are trained on scikit-learn's digits and diabetes data, with `OnlineCurvature` in the loop.
+At the end, posteriors from one batch (mini-batch, two halves, two folds) and posteriors from the
 training run are compared with the fit to all training data. With `--folder`, the distances of each
-seed are written to a file, and a second call continues after the last finished seed. `--seconds`
-measures how much time an update takes instead, in units of a training step.
+seed are written to a file, and a second call continues after the last finished seed. With
+`--seconds`, the time of an update is measured instead, in units of a training step.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def diabetes() -> tuple[Examples, Examples]:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch normalisation around which the input is added."""
+    """Two convolutions with batch normalisation, to whose output the input is added."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of input and residual, rectified."""
+        """Return the rectified sum of input and residual."""
         return torch.relu(x + self.inner(x))
 
 
 def residual_network(in_channels: int = 1, channels: int = 12, stride: int = 1) -> nn.Sequential:
-    """A residual network of five convolutions."""
+    """Build a residual network of five convolutions."""
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 3, padding=1, stride=stride, bias=False),
         nn.BatchNorm2d(channels),
@@ -100,7 +100,7 @@ def residual_network(in_channels: int = 1, channels: int = 12, stride: int = 1) 
 
 
 def dense_network(inputs: int = 64, outputs: int = 10) -> nn.Sequential:
-    """A network of two hidden layers of 64."""
+    """Build a network with two hidden layers of 64 units."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(inputs, 64),
@@ -116,9 +116,9 @@ class Problem:
     """A network and the data that it is trained on.
 
     Attributes:
-        build: Builds the network.
-        data: Loads the training and the test data.
-        epochs: The epochs after which the posteriors are compared; the last one ends the run.
+        build: A function that builds the network.
+        data: A function that loads the training and the test data.
+        epochs: The epochs after which the posteriors are compared; the run ends after the last one.
         loss: The training loss.
         likelihood: The likelihood of the posteriors, and its noise.
     """
@@ -145,12 +145,13 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a posterior is from the fit to all data.
+    """The distance of a posterior from the fit to all data.
 
     Attributes:
-        curvature: The Frobenius norm of the difference of curvatures over that of the full fit.
+        curvature: The Frobenius norm of the difference of curvatures, divided by the norm of the
+            full fit's curvature.
         deviation: The mean absolute logarithm of the ratio of the outputs' standard deviations.
-        nll: The absolute difference of test NLLs in nats, averaged over prior precisions.
+        nll: The absolute difference of the test NLLs in nats, averaged over prior precisions.
     """
 
     curvature: float
@@ -165,7 +166,7 @@ class Run:
     Attributes:
         fisher: The Fisher matrix.
         decay: The decay of the running means.
-        every: Every so many batches one is measured.
+        every: The number of batches per measured batch.
     """
 
     fisher: str
@@ -190,7 +191,7 @@ RUNS = (
 def training(
     model: nn.Module, problem: Problem, data: Examples, onlines: Mapping[Run, OnlineCurvature]
 ) -> Iterator[int]:
-    """Train with Adam and a learning rate that falls to zero; yields the number of each epoch."""
+    """Train with Adam and a learning rate that decreases to zero; yield each epoch's number."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     x, y = data
     num_epochs = max(problem.epochs)
@@ -217,7 +218,7 @@ def posteriors(
     curvature: str,
     onlines: Mapping[Run, OnlineCurvature],
 ) -> dict[str, Laplace]:
-    """The posteriors at the present weights by their names; the first is the full one."""
+    """Return the posteriors at the current weights, by name; the first is the full fit."""
     x, y = data
     num_data = len(x)
     everything = list(zip(x.split(256), y.split(256), strict=True))
@@ -260,14 +261,14 @@ def distance(la: Laplace, full: Laplace, test: Examples) -> Distance:
 
 
 def interval(values: Sequence[float]) -> str:
-    """A mean with the half width of its 95 % interval by Student's t."""
+    """Format a mean with the half width of its 95 % t interval."""
     quantile = stats.t.ppf(0.975, len(values) - 1)
     half = quantile * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
 def compare_posteriors(problem: Problem, seed: int, curvature: str) -> Distances:
-    """Train once, and compare the posteriors with the full ones."""
+    """Train once, and compare the posteriors with the full fits."""
     data, test = problem.data()
     torch.manual_seed(seed)
     model = problem.build()
@@ -309,7 +310,7 @@ def write_distances(path: Path, by_posterior: Distances) -> None:
 def distances(
     name: str, seeds: int, curvature: str, folder: Path | None
 ) -> dict[tuple[int, str], list[Distance]]:
-    """Compute or read the distances by epoch and posterior, one for each seed."""
+    """Compute or read the distances, one per seed, by epoch and posterior."""
     by_posterior: dict[tuple[int, str], list[Distance]] = {}
     for seed in range(seeds):
         file_name = f"{name}-{curvature}-{seed}.json"
@@ -360,7 +361,7 @@ def draw(
 
 
 def measure_seconds(repetitions: int, batch_size: int) -> None:
-    """Print how much processor time training with updates takes, in units of plain training."""
+    """Print the processor time of training with updates, in units of plain training."""
     torch.manual_seed(0)
     x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     build = {
@@ -404,7 +405,7 @@ def _hidden(*widths: int) -> list[nn.Module]:
 def _seconds(
     model: nn.Module, online: OnlineCurvature, batch: Examples, repetitions: int
 ) -> tuple[float, float, float]:
-    """The least seconds of a training step, an update and a refresh, which take turns."""
+    """Return the minimum seconds of a training step, an update and a refresh, timed in turn."""
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:

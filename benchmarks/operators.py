@@ -1,9 +1,10 @@
-"""Products with curvature operators against curvlinops: the same network, data and vectors.
+"""Products with curvature operators, compared with curvlinops on the same problem.
 
     python benchmarks/operators.py --network all_cnn_c --operator GGN
 
-Runs of the two libraries alternate, so that a busy machine slows both; figures are medians and the
-ratios are those of the medians. Needs `curvlinops-for-pytorch`.
+Network, data and vectors are the same. Runs of the two libraries alternate, so that a busy machine
+slows both. Times are medians, and ratios are ratios of these medians. Needs
+`curvlinops-for-pytorch`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ BATCH = 64
 
 
 def problem(name: str) -> tuple[nn.Module, Tensor]:
-    """A network in eval mode and a batch of its inputs."""
+    """Return a network in eval mode and a batch of inputs."""
     if name == "all_cnn_c":
         return all_cnn_c().eval(), torch.randn(BATCH, 3, 32, 32)
     mlp = nn.Sequential(
@@ -32,9 +33,9 @@ def problem(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def interleaved(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of every function, called in turn for about so long."""
+    """Return median seconds of functions that are called in turn for about `seconds` in total."""
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():  # linearised, warmed up
+    for function in functions.values():  # linearise and warm up
         function()
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or len(times[next(iter(times))]) < 3:
@@ -46,7 +47,7 @@ def interleaved(functions: dict[str, Callable[[], object]], seconds: float) -> d
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", choices=("all_cnn_c", "mlp"), default="all_cnn_c")
     parser.add_argument("--operator", choices=("GGN", "Hessian"), default="GGN")

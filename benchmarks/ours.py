@@ -1,4 +1,4 @@
-"""This package's contenders, and the gradient that they are measured against."""
+"""The contenders of this package, and the gradient with which they are compared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +23,12 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
-# The fits that predictions and samples come from stand for the images of CIFAR-10.
+# Fits for predictions and samples are scaled to the number of training images of CIFAR-10.
 NUM_DATA = 45_000
 
 
 def gradient(settings: Settings) -> Callable[[], Run]:
-    """The gradient of a batch's mean loss, forward pass included."""
+    """Return a function for the gradient of a batch's mean loss, including the forward pass."""
 
     def build() -> Run:
         model = settings.model()
@@ -46,7 +46,7 @@ def gradient(settings: Settings) -> Callable[[], Run]:
 def factors(
     settings: Settings, fisher: str, backend: str, dtype: torch.dtype = torch.float32
 ) -> Callable[[], Run]:
-    """Kronecker factors of all parameters, without their eigendecompositions."""
+    """Return a function for the Kronecker factors of all parameters, not eigendecomposed."""
 
     def build() -> Run:
         problem = problem_of(settings.model(), fisher, backend, dtype)
@@ -62,7 +62,7 @@ def factors(
 def problem_of(
     model: nn.Module, fisher: str, backend: str = "auto", dtype: torch.dtype = torch.float32
 ) -> FitContext:
-    """What curvature a `Laplace` of all parameters takes of a classifier."""
+    """Return the problem for the curvature of a classifier's `Laplace` over all parameters."""
     blocks = curvature_blocks(model, select_parameters(model, "all"))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
     made = make_backend(backend, model, Tap(shared_copy(model)), blocks)
@@ -70,7 +70,7 @@ def problem_of(
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:
-    """A posterior to predict with and to sample from: one batch, Monte-Carlo Fisher."""
+    """Fit a posterior for predictions and samples, on one batch with the Monte-Carlo Fisher."""
     la = Laplace(settings.model(), fisher="mc", factor_dtype=torch.float32, **options)
     generator = torch.Generator().manual_seed(0)
     return la.fit_batches(

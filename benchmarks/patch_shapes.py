@@ -1,7 +1,7 @@
-"""Time of all ways to a convolution's input factor, for 54 shapes, and the way that is chosen.
+"""Times of all ways to compute a convolution's input factor, and the chosen way.
 
-`python -m benchmarks.patch_shapes` prints a table: medians in milliseconds of one thread. With
-`--docs` it writes `docs/patch_shapes.md`.
+`python -m benchmarks.patch_shapes` prints a table for 54 shapes: medians in milliseconds, on one
+thread. With `--docs`, it writes `docs/patch_shapes.md`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from laplace_debias.curvature.layer_rules.patches import (
 from laplace_debias.curvature.layer_rules.row_products import has_row_products, row_moments
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 
-# Channels, kernel, image size, stride, padding.
+# Each entry is: channels, kernel, image size, stride, padding.
 SHAPES = (
     (1, 3, 28, 1, 1),
     (1, 5, 28, 1, 0),
@@ -69,7 +69,7 @@ SHAPES = (
     (384, 3, 13, 1, 1),
     (512, 3, 7, 1, 1),
 )
-# Number of dimensions, channels, kernel, image size, stride, padding, dilation, groups.
+# Each entry is: dimensions, channels, kernel, image size, stride, padding, dilation, groups.
 FURTHER_SHAPES = (
     (2, 16, 3, 28, 1, 2, 2, 1),
     (2, 64, 3, 14, 1, 2, 2, 1),
@@ -92,13 +92,13 @@ _NAMES: dict[Any, str] = {patch_moments: "displaced", row_moments: "rows", None:
 
 
 def median_times(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Milliseconds of each function's call, as medians over rounds in which all are called."""
+    """Return each function's median milliseconds over rounds in which all are called."""
     for function in functions:
         function()
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(_NUM_ROUNDS):
         for function, function_times in zip(functions, times, strict=True):
-            # Processor time, which other programs do not lengthen as much.
+            # Processor time is measured, because other programs affect it less.
             start = time.thread_time()
             function()
             function_times.append(1e3 * (time.thread_time() - start))
@@ -106,7 +106,7 @@ def median_times(functions: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
-    """The input factor from unfolded patches, a slice of the examples at a time."""
+    """Compute the input factor from unfolded patches, a slice of the examples at a time."""
     factor = x.new_zeros(block.factor_shapes[1])
     for examples in block.rule.slices(layer, block, x):
         add_moments(factor, block.rule.activation_rows(layer, block, x[examples]))
@@ -116,12 +116,12 @@ def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
 def moments_of_groups(
     layer: nn.Module, x: Tensor, moments: Callable[[Any, Tensor], Tensor]
 ) -> list[Tensor]:
-    """The input factors of all groups without unfolded patches."""
+    """Compute the input factors of all groups without unfolding patches."""
     return [moments(layer, channels) for channels in x.chunk(layer.groups, dim=1)]  # type: ignore[arg-type]
 
 
 def measure_shapes() -> tuple[list[dict[str, object]], float]:
-    """Measure every shape; returns the rows and the worst ratio of the choice to the best."""
+    """Measure every shape; return the rows, and the largest ratio of the choice to the best."""
     rows: list[dict[str, object]] = []
     worst = 1.0
     shapes = [(2, *shape, 1, 1) for shape in SHAPES]
@@ -172,12 +172,12 @@ def measure_shapes() -> tuple[list[dict[str, object]], float]:
 
 
 def _milliseconds(time: float | None) -> str:
-    """A time of the table; a dash for a way that does not serve the shape."""
+    """Format a time; a dash stands for a way that does not support the shape."""
     return "–" if time is None else f"{time:.2f}"
 
 
 def page(rows: list[dict[str, object]], worst: float) -> str:
-    """The page of the documentation."""
+    """Return the page of the documentation."""
     return (
         "# Shapes of convolutions\n\n"
         "The input factor of a convolution is computed in one of three ways: by unfolding the "

@@ -1,7 +1,8 @@
-"""Adapters of other libraries; each is imported when its contender is built.
+"""Adapters for other libraries, which are imported when their contenders are built.
 
-None is wrapped more than needed: what is timed is the library's own call, with its own defaults
-where the work is the same. Models are fresh copies, because BackPACK leaves hooks on them.
+The libraries are wrapped as little as possible: the library's own call is timed, with the library's
+own defaults if they do the same work. Models are fresh copies, because BackPACK leaves hooks on
+them.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ PACKAGES = (
 
 
 def curvlinops_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
-    """The `KFACLinearOperator` of curvlinops, weights and biases apart as ours are."""
+    """Return the `KFACLinearOperator` of curvlinops, with separate weights and biases like ours."""
 
     def build() -> Run:
         from curvlinops import FisherType, KFACLinearOperator
@@ -52,7 +53,7 @@ def curvlinops_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
 
 
 def backpack_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
-    """BackPACK's `KFAC` (Monte-Carlo) or `KFLR` (exact), with the gradient that it rides on."""
+    """Return BackPACK's `KFAC` (Monte-Carlo) or `KFLR` (exact), including the gradient."""
 
     def build() -> Run:
         from backpack import backpack, extend
@@ -76,7 +77,7 @@ def backpack_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
 
 
 def _without_adaptive_pooling(settings: Settings) -> nn.Sequential:
-    """The same function with a fixed pooling, for which BackPACK has a rule."""
+    """Return an equivalent network with a fixed pooling, for which BackPACK has a rule."""
     model = settings.model()
     x, _ = settings.data(1)
     with torch.no_grad():
@@ -88,7 +89,7 @@ def _without_adaptive_pooling(settings: Settings) -> nn.Sequential:
 
 
 def nngeometry_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
-    """The `PMatKFAC` of nngeometry, whose blocks join weight and bias."""
+    """Return the `PMatKFAC` of nngeometry, whose blocks join weight and bias."""
 
     def build() -> Run:
         from nngeometry.metrics import FIM, FIM_MonteCarlo
@@ -109,7 +110,7 @@ def nngeometry_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
 
 
 def laplace_torch_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
-    """laplace-torch's own call of its default backend (curvlinops), with the loss it adds."""
+    """Return laplace-torch's own call of its default backend (curvlinops), with the added loss."""
 
     def build() -> Run:
         from laplace.curvature import CurvlinopsGGN
@@ -125,7 +126,7 @@ def laplace_torch_factors(settings: Settings, fisher: str) -> Callable[[], Run]:
 
 
 def laplace_torch_fitted(settings: Settings) -> Any:
-    """laplace-torch's `KronLaplace` of all parameters: one batch, Monte-Carlo Fisher."""
+    """Fit laplace-torch's `KronLaplace` of all parameters to one batch, Monte-Carlo Fisher."""
     from laplace import Laplace
 
     torch.manual_seed(0)

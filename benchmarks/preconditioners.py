@@ -1,8 +1,9 @@
-"""Does K-FAC's inverse make conjugate gradients faster? `python -m benchmarks.preconditioners`.
+"""K-FAC's inverse as a preconditioner for CG: `python -m benchmarks.preconditioners`.
 
-Products with the GGN that CG needs to solve `(GGN + c I) x = g` to a relative residual of 1e-3,
-without a preconditioner and with the inverse of `KFAC + c I`; g is the gradient on test images.
-Numbers of products do not depend on the machine. The data are scikit-learn's digits.
+The benchmark counts the products with the GGN that CG needs to solve `(GGN + c I) x = g` to a
+relative residual of 1e-3, without a preconditioner and with the inverse of `KFAC + c I`. Here, g is
+the gradient on test images. The numbers of products do not depend on the machine. The data are
+scikit-learn's digits.
 """
 
 import argparse
@@ -27,7 +28,7 @@ Examples = tuple[Tensor, Tensor]
 
 
 def digits() -> tuple[Examples, Examples]:
-    """Training and test images `[n, 64]` with mean 0 and variance 1, float64, with labels."""
+    """Load training and test images `[n, 64]`, standardised, in float64, with labels."""
     images, targets = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     x = ((torch.tensor(images) / 16 - 0.3053) / 0.3760)[order]
@@ -36,7 +37,7 @@ def digits() -> tuple[Examples, Examples]:
 
 
 def dense(*widths: int) -> nn.Sequential:
-    """A network of linear layers with tanh between them."""
+    """Build a network of linear layers with tanh between them."""
     layers: list[nn.Module] = []
     for width_in, width_out in pairwise(widths):
         layers += [nn.Linear(width_in, width_out), nn.Tanh()]
@@ -44,7 +45,7 @@ def dense(*widths: int) -> nn.Sequential:
 
 
 def convolutional() -> nn.Sequential:
-    """Two convolutions and a linear layer."""
+    """Build a network of two convolutions and a linear layer."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         nn.Conv2d(1, 8, 3, padding=1),
@@ -66,7 +67,7 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
 
 
 def trained(build: Callable[[], nn.Sequential], epochs: int, data: Examples) -> nn.Module:
-    """A network after some epochs of Adam in batches of 50."""
+    """Train a network for some epochs of Adam, in batches of 50."""
     torch.manual_seed(1)
     model = build().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -80,7 +81,7 @@ def trained(build: Callable[[], nn.Sequential], epochs: int, data: Examples) -> 
 
 
 def num_products(model: nn.Module, data: Examples, test: Examples) -> list[tuple[int, int]]:
-    """For each damping the products without and with the preconditioner."""
+    """Return the numbers of products without and with the preconditioner, for each damping."""
     A, K = GGN(model, LOSS, [data]), KFAC(model, LOSS, [data])
     gradients = torch.autograd.grad(LOSS(model(test[0]), test[1]), list(model.parameters()))
     b = torch.cat([gradient.flatten() for gradient in gradients])

@@ -42,7 +42,7 @@ def _ours(settings: Settings, predict: Callable[[Any, Any], object]) -> Callable
 
 
 def laplace_torch(settings: Settings) -> Callable[[], Run]:
-    """laplace-torch's closed-form predictive."""
+    """Return laplace-torch's closed-form predictive."""
 
     def build() -> Run:
         la = peers.laplace_torch_fitted(settings)

@@ -1,4 +1,4 @@
-"""Tables of what was measured, and whether it is what was aimed at."""
+"""Tables of measurements, and of the goals that they meet or miss."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from benchmarks.timing import Row
 
-# Stands in a `Goal` for the peer with the smallest median.
+# In a `Goal`, this name stands for the peer with the smallest median.
 FASTEST_PEER = "fastest peer"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a comparison is to show: a ratio of two contenders' times, or one's memory.
+    """A goal of a comparison: bounds on a ratio of two contenders, or on one contender's number.
 
     Attributes:
-        contender: The ratio's numerator, or whose memory is meant.
-        over: Its denominator; None for an absolute number.
-        at_most: Upper bound, or None.
-        at_least: Lower bound, or None.
+        contender: The numerator of the ratio, or the contender of the absolute number.
+        over: The denominator of the ratio; None for an absolute number.
+        at_most: The upper bound; None if there is none.
+        at_least: The lower bound; None if there is none.
         quantity: `"seconds"` or `"megabytes"`.
     """
 
@@ -29,7 +29,7 @@ class Goal:
     quantity: str = "seconds"
 
     def rounds(self, rows: Sequence[Row]) -> list[float]:
-        """The number that the goal is about in every round; empty if a contender did not run."""
+        """Return the number of the goal for every round; empty if a contender did not run."""
         top = _find(rows, self.contender)
         if top is None:
             return []
@@ -39,12 +39,12 @@ class Goal:
         return [] if bottom is None else ratios(top, bottom)
 
     def measured(self, rows: Sequence[Row]) -> float | None:
-        """The median over rounds; None if a contender did not run."""
+        """Return the median over rounds; None if a contender did not run."""
         rounds = self.rounds(rows)
         return statistics.median(rounds) if rounds else None
 
     def describe(self, rows: Sequence[Row]) -> str:
-        """The goal's subject in words."""
+        """Describe the subject of the goal in words."""
         names = []
         for name in (self.contender, self.over):
             row = None if name is None else _find(rows, name)
@@ -59,18 +59,18 @@ class Goal:
         )
 
     def bounds(self) -> str:
-        """The bounds in words."""
+        """Describe the bounds in words."""
         return f"≤ {self.at_most:g}" if self.at_most is not None else f"≥ {self.at_least:g}"
 
 
 def ratio(top: Row, bottom: Row) -> float | None:
-    """Median over rounds of the ratio of times within a round; None if there is no round."""
+    """Return the median over rounds of the ratio of times; None if there is no round."""
     rounds = ratios(top, bottom)
     return statistics.median(rounds) if rounds else None
 
 
 def ratios(top: Row, bottom: Row) -> list[float]:
-    """The ratio of times within every round that both took part in."""
+    """Return the ratio of times within every round in which both took part."""
     return [a / b for a, b in zip(top.seconds, bottom.seconds, strict=False)]
 
 
@@ -82,7 +82,7 @@ def _find(rows: Sequence[Row], name: str) -> Row | None:
 
 
 def comparison_table(rows: Sequence[Row], unit: str, references: Sequence[str]) -> str:
-    """Median time, ratios to the references, and peak memory of every contender."""
+    """Tabulate the median time, ratios to the references, and peak memory of every contender."""
     table = []
     for row in rows:
         line: dict[str, object] = {"contender": row.contender}
@@ -103,10 +103,10 @@ def comparison_table(rows: Sequence[Row], unit: str, references: Sequence[str]) 
 
 
 def goals_table(results: Sequence[tuple[str, Sequence[Goal], Sequence[Row]]]) -> str | None:
-    """Every goal with what was measured; None if there is none.
+    """Tabulate every goal with the measured number; None if there are no goals.
 
     Args:
-        results: Title, goals and rows of every comparison.
+        results: The title, the goals and the rows of every comparison.
     """
     table = []
     for title, goals, rows in results:
@@ -128,7 +128,7 @@ def goals_table(results: Sequence[tuple[str, Sequence[Goal], Sequence[Row]]]) ->
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table in GitHub's Markdown; None appears as a dash."""
+    """Format a table in GitHub's Markdown, with a dash for None."""
     header = list(dict.fromkeys(column for row in rows for column in row))
     lines = [header, *([str(row.get(name) or "–") for name in header] for row in rows)]
     lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
@@ -138,7 +138,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     magnitude = abs(value)
     digits = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
     return f"{value:.{digits}f}" if magnitude >= 0.01 or value == 0 else f"{value:.5f}"

@@ -1,4 +1,4 @@
-"""Measurements on disk: one JSON file a comparison."""
+"""Measurements on disk, in one JSON file per comparison."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from benchmarks.timing import Row
 
 @dataclass(frozen=True)
 class Result:
-    """One comparison's measurements and where they were taken.
+    """The measurements of one comparison, and the machine on which they were taken.
 
     Attributes:
-        network: The network in words.
-        machine: Processor, device and threads in words.
-        versions: Of Python, torch and the peers at hand.
-        rows: What was measured.
-        quick: Whether the network was a tiny one, of which no goal is asked.
+        network: A description of the network.
+        machine: A description of the processor, the device and the threads.
+        versions: The versions of Python, torch and the installed peers.
+        rows: The measurements.
+        quick: Whether the network was a tiny network, for which goals do not apply.
     """
 
     network: str
@@ -35,13 +35,13 @@ class Result:
 
 
 def measured(settings: Settings, network: str, rows: list[Row]) -> Result:
-    """A result of this process."""
+    """Make a result for measurements of this process."""
     versions = versions_of(("torch", *PACKAGES))
     return Result(network, machine_of(settings), versions, rows, settings.quick)
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of Python and of those packages that are installed."""
+    """Return the versions of Python and of the packages that are installed."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -52,7 +52,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def machine_of(settings: Settings) -> str:
-    """Processor, device and threads in words."""
+    """Describe the processor, the device and the threads."""
     machine = f"{_processor()}, {os.cpu_count()} cores, {settings.threads} threads"
     if settings.device == "cuda":
         machine = f"{torch.cuda.get_device_name()}; {machine}"
@@ -67,10 +67,10 @@ def _processor() -> str:
 
 
 def joined(first: Result, second: Result) -> Result:
-    """The rounds of two runs of one comparison, one after the other.
+    """Join the rounds of two runs of one comparison.
 
     Raises:
-        ValueError: If they are not of the same contenders, machine, network and versions.
+        ValueError: If the runs differ in the contenders, the machine, the network or the versions.
     """
     names = [[row.contender for row in result.rows] for result in (first, second)]
     if names[0] != names[1] or replace(first, rows=[]) != replace(second, rows=[]):
@@ -92,7 +92,7 @@ def write(path: Path, result: Result) -> None:
 
 
 def read(path: Path) -> Result:
-    """Read what `write` wrote."""
+    """Read a result that `write` wrote."""
     content = json.loads(path.read_text())
     rows = [
         Row(**{**row, "seconds": tuple(row["seconds"]), "megabytes": tuple(row["megabytes"])})

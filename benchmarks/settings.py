@@ -1,4 +1,4 @@
-"""What the comparisons run on: the network, its data, the device."""
+"""The settings of the comparisons: the network, its data, and the device."""
 
 import os
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the comparisons have in common.
+    """The common settings of the comparisons.
 
     Attributes:
         device: `"cpu"` or `"cuda"`.
-        quick: A tiny network and tiny batches: shows that everything runs, not how fast.
-        repetitions: Rounds in which every contender has its turn.
-        threads: Of torch.
+        quick: Whether to use a tiny network and tiny batches, which only show that everything runs.
+        repetitions: The number of rounds, in each of which every contender is measured.
+        threads: The number of threads of torch.
     """
 
     device: str = "cpu"
@@ -32,29 +32,29 @@ class Settings:
 
     @property
     def batch(self) -> int:
-        """Images of a fit."""
+        """The number of images of a fit."""
         return 8 if self.quick else 128
 
     @property
     def images(self) -> int:
-        """Images of a prediction."""
+        """The number of images of a prediction."""
         return 2 if self.quick else 8
 
     @property
     def network(self) -> str:
-        """The network in words."""
+        """A description of the network."""
         if self.quick:
             return "a small convolutional network (11,970 parameters), random weights"
         trained = "trained" if CHECKPOINT in os.environ else "random"
         return f"All-CNN-C (1.37 M parameters), {trained} weights"
 
     def start(self) -> None:
-        """Prepare torch in a comparison's process."""
+        """Prepare torch in the process of a comparison."""
         torch.set_num_threads(self.threads)
         torch.manual_seed(0)
 
     def model(self) -> nn.Sequential:
-        """The network in eval mode: always the same weights, no module shared between calls."""
+        """Return the network in eval mode, always with the same weights but with new modules."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = digits_net() if self.quick else all_cnn_c()
@@ -63,7 +63,7 @@ class Settings:
         return model.eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Random images `[size, ...]` and labels `[size]`, made once: no turn pays for them."""
+        """Return random images `[size, ...]` and labels `[size]`; they are made once, untimed."""
         return _data((size, 1, 8, 8) if self.quick else (size, 3, 32, 32), seed, self.device)
 
 

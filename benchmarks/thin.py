@@ -1,4 +1,4 @@
-"""Predictions of a thin posterior, and of the whole one that it is made of."""
+"""Predictions of a thin posterior, and of the full posterior from which it is made."""
 
 import os
 from collections.abc import Callable
@@ -30,15 +30,15 @@ _INPUTS = 64
 
 
 class ImageSettings(Settings):
-    """The settings, with CIFAR-10's images where the environment says where they are."""
+    """The settings, with images of CIFAR-10 if environment variables contain their path."""
 
     @property
     def batch(self) -> int:
-        """Images of a fit."""
+        """The number of images of a fit."""
         return 8 if self.quick else 1024
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Images and labels: for the seeds 0 to 2 of the test, training and validation images."""
+        """Return images and labels; seeds 0, 1 and 2 stand for test, training and validation."""
         if self.quick or not {CHECKPOINT, "LAPLACE_DEBIAS_DATA"} <= os.environ.keys():
             return super().data(size, seed)
         images, labels = _images(("test", "train", "validation")[seed], size)

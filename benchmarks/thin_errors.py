@@ -1,4 +1,4 @@
-"""Is the error that `la.thin` tells that of new inputs? `python -m benchmarks.thin_errors`.
+"""The error that `la.thin` reports, and the true error: `python -m benchmarks.thin_errors`.
 
 `--network All-CNN-C` needs `LAPLACE_DEBIAS_DATA` and `LAPLACE_DEBIAS_CHECKPOINT`.
 """
@@ -22,7 +22,7 @@ _RESNET = "ResNet on digits"
 
 
 def posterior(network: str) -> tuple[Laplace, Tensor, tuple[Tensor, Tensor]]:
-    """A posterior, inputs that some are chosen of, and test examples."""
+    """Return a posterior, inputs from which inputs for `thin` are drawn, and test examples."""
     if network == _RESNET:
         model, (x, y, x_val, y_val, *test) = trained(network, 0)
         la = Laplace(model).fit([(x, y)])
@@ -35,13 +35,13 @@ def posterior(network: str) -> tuple[Laplace, Tensor, tuple[Tensor, Tensor]]:
 
 
 def metrics(la: Laplace, x: Tensor, y: Tensor) -> str:
-    """NLL and calibration of some images, and the AUROC of their patches in another order."""
+    """Format NLL and calibration for images, and the AUROC of images with permuted patches."""
     report = la.evaluate([(x, y)], {"patches": [(shuffled_patches(x, 0, seed=0), y)]})
     return ", ".join(f"{name} {report[name]:.4f}" for name in ("nll", "ece", "auroc_patches"))
 
 
 def main() -> None:
-    """Print what was told and what is, for inputs drawn again and again."""
+    """Print the reported and the true error, for repeatedly drawn inputs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", choices=(_RESNET, "All-CNN-C"), default=_RESNET)
     parser.add_argument("--draws", type=int, default=40)

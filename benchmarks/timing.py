@@ -1,4 +1,4 @@
-"""Contenders in interleaved rounds: seconds and peak memory of each."""
+"""Measurement of seconds and peak memory of contenders, in interleaved rounds."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.settings import Settings
 
-# Does the work on so many examples.
+# A function that does the work on a number of examples.
 Run = Callable[[int], object]
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -20,14 +20,16 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do a comparison's work.
+    """One way to do the work of a comparison.
 
     Attributes:
-        name: What the table calls it.
-        build: Imports what it needs and prepares all that is not timed; gives what is.
-        is_peer: Whether it is another library, whose failure is reported and not raised.
-        size: How many examples it works on, if not as many as the others: fewer where it is slow.
-        most_rounds: In how many rounds it takes part, at most.
+        name: The name in the table.
+        build: A function that does all imports and untimed preparations, and returns the function
+            to time.
+        is_peer: Whether the contender is another library, whose errors are reported and not raised.
+        size: The number of examples, if it differs from the other contenders, such as fewer for a
+            slow contender.
+        most_rounds: The largest number of rounds in which the contender takes part.
     """
 
     name: str
@@ -39,15 +41,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender.
+    """The measurements of one contender.
 
     Attributes:
-        contender: Its name.
-        is_peer: Whether it is another library.
-        seconds: One number a round; none if it did not run.
-        megabytes: Peak of memory above what was held before the call, the result included, one
-            number a round (2²⁰ bytes); empty where the system does not tell.
-        note: Why it did not run, or what to know of it.
+        contender: The name of the contender.
+        is_peer: Whether the contender is another library.
+        seconds: One number per round; empty if the contender did not run.
+        megabytes: The peak memory minus the memory in use before the call, including the result, in
+            units of 2²⁰ bytes; one number per round. Empty if the system does not report it.
+        note: The reason why the contender did not run, or a remark on the measurement.
     """
 
     contender: str
@@ -64,17 +66,17 @@ def measure(
     warm_up: int,
     per_example: bool = False,
 ) -> list[Row]:
-    """Time contenders in turn, round after round, in changing order.
+    """Time contenders in turn, round after round, in alternating order.
 
-    All are built first, so that none meets a machine in another state than the others do.
+    All contenders are built first, so that they find the machine in the same state.
 
     Args:
-        contenders: Who takes part; a peer that is not installed, or fails, becomes a note.
-        settings: Rounds and device.
-        size: Examples that the work is done on.
-        warm_up: Examples of a first call that is not timed. The first contender's has all of them,
-            so that nobody's turn pays for the start of the process.
-        per_example: Divide seconds by the examples.
+        contenders: The contenders. If a peer is not installed or fails, its row only has a note.
+        settings: The rounds and the device.
+        size: The number of examples.
+        warm_up: The number of examples of a first, untimed call. The first contender uses all
+            examples for this call, so that the start of the process is not timed.
+        per_example: Whether to divide seconds by the number of examples.
     """
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
@@ -126,7 +128,7 @@ def measure(
 
 
 def _once(run: Run, size: int, device: str) -> tuple[float, float | None]:
-    """Seconds and added peak memory in MiB of one call."""
+    """Measure the seconds and the added peak memory in MiB of one call."""
     gc.collect()
     before = _start_of_peak(device)
     start = time.perf_counter()
@@ -140,13 +142,13 @@ def _once(run: Run, size: int, device: str) -> tuple[float, float | None]:
 
 
 def _start_of_peak(device: str) -> int | None:
-    """Forget the peak so far; gives the bytes held now, or None where nobody knows."""
+    """Reset the peak memory; return the bytes in use now, or None if they are not known."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     try:
-        # Freed memory that the C library still holds would hide what the call takes of it.
+        # Freed memory that the C library still holds would hide allocations of the call.
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR.write_text("5")
     except (OSError, AttributeError):

@@ -28,7 +28,8 @@ def compare(settings: Settings) -> list[Row]:
     contenders = [
         Contender("ours, one predict", _predict(settings)),
         Contender("ours, tune", _tune(settings)),
-        # It repeats the prediction at every point: minutes for what the others do in seconds.
+        # laplace-torch repeats the prediction at every point, which takes minutes instead of
+        # seconds.
         Contender("laplace-torch", _laplace_torch(settings), True, size=1, most_rounds=1),
     ]
     return measure(contenders, settings, settings.images, warm_up=1, per_example=True)
@@ -54,7 +55,7 @@ def _tune(settings: Settings) -> Callable[[], Run]:
 def _laplace_torch(settings: Settings) -> Callable[[], Run]:
     def build() -> Run:
         la = peers.laplace_torch_fitted(settings)
-        points = iter([1])  # the warm-up needs no whole grid
+        points = iter([1])  # one grid point is enough for the warm-up
 
         def run(size: int) -> object:
             loader = DataLoader(TensorDataset(*settings.data(size)), batch_size=size)

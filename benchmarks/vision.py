@@ -1,4 +1,4 @@
-"""Networks of torchvision with depthwise convolutions, shared by three comparisons."""
+"""Networks of torchvision with depthwise convolutions, for three comparisons."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,17 +39,17 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class VisionSettings(Settings):
-    """The settings, with another network and other images.
+    """The settings, with a different network and different images.
 
     Attributes:
-        architecture: What torchvision calls the network.
+        architecture: The name of the network in torchvision.
     """
 
     architecture: str = "mobilenet_v3_small"
 
     def model(self) -> nn.Module:  # type: ignore[override]
-        """The network in eval mode, or a narrow one; random weights, always the same ones."""
-        # Other comparisons need no torchvision.
+        """Return the network, or a narrow one, in eval mode, with fixed random weights."""
+        # torchvision is imported here, because other comparisons do not need it.
         import torchvision
 
         build = getattr(torchvision.models, self.architecture)
@@ -60,7 +60,7 @@ class VisionSettings(Settings):
             return build(num_classes=_CLASSES).eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Random images `[size, 3, side, side]` and labels `[size]`."""
+        """Return random images `[size, 3, side, side]` and labels `[size]`."""
         generator = torch.Generator().manual_seed(seed)
         side = 32 if self.quick else _SIDE
         images = torch.randn(size, 3, side, side, generator=generator)
@@ -69,11 +69,11 @@ class VisionSettings(Settings):
 
 
 def compare_vision(settings: Settings, architecture: str) -> list[Row]:
-    """Ours in its parts, and the peers' factors.
+    """Compare the parts of our fit, and the factors of peers.
 
     Args:
-        settings: Rounds, device, threads.
-        architecture: What torchvision calls the network.
+        settings: The rounds, the device and the threads.
+        architecture: The name of the network in torchvision.
     """
     of_network = VisionSettings(
         settings.device, settings.quick, settings.repetitions, settings.threads, architecture
@@ -94,7 +94,7 @@ def _size(settings: Settings) -> int:
 
 
 def _names(model: nn.Module) -> Sequence[str]:
-    """All parameters but those of ConvNeXt's channels-first LayerNorm and of its LayerScale."""
+    """Return all parameters except ConvNeXt's channels-first LayerNorm and LayerScale."""
     modules = dict(model.named_modules())
     return [
         name
@@ -115,7 +115,7 @@ def _problem(settings: VisionSettings) -> FitContext:
 def _factors(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
-        # A fit looks at its model before the first batch alone.
+        # A fit examines its model only before the first batch.
         return lambda size: factor_sums(problem, [Batch(*settings.data(size))], first_index=1)
 
     return build

@@ -1,4 +1,4 @@
-"""One comparison in a process of its own: `python -m benchmarks.worker NAME SETTINGS FILE`."""
+"""One comparison in a separate process: `python -m benchmarks.worker NAME SETTINGS FILE`."""
 
 import importlib
 import json
@@ -16,16 +16,16 @@ def main(name: str, settings_json: str, path: str) -> None:
     """Measure a comparison and write its result.
 
     Args:
-        name: The comparison's module.
-        settings_json: The settings' fields.
+        name: The module of the comparison.
+        settings_json: The fields of the settings, as JSON.
         path: The file to write.
     """
-    # What peers announce about their own dependencies.
+    # This hides warnings of peers about their own dependencies.
     warnings.filterwarnings("ignore")
     settings = Settings(**json.loads(settings_json))
     settings.start()
     if settings.device == "cpu":
-        # A peer that takes more than the machine has fails, and the comparison goes on.
+        # A peer that needs more memory than the machine has fails, and the comparison continues.
         most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 9 // 10
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     module = importlib.import_module(f"benchmarks.{name}")

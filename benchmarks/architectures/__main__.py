@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure architectures and write their table.
 
     Args:
-        arguments: Of the command line; the process's own if None.
+        arguments: The arguments of the command line; None for the arguments of this process.
 
     Returns:
         The exit status: 1 if an architecture does not work with the defaults.
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = architectures()
     options = _parser(list(known)).parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = str(SETTINGS.threads)
-    # Children are forked from a process that has imported the libraries, which takes seconds.
+    # Child processes are forked from a process that has imported the libraries, since the imports
+    # take seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.architectures.worker"])
     for name in options.only or known:

@@ -1,4 +1,4 @@
-"""What a row of the table is about: a network of random weights, and data for it."""
+"""The subject of a row of the table: a network with random weights, and its data."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ VOCABULARY = 13
 LENGTH = 6
 END = 1  # the token that ends a sentence
 PAD = 0
-# The arguments of a layer that are numbers of channels.
+# The arguments of each type of layer that are numbers of channels.
 _SIZES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Conv2d: ("in_channels", "out_channels", "groups"),
     nn.Linear: ("in_features", "out_features"),
@@ -30,10 +30,10 @@ class Architecture:
     """A network and its data.
 
     Attributes:
-        name: What its library calls it.
-        library: The package.
-        build: The network with random weights, reduced.
-        data: From a number of examples to inputs and targets.
+        name: The name of the network in its library.
+        library: The name of the package.
+        build: A function that builds the reduced network with random weights.
+        data: A function from a number of examples to inputs and targets.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Architecture:
     data: Callable[[int], tuple[Inputs, Tensor]]
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The network in eval mode, the same weights at every call.
+        """Return the network in eval mode, with the same weights at every call.
 
-        They are drawn as the library draws them and shifted at random: much of what is learned
-        begins at zero (the last scale of a residual branch, tables of positions), where neither
-        curvature nor gradients tell anything.
+        The weights are initialised by the library and then shifted at random. Many weights are
+        initialised to zero (the last scale of a residual branch, position tables), where curvature
+        and gradients would test nothing.
 
         Args:
-            dtype: Of its parameters.
+            dtype: The dtype of the parameters.
         """
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -61,7 +61,7 @@ class Architecture:
 
 
 def images(side: int) -> Callable[[int], tuple[Inputs, Tensor]]:
-    """Random images `[size, 3, side, side]` and classes."""
+    """Return a function for random images `[size, 3, side, side]` and classes."""
 
     def data(size: int) -> tuple[Inputs, Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -72,13 +72,13 @@ def images(side: int) -> Callable[[int], tuple[Inputs, Tensor]]:
 
 
 def sentences(size: int) -> tuple[Inputs, Tensor]:
-    """Random tokens `[size, LENGTH]`, the second sentence padded; classes."""
+    """Return random tokens `[size, LENGTH]`, with the second sentence padded, and classes."""
     inputs, generator = _tokens(size)
     return inputs, torch.randint(CLASSES, (size,), generator=generator)
 
 
 def language(size: int) -> tuple[Inputs, Tensor]:
-    """Random tokens and next tokens, both `[size, LENGTH]`."""
+    """Return random tokens and next tokens, both `[size, LENGTH]`."""
     inputs, generator = _tokens(size)
     return inputs, torch.randint(2, VOCABULARY, (size, LENGTH), generator=generator)
 
@@ -95,13 +95,14 @@ def _tokens(size: int) -> tuple[dict[str, Tensor], torch.Generator]:
 
 @contextmanager
 def narrow(by: int) -> Iterator[None]:
-    """Make networks whose constructor has no width: what is built within has fewer channels.
+    """Reduce the channels of networks that are built in the context.
 
-    Every number of channels that `by` divides is divided by it, in convolutions, linear layers and
-    normalisations. The layers and how they are connected stay what they are.
+    This is for networks whose constructor has no argument for the width. Every number of channels
+    that is a multiple of `by` is divided by it, in convolutions, linear layers and normalisations.
+    The layers and their connections do not change.
 
     Args:
-        by: The divisor; it divides neither the channels of an image nor the classes.
+        by: The divisor. It must divide neither the channels of an image nor the number of classes.
     """
     with ExitStack() as stack:
         for layer, sizes in _SIZES.items():

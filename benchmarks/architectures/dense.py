@@ -1,4 +1,4 @@
-"""Functional variances from dense Jacobians, by plain autograd: nothing of the package is used."""
+"""Functional variances from dense Jacobians by plain autograd, independent of the package."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Dense:
-    """What is to be held against a fit with `curvature="diag"`.
+    """The reference for a fit with `curvature="diag"`.
 
     Attributes:
         variances: Functional variances `[B, ..., C]`.
-        prior_precision: The δ that they were computed with.
+        prior_precision: The δ with which the variances were computed.
     """
 
     variances: Tensor
@@ -21,23 +21,23 @@ class Dense:
 
 
 def outputs_of(model: nn.Module, x: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """A network's logits `[B, ..., C]`."""
+    """Compute a network's logits `[B, ..., C]`."""
     outputs = model(x) if isinstance(x, Tensor) else model(**x)
     return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
 def dense_variances(model: nn.Module, x: Tensor | Mapping[str, Tensor]) -> Dense:
-    r"""Functional variances of a classifier with a diagonal posterior precision, fitted to `x`.
+    r"""Compute functional variances of a classifier with a diagonal precision, fitted to `x`.
 
     $v_c = \sum_d J_{cd}^2 / (N C_{dd} + δ)$ with $C_{dd}$ the diagonal of
     $\frac1N \sum_n J_n^T H_n J_n$, where $H_n$ is the Hessian of the softmax cross-entropy,
-    summed over the positions of an example. δ is the mean of $N C_{dd}$, so that the curvature and
-    the prior both count.
+    summed over the positions of an example. δ is the mean of $N C_{dd}$, so that both the curvature
+    and the prior have an effect.
 
     Args:
         model: The network, in double precision.
-        x: Inputs of at least two examples, which are run together: some gradients of torch are
-            wrong for a batch of one.
+        x: Inputs of at least two examples, which are run together, because some gradients of torch
+            are wrong for a batch of one example.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     outputs = outputs_of(model, x)

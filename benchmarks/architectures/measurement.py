@@ -1,4 +1,4 @@
-"""One row of the table: does the default work, what does it cover, what does it cost."""
+"""One row of the table: whether the defaults work, what they cover, and what they cost."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,22 +23,23 @@ _FURTHER = 4
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one architecture.
+    """The results for one architecture.
 
     Attributes:
-        name: What its library calls it.
-        library: The package.
-        parameters: How many of its parameters are trainable.
-        works: Whether a fit with no option and a prediction gave finite numbers.
-        message: What went wrong, with the step at which it did.
-        covered: Share of the trainable parameters in the posterior.
-        of_layers: Blocks that a layer's inputs and output gradients give.
-        of_calls: Blocks that come from gradients of each example.
-        left_out: What a fit warned that it left out.
-        fit: Seconds of a fit of one batch over those of a gradient, round by round.
-        further: The same of each further batch of a fit.
-        predict: The same of a prediction of the batch.
-        disagreement: Largest relative error of a functional variance.
+        name: The name of the network in its library.
+        library: The name of the package.
+        parameters: The number of trainable parameters.
+        works: Whether a fit without options and a prediction gave finite numbers.
+        message: The error, with the step at which it was raised.
+        covered: The share of the trainable parameters that are in the posterior.
+        of_layers: The number of blocks that are computed from a layer's inputs and output
+            gradients.
+        of_calls: The number of blocks that are computed from the gradients of each example.
+        left_out: The warning of a fit about parameters that it left out.
+        fit: The time of a fit to one batch divided by the time of a gradient, for each round.
+        further: The same ratio for each further batch of a fit.
+        predict: The same ratio for a prediction of the batch.
+        disagreement: The largest relative error of a functional variance.
     """
 
     name: str
@@ -57,11 +58,11 @@ class Row:
 
 
 def measure_architecture(architecture: Architecture, settings: Settings) -> Row:
-    """All that the table says of one architecture; a failure becomes the row's message.
+    """Measure the row of one architecture; an error becomes the row's message.
 
     Args:
         architecture: The network and its data.
-        settings: Rounds and threads.
+        settings: The numbers of rounds and threads.
     """
     row = Row(architecture.name, architecture.library)
     steps: dict[str, Callable[[], dict[str, Any]]] = {
@@ -79,7 +80,7 @@ def measure_architecture(architecture: Architecture, settings: Settings) -> Row:
 
 
 def _default(architecture: Architecture) -> dict[str, Any]:
-    """A fit and a prediction with no option."""
+    """Fit and predict without options."""
     model = architecture.model()
     x, y = architecture.data(EXAMPLES)
     with warnings.catch_warnings(record=True) as caught:
@@ -129,7 +130,7 @@ def _gradient(architecture: Architecture) -> Run:
     def run(size: int) -> object:
         x, y = architecture.data(size)
         loss = F.cross_entropy(outputs_of(model, x).flatten(0, -2), y.flatten())
-        # LeViT and TinyViT keep a part of the graph from one forward pass to the next.
+        # LeViT and TinyViT keep a part of the graph between forward passes.
         return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
 
     return run
@@ -150,7 +151,7 @@ def _predict(architecture: Architecture) -> Run:
 
 
 def disagreement(architecture: Architecture) -> float:
-    """Largest relative error of a functional variance, `curvature="diag"`, two examples, float64.
+    """Compute the largest relative error of functional variances for two examples, in float64.
 
     Args:
         architecture: The network and its data.

@@ -1,4 +1,4 @@
-"""Classifiers and language models of Hugging Face at reduced sizes, and one with LoRA of PEFT."""
+"""Reduced classifiers and language models of Hugging Face, and one with LoRA from PEFT."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -119,7 +119,7 @@ _OF_IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def architectures() -> list[Architecture]:
-    """Reduced by their configurations."""
+    """Return the networks, reduced by their configurations."""
     found = [
         Architecture(name, "transformers", _build(name, *of), sentences)
         for name, of in _CLASSIFIERS.items()

@@ -1,4 +1,4 @@
-"""Classifiers of timm at reduced sizes: families that torchvision does not have."""
+"""Reduced classifiers of timm, of families that torchvision does not have."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ _PYRAMID: dict[str, Any] = {
 
 
 def architectures() -> list[Architecture]:
-    """Reduced by arguments of the constructor where there are any, else by `narrow`."""
+    """Return the networks, reduced by constructor arguments if possible, otherwise by `narrow`."""
     return [
         _of("resnetv2_50", 32, layers=(1, 1, 1, 1), channels=(32, 64, 96, 128), stem_chs=32),
         _of("vit_tiny_patch16_224", 32, **_VIT, patch_size=8),
@@ -94,7 +94,7 @@ def _mixer() -> nn.Module:
 
 
 def _ghostnet() -> nn.Module:
-    # Kernel, hidden channels, channels, ratio of squeeze-and-excitation, stride.
+    # Each entry is: kernel, hidden channels, channels, squeeze-and-excitation ratio, stride.
     stages: list[list[list[int | float]]] = [
         [[3, 32, 32, 0, 1]],
         [[3, 64, 48, 0.25, 2]],
@@ -141,7 +141,7 @@ def _dla() -> nn.Module:
     model = timm.create_model(
         "dla34", levels=(1, 1, 1, 1, 1, 1), channels=(8, 8, 8, 16, 24, 32), num_classes=CLASSES
     )
-    # As it is drawn it gives logits of tens, and probabilities without curvature.
+    # With the initial weights, logits are in the tens, and the probabilities have no curvature.
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.constant_(module.weight, 0.4)

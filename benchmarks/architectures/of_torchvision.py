@@ -1,4 +1,4 @@
-"""Classifiers of torchvision at reduced sizes: one of each family."""
+"""Reduced classifiers of torchvision, one of each family."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +14,10 @@ from benchmarks.architectures.architecture import CLASSES, Architecture, images,
 
 
 def architectures() -> list[Architecture]:
-    """Reduced by arguments of the constructor where there are any, else by `narrow`.
+    """Return the networks, reduced by constructor arguments if possible, otherwise by `narrow`.
 
-    Where random weights would give logits of tens, and probabilities without curvature, residual
-    branches begin at zero.
+    If random weights would give logits in the tens, and hence probabilities without curvature,
+    residual branches are initialised to zero.
     """
     return [
         _of("alexnet", _narrow("alexnet", by=16), 64),

@@ -39,14 +39,14 @@ precision, which explains errors of 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
-    """Write a row and where it was measured as JSON."""
+    """Write a row, the machine and the versions as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"row": asdict(row), "machine": machine, "versions": dict(versions)}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> tuple[Row, str]:
-    """A row, and machine and versions in words."""
+    """Read a row, and a description of the machine and the versions."""
     content = json.loads(path.read_text(encoding="utf-8"))
     fields: dict[str, Any] = content["row"]
     row = Row(**fields | {name: tuple(fields[name]) for name in _TUPLES})
@@ -55,11 +55,11 @@ def read(path: Path) -> tuple[Row, str]:
 
 
 def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
-    """The page as Markdown.
+    """Return the page as Markdown.
 
     Args:
-        rows: One for each architecture.
-        set_ups: Machines and versions in words.
+        rows: The rows, one per architecture.
+        set_ups: Descriptions of the machines and versions.
     """
     libraries = list(dict.fromkeys(row.library for row in rows))
     working = sum(row.works for row in rows)
@@ -96,7 +96,7 @@ def _median(values: Sequence[float]) -> str | None:
 
 
 def _remarks(row: Row) -> list[str]:
-    # What to do about parameters that are left out is for the user whom a fit warns.
+    # The advice about parameters that are left out is for users, so it is not on the page.
     left_out = row.left_out.replace(" through differentiable", ".\n").partition("\n")[0]
     if left_out:
         left_out = (

@@ -1,4 +1,4 @@
-"""One architecture in a process of its own."""
+"""The measurement of one architecture in a separate process."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from benchmarks.settings import Settings
 
 SETTINGS = Settings(threads=1)
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "peft")
-# Imported before any process is forked, with the libraries.
+# The libraries are imported here, before any process is forked.
 _KNOWN = architectures()
 
 
@@ -18,7 +18,7 @@ def measure_in_process(name: str, path: Path) -> None:
     """Measure an architecture and write its row.
 
     Args:
-        name: The architecture's.
+        name: The name of the architecture.
         path: The file to write.
     """
     SETTINGS.start()
@@ -26,5 +26,5 @@ def measure_in_process(name: str, path: Path) -> None:
 
 
 def write(path: Path, row: Row) -> None:
-    """Write a row with this machine and these versions."""
+    """Write a row with the machine and versions of this process."""
     page.write(path, row, machine_of(SETTINGS), versions_of(_PACKAGES))

@@ -8,13 +8,13 @@ _MODULES = ("of_torchvision", "of_timm", "of_hugging_face")
 
 
 def architectures() -> dict[str, Architecture]:
-    """By name, in the order of the table."""
+    """Return all architectures by name, in the order of the table."""
     found: dict[str, Architecture] = {}
     for module in _MODULES:
         try:
             of_library = importlib.import_module(f"benchmarks.architectures.{module}")
         except ModuleNotFoundError as error:
-            # Not a mistake of ours in an import.
+            # Errors in imports of our own modules are raised.
             if error.name is None or error.name.partition(".")[0] == "benchmarks":
                 raise
             continue
