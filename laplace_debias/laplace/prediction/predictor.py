@@ -216,7 +216,8 @@ class Predictor(ABC):
             log-probability of a different decision) and, for classes, `energy` and `max_logit` (for
             a mixture, their means over its members). In closed form, `entropy` and
             `max_probability` are computed from `predict(x)`, without draws. `entropy` therefore
-            differs slightly from the total.
+            differs from the total: slightly with the pairwise link, and more with the probit link,
+            whose temperature also corrects the errors of its formula, which draws do not have.
 
         Raises:
             ValueError: If the method is `"map"`, which has no uncertainty about the parameters.
