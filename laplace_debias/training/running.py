@@ -252,12 +252,12 @@ class SquaredSums(SquaredGradients):
         if block.is_vector or block.is_one_hot or record.num_positions == 1:
             # These gradients have few entries, or are outer products that are rotated in parts.
             return super().measure(record)
-        basis = self._bases[block]
+        output_directions, input_directions = self._directions[block]
         total: Tensor | None = None
         for start in range(0, record.num_examples, _EXAMPLES_PER_SUM):
             examples = slice(start, start + _EXAMPLES_PER_SUM)
             J = _summed_gradients(record, examples)
-            J = basis.output_directions.rotate(basis.input_directions.rotate(J, -1), -2)
+            J = output_directions.rotate(input_directions.rotate(J, -1), -2)
             squares = J.square().sum(0)
             total = squares if total is None else total.add_(squares)
         assert total is not None

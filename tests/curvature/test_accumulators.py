@@ -10,7 +10,11 @@ from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import KeptRows, LeadingRows, MomentMatrix, SquaresAlong
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
-from laplace_debias.curvature.fits.magnitudes import DirectionalCurvature, SquaredGradients
+from laplace_debias.curvature.fits.magnitudes import (
+    DirectionalCurvature,
+    SquaredGradients,
+    coordinate_axes,
+)
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -19,6 +23,7 @@ from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.system.memory import MemoryCounter
 
 SIZES = (3, 5, 2)
 
@@ -109,3 +114,11 @@ def test_a_checkpoint_keeps_its_names(context):
 
 def test_examples_of_consecutive_pairs_are_counted_one_after_the_other():
     assert [batch.first_index for batch in consecutive(batches())] == [0, 3, 8]
+
+
+def test_squares_along_the_coordinate_axes_hold_no_directions(context):
+    with MemoryCounter() as memory:
+        axes = {block: coordinate_axes(block) for block in context.blocks}
+        squares = SquaredGradients(context, axes)
+        assert memory.live <= 8 * len(axes)
+    assert not squares.squares

@@ -180,8 +180,7 @@ class SquaredGradients(Accumulator):
 
     def measure(self, record: BlockRecord) -> Tensor:
         """Compute the squares for a chunk of examples."""
-        basis = self._bases[record.block]
-        return ekfac_magnitudes(record, basis.output_directions, basis.input_directions)
+        return ekfac_magnitudes(record, *self._directions[record.block])
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""
@@ -193,8 +192,7 @@ class SquaredGradients(Accumulator):
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
         """Begin the sum of a block if there is none."""
         if block not in self.squares:
-            basis = self._bases[block]
-            shape = basis.output_directions.num_magnitudes, basis.input_directions.num_magnitudes
+            shape = [directions.num_magnitudes for directions in self._directions[block]]
             zeros = torch.zeros(*block.groups, *shape, device=self.context.device)
             self.add(block, zeros)
 
@@ -256,7 +254,8 @@ def drop_squares(context: FitContext, data: Iterable[Batch]) -> None:
 def coordinate_axes(block: Block) -> Eigenbasis:
     """Return the coordinate axes of a block as directions, with eigenvalues of one."""
     d_out, d_in = block.shape
-    return Eigenbasis(None, None, torch.ones(d_out), torch.ones(d_in))
+    one = torch.ones(())  # Expanded, because a vector may have as many entries as a network.
+    return Eigenbasis(None, None, one.expand(d_out), one.expand(d_in))
 
 
 def assemble(
