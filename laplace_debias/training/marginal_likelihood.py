@@ -375,15 +375,14 @@ def _train_epoch(
     device = next(model.parameters()).device
     stream = fits.spec.stream(loader, device, fits.generator, takes_weights=True)
     for batch in stream:
+        if not batch.total_weight:
+            continue  # Without examples that count, it has no mean loss.
         targets = batch.targets
         optimizer.zero_grad()
         outputs = call(model, batch.inputs)
         loss.check(outputs, targets)
-        labels = loss.labels(targets, outputs.ndim)
-        if batch.weights is None:
-            nll = loss.value(outputs, labels)
-        else:
-            nll = loss.values(outputs, labels) @ batch.weights.to(outputs.device, torch.float64)
+        labels = replace(loss.labels(targets, outputs.ndim), example_weights=batch.weights)
+        nll = loss.weighted_value(outputs, labels)
         mean_nll = nll / (fits.temperature * batch.total_weight)
         objective = mean_nll + penalty(plain) / penalty.num_data
         if not objective.isfinite():

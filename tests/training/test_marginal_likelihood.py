@@ -370,6 +370,19 @@ def test_examples_with_weights_train_as_repeated_ones_do():
         assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-10)
 
 
+def test_batches_whose_weights_are_all_zero_are_left_out():
+    x, y = sine()
+    model, expected_model = network(), network()
+    expected = run(expected_model, [(x, y)], epochs=3)
+    weights = torch.ones(len(x))
+    with_padding = [(x, y, weights), (x + 1, y, 0 * weights)]
+    result = run(model, with_padding, epochs=3, num_data=len(x))
+    for parameter, other in zip(model.parameters(), expected_model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
+    for row, expected_row in zip(result.history, expected.history, strict=True):
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-10)
+
+
 def test_training_records_gradients_where_a_caller_has_turned_them_off():
     x, y = sine()
     model, expected_model = network(), network()
