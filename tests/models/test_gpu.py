@@ -57,6 +57,14 @@ def test_everything_is_as_on_the_cpu(curvature, mode, tmp_path):
 
 
 @on_a_gpu
+def test_a_plan_leaves_the_random_numbers_of_the_gpu():
+    la, x, y = fitted(DEVICE)
+    before = torch.cuda.get_rng_state()
+    assert la.plan([(x, y)]).decomposition_seconds > 0
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@on_a_gpu
 def test_weights_on_the_cpu_are_those_of_examples_on_the_gpu():
     weights = torch.arange(64.0) % 3
     found = []

@@ -275,7 +275,8 @@ def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
     if not sizes:
         return 0.0
     timed_size = min(max(sizes), _TIMED_SIZE)
-    columns = torch.randn(timed_size, timed_size, dtype=context.factor_dtype, device=context.device)
+    # Drawn on the CPU, because only its random state is restored after a plan.
+    columns = torch.randn(timed_size, timed_size, dtype=context.factor_dtype).to(context.device)
     matrix = columns @ columns.mT
     _, seconds, _ = _measured(partial(eigh, matrix), context.device)
     return seconds * sum((size / timed_size) ** 3 for size in sizes)
