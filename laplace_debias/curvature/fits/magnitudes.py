@@ -170,7 +170,11 @@ class SquaredGradients(Accumulator):
     def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
         super().__init__(context)
         # Rotations are computed in the model's dtype, because sums of squares do not cancel.
-        self._bases = {block: basis.to(context.dtype) for block, basis in bases.items()}
+        self._directions: dict[Block, tuple[Directions, Directions]] = {}
+        for block, basis in bases.items():
+            converted_basis = basis.to(context.dtype)
+            directions = converted_basis.output_directions, converted_basis.input_directions
+            self._directions[block] = directions
         self.squares: BlockTensors = {}
 
     @property
