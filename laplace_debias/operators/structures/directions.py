@@ -88,7 +88,9 @@ class Axes(Directions):
     """
 
     def __init__(self, size: int) -> None:
-        self.size = self.num_magnitudes = self.num_coordinates = size
+        self.size = size
+        self.num_magnitudes = size
+        self.num_coordinates = size
 
     def coordinates(self, rows: Tensor) -> Tensor:
         """Return the rows."""
@@ -116,7 +118,9 @@ class Basis(Directions):
 
     def __init__(self, U: Float[Tensor, "*groups d d"]) -> None:
         self.U = U
-        self.size = self.num_magnitudes = self.num_coordinates = U.shape[-1]
+        self.size = U.shape[-1]
+        self.num_magnitudes = self.size
+        self.num_coordinates = self.size
 
     def coordinates(self, rows: Tensor) -> Tensor:
         """Multiply the rows by U."""
