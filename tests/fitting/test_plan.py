@@ -310,6 +310,22 @@ def test_the_sizes_of_decompositions_are_those_of_the_matrices_that_a_fit_decomp
     assert 0.5 * len(matrices) < len(decomposed) <= len(matrices)
 
 
+@pytest.mark.usefixtures("batches_apart")
+@pytest.mark.parametrize("num_batches", [1, 3, 30])
+def test_decompositions_have_the_sizes_of_factors_of_all_batches(num_batches, monkeypatch):
+    planned, decomposed = [], []
+    monkeypatch.setattr(plans, "_seconds_of_eigh", lambda _, sizes: planned.extend(sizes) or 1.0)
+    la = Laplace(nn.Sequential(nn.Linear(400, 5)).eval(), params="weights", fisher="mc")
+    data = [(torch.randn(16, 400), torch.randint(5, (16,))) for _ in range(num_batches)]
+    la.plan(data)
+    original = torch.linalg.eigh
+    monkeypatch.setattr(
+        torch.linalg, "eigh", lambda A: decomposed.append(A.shape[-1]) or original(A)
+    )
+    la.fit(data)
+    assert planned == decomposed == [5, min(16 * num_batches, 400)]
+
+
 @pytest.mark.parametrize("curvature", ["diag", "full", "lowrank"])
 def test_no_time_of_decompositions_is_told_without_factors(case, curvature):
     model, data = case

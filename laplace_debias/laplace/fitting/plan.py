@@ -178,19 +178,19 @@ def plan_fit(
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
         block_bytes = sum(block.factors + block.magnitudes for block in blocks)
-        decomposition_seconds = None
         if available is None or posterior_bytes(context, structure) + block_bytes <= available:
             trial = _run_trial(structure, context, data)
-            sizes = structure.decomposed_sizes(context, trial.num_rows)
-            if sizes is not None:
-                # Cross-fitting also decomposes the factors of all folds but one.
-                num_decompositions = num_folds + 1 if num_folds > 1 else 1
-                decomposition_seconds = num_decompositions * _seconds_of_eigh(context, sizes)
-    seconds = None
-    num_rows = NO_ROWS
-    if num_passes is not None and trial.seconds is not None:
-        seconds = trial.seconds * num_passes * structure.num_trials(is_debiased)
-        num_rows = _rows_of_all_batches(trial.num_rows, num_passes)
+        seconds = None
+        decomposition_seconds = None
+        num_rows = NO_ROWS
+        if num_passes is not None and trial.seconds is not None:
+            seconds = trial.seconds * num_passes * structure.num_trials(is_debiased)
+            num_rows = _rows_of_all_batches(trial.num_rows, num_passes)
+        sizes = structure.decomposed_sizes(context, num_rows)
+        if sizes is not None and trial.seconds is not None:
+            # Cross-fitting also decomposes the factors of all folds but one.
+            num_decompositions = num_folds + 1 if num_folds > 1 else 1
+            decomposition_seconds = num_decompositions * _seconds_of_eigh(context, sizes)
     workload = Workload(
         is_debiased,
         num_folds,
