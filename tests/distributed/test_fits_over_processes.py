@@ -1,10 +1,17 @@
 """A fit of data that several processes share is the fit of one process, to rounding."""
 
+from dataclasses import replace
+from itertools import islice
+
 import oracle
 import pytest
 import rank_tasks as tasks
 import torch
 from torch.utils.data import DataLoader
+
+from laplace_debias import Full
+from laplace_debias.curvature.network.batches import consecutive
+from laplace_debias.curvature.network.shards import FAR
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
@@ -143,6 +150,25 @@ def test_loaders_of_data_that_was_split_before(processes, mode):
     union = tasks.union_of_parts(3, mode)
     la = tasks.laplace().fit_batches(*union, folds=2 if mode == "crossfit" else None, num_data=37)
     for found in processes.run(3, tasks.fit_own_part, mode):
+        check(found, tasks.numbers(la))
+
+
+class AllParts(Full):
+    """The parts of three processes, one after the other, with indices far apart."""
+
+    def fit(self, prepared):
+        (stream,) = prepared.streams
+        batches, indexed = iter(stream), []
+        for rank in range(3):
+            part = consecutive(islice(batches, len(tasks.own_part(rank))))
+            indexed += [replace(b, first_index=FAR * rank + b.first_index) for b in part]
+        return prepared.config.structure.fit(prepared.context, indexed)
+
+
+def test_processes_with_data_of_their_own_draw_labels_of_their_own(processes):
+    parts = [batch for rank in range(3) for batch in tasks.own_part(rank)]
+    la = tasks.laplace(fisher="mc").fit(AllParts(parts), num_data=37, generator=tasks.generator(5))
+    for found in processes.run(3, tasks.fit_own_part_with_drawn_labels):
         check(found, tasks.numbers(la))
 
 

@@ -275,6 +275,10 @@ def fit_own_part(rank, mode):
     return numbers(laplace().fit(own_part(rank), mode=mode))
 
 
+def fit_own_part_with_drawn_labels(rank):
+    return numbers(laplace(fisher="mc").fit(own_part(rank), generator=generator(5)))
+
+
 def union_of_parts(num_ranks, mode):
     """The batches of one process that stand for those of several: unions of the k-th ones."""
     of_ranks = [list(own_part(rank)) for rank in range(num_ranks)]
