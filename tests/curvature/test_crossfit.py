@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import crossfit
-from laplace_debias.curvature.fits.crossfit import crossfit_magnitudes, numerical_rank
+from laplace_debias.curvature.fits.crossfit import (
+    crossfit_magnitudes,
+    numerical_rank,
+    split_folds,
+)
 from laplace_debias.curvature.fits.degenerate import resolution
+from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batches import consecutive
+from laplace_debias.system.ranks import Ranks
 
 ROUNDING = 1e-10
 
@@ -143,6 +150,19 @@ def test_rounding_is_no_curvature(precision):
 def test_of_diagonal_factors_the_entries_are_the_magnitudes():
     factors, sizes = torch.rand(3, 7).double(), [2, 2, 1]
     close(of_factors(factors, sizes), factors.sum(0) / 5)
+
+
+def test_folds_take_turns_and_no_two_examples_share_an_index():
+    """Or random labels of several examples would be drawn with the same numbers."""
+    numbers = torch.arange(14)
+    parts = numbers.split([5, 2, 7])
+    folds = split_folds(Ranks(), consecutive(Batch(part, part) for part in parts), 3)
+    indices = []
+    for fold, batches in enumerate(folds):
+        assert torch.cat([batch.inputs for batch in batches]).equal(numbers[fold::3])
+        for batch in batches:
+            indices += range(batch.first_index, batch.first_index + batch.num_examples)
+    assert indices == numbers.tolist()
 
 
 def wide_network():
