@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from laplace_debias import CrossFit, Full, Laplace, Split
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.schemes import Scheme
 
@@ -70,6 +71,21 @@ def test_a_batch_of_two_examples_can_be_cross_fitted(model):
     assert la.predict(batch(1)[0]).probs.isfinite().all()
     with pytest.raises(ValueError, match="Cross-fitting 1 examples needs"):
         Laplace(model).fit([batch(0, size=1)], mode="crossfit", num_data=50)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "lowrank"])
+def test_labels_of_the_magnitudes_are_not_those_of_the_directions(model, curvature, monkeypatch):
+    """They are drawn for the examples after those of the directions."""
+    indices, original = [], Cotangents.__call__
+
+    def watched(cotangents, outputs, targets, first_index, *arguments):
+        indices.extend(range(first_index, first_index + len(outputs)))
+        return original(cotangents, outputs, targets, first_index, *arguments)
+
+    monkeypatch.setattr(Cotangents, "__call__", watched)
+    la = Laplace(model, curvature=curvature, fisher="mc")
+    la.fit(Split([batch(0), batch(1, 5)], [batch(2), batch(3)]), num_data=100)
+    assert indices == list(range(29))
 
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
