@@ -54,8 +54,9 @@ class Plan:
             one batch; None if the number of batches is not known, or if no batch was run because
             the blocks need more memory than there is.
         decomposition_seconds: Time of the eigendecompositions, extrapolated from one matrix. A
-            matrix that several blocks share is counted for each of them. None if no batch was run,
-            and for a curvature without Kronecker factors.
+            matrix that several blocks share is counted for each of them. If the number of batches
+            is not known, every factor counts in full. None if no batch was run, and for a curvature
+            without Kronecker factors.
         available: Bytes that the device has left; None if the system does not report it.
     """
 
