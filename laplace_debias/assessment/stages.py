@@ -67,8 +67,8 @@ FEWEST_EXAMPLES = 100
 _MEASURED_SECONDS = 2.0
 """Once a timed prediction takes longer than this many seconds, no more examples are timed."""
 _PASSES_OF_TUNING = 3
-"""The cost of tuning per example, in units of predictions. Tuning makes one pass, over a grid. On the
-All-CNN-C, it costs as much as 1.6 (last layer) to 4.2 (all parameters) predictions."""
+"""The cost of tuning per example, in units of predictions. Tuning makes one pass, over a grid. On
+the All-CNN-C, it costs as much as 1.6 (last layer) to 4.2 (all parameters) predictions."""
 
 
 def fit(run: Run) -> dict[str, list[Member]]:
