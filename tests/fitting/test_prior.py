@@ -29,6 +29,7 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["prior_precision", "prior_mean", "temperature"])
 def test_none_is_no_prior_and_no_temperature(name):
     la, _, _ = fitted()
