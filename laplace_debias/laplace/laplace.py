@@ -171,8 +171,8 @@ class Laplace(Predictor):
             factors.
         factor_dtype: The dtype in which curvature is summed and decomposed.
         memory_bound: The limit of the working memory for output gradients, in bytes. The limit does
-        not affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
-            needs more.
+            not affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single
+            example needs more.
 
     Raises:
         ValueError: If a name is unknown, if `sharing` or `joint` is passed with a curvature that
