@@ -375,7 +375,7 @@ class _Subspace:
         dtype: torch.dtype,
     ) -> None:
         self.dtype = dtype
-        directions = Directions.from_columns(U, U.shape[-1])
+        directions = Directions.from_columns(U)
         self.multiplicity = directions.multiplicity
         self._num_magnitudes = eigenvalues.shape[-1]
         self._basis: Tensor | None = None

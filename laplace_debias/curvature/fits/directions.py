@@ -35,12 +35,12 @@ class Eigenbasis(NamedTuple):
     @property
     def output_directions(self) -> Directions:
         """The directions of G."""
-        return Directions.from_columns(self.U_G, self.eigenvalues_G.shape[-1])
+        return Directions.from_columns_or_axes(self.U_G, self.eigenvalues_G.shape[-1])
 
     @property
     def input_directions(self) -> Directions:
         """The directions of A."""
-        return Directions.from_columns(self.U_A, self.eigenvalues_A.shape[-1])
+        return Directions.from_columns_or_axes(self.U_A, self.eigenvalues_A.shape[-1])
 
     def to(self, dtype: torch.dtype) -> "Eigenbasis":
         """Convert the directions and the eigenvalues to another dtype."""

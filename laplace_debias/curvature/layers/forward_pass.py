@@ -171,7 +171,7 @@ class ForwardPass:
         differentiated = self.outputs if tensor is None else tensor
         records = self._records(differentiated, columns, keep_graph, skipped)
         if not keep_graph:
-            # The graph is a reference cycle, which would stay in memory for a long time.
+            # From here on, only the records hold the inputs of layers: each is freed after its use.
             self.release()
         for site in reversed(self.sites.layers):
             if site not in records:

@@ -184,7 +184,7 @@ class _Predictive(nn.Module):
         covariances = []
         for index, block_head in enumerate(self._heads):
             size = block_head.input_directions.size
-            input_directions = Directions.from_columns(stored.get(f"U_A_{index}"), size)
+            input_directions = Directions.from_columns_or_axes(stored.get(f"U_A_{index}"), size)
             U_G = stored.get(f"U_G_{index}")
             head = replace(block_head, U_G=U_G, input_directions=input_directions)
             along = head.eigen_variances(phi, stored[f"variances_{index}"])

@@ -27,18 +27,23 @@ class Directions(ABC):
     multiplicity: int = 1
 
     @staticmethod
-    def from_columns(U: Float[Tensor, "*groups d r"] | None, size: int) -> "Directions":
-        """Return the directions that are the columns of a matrix.
-
-        Args:
-            U: The matrix; None for the coordinate axes.
-            size: The number of coordinate axes, which is used if there is no matrix.
-        """
-        if U is None:
-            return Axes(size)
+    def from_columns(U: Float[Tensor, "*groups d r"]) -> "Basis | ThinBasis":
+        """Return the directions that are the columns of a matrix."""
         if is_thin(U):
             return ThinBasis(U)
         return Basis(U)
+
+    @staticmethod
+    def from_columns_or_axes(U: Float[Tensor, "*groups d r"] | None, num_axes: int) -> "Directions":
+        """Return the columns of a matrix, or coordinate axes if the matrix is None.
+
+        Args:
+            U: The matrix, or None.
+            num_axes: The number of coordinate axes.
+        """
+        if U is None:
+            return Axes(num_axes)
+        return Directions.from_columns(U)
 
     @abstractmethod
     def coordinates(self, rows: Float[Tensor, "*n d"]) -> Float[Tensor, "*n coordinates"]:
@@ -139,7 +144,7 @@ class Basis(Directions):
         return _product_of_matrices(coordinates, self.U.mT, dim)
 
     def frame(self) -> Float[Tensor, "*groups d d"]:
-        """Return U, whose columns every coordinate is a product with."""
+        """Return U, because a basis is its own frame."""
         return self.U
 
 

@@ -92,12 +92,12 @@ class EigenKronecker(Symmetric):
     @property
     def output_directions(self) -> Directions:
         """The directions of the output side."""
-        return Directions.from_columns(self.U_G, self.magnitudes.shape[-2])
+        return Directions.from_columns_or_axes(self.U_G, self.magnitudes.shape[-2])
 
     @property
     def input_directions(self) -> Directions:
         """The directions of the input side."""
-        return Directions.from_columns(self.U_A, self.magnitudes.shape[-1])
+        return Directions.from_columns_or_axes(self.U_A, self.magnitudes.shape[-1])
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ SETTINGS: Any = {
 class Look:
     """The colour, marker and dashes of a method.
 
-    Methods can also be told apart without colour. Marker and dashes are in matplotlib's notation.
+    Methods also differ without colour. Marker and dashes are in matplotlib's notation.
     """
 
     key: str
