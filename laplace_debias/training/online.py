@@ -301,9 +301,9 @@ class OnlineCurvature:
             "nll": totals.nll,
             "num_outputs": totals.num_outputs,
             "weight": totals.weight,
-            "absent": dict(totals.absent),
+            "input_weights": dict(totals.input_weights),
             "magnitude_weight": magnitude_totals.weight,
-            "magnitude_absent": dict(magnitude_totals.absent),
+            "magnitude_input_weights": dict(magnitude_totals.input_weights),
             "seed": self._state.config.fisher.seed,
             "parameters": None if parameters is None else list(parameters.names),
             "blocks": blocks,
@@ -400,16 +400,15 @@ class OnlineCurvature:
             )
             # In a state of an earlier version, the directions have the dtype of the sums.
             self._bases[block] = basis.to(context.dtype)
-        # A state of an earlier version does not count the examples that are absent.
         self._factors.totals = DataTotals(
             num_examples=state["num_examples"],
             nll=state["nll"],
             num_outputs=state["num_outputs"],
             weight=state["weight"],
-            absent=dict(state.get("absent", {})),
+            input_weights=_input_weights(state, ""),
         )
         self._magnitudes.sums.totals = DataTotals(
-            weight=state["magnitude_weight"], absent=dict(state.get("magnitude_absent", {}))
+            weight=state["magnitude_weight"], input_weights=_input_weights(state, "magnitude_")
         )
         if self._bases:
             measurements.measure_along(self._bases, self._magnitudes)
@@ -519,6 +518,18 @@ def _checked_decay(value: Any) -> float:
             "mean over about 20 batches, or 1 for a mean over all batches."
         )
     return float(decay)
+
+
+def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Return the weights of the blocks' examples from a state, which may be of an earlier version.
+
+    Earlier versions saved the weights of the examples that are absent from a layer, or none.
+    """
+    name = f"{prefix}input_weights"
+    if name in state:
+        return dict(state[name])
+    weight = state[f"{prefix}weight"]
+    return {block: weight - absent for block, absent in state.get(f"{prefix}absent", {}).items()}
 
 
 def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]) -> None:

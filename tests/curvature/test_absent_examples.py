@@ -13,7 +13,7 @@ from torch import nn
 
 from laplace_debias import Auto, Laplace
 from laplace_debias.curvature import KFAC
-from laplace_debias.curvature.fits import checkpoint, presence
+from laplace_debias.curvature.fits import checkpoint, factors
 from laplace_debias.curvature.fits.factors import absent_examples
 from laplace_debias.training import OnlineCurvature
 
@@ -369,7 +369,7 @@ def test_memory_may_run_out_while_the_absent_are_counted(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return absent_examples(*arguments)
 
-    monkeypatch.setattr(presence, "absent_examples", count)
+    monkeypatch.setattr(factors, "absent_examples", count)
     la = Laplace(model).fit(batches)
     oracle.close(block_of(la, model).to_dense(), expected, 1e-12)
 

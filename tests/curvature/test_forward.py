@@ -101,7 +101,7 @@ def test_input_factors_of_both_passes_agree(name: str):
     totals = DataTotals()
     parts = [Batch(x[:2], y[:2]), Batch(x[2:], y[2:])]
     outputs = [forward(part, inputs, totals) for part in parts]
-    assert totals.as_numbers().absent == expected_totals.absent
+    assert totals.as_numbers().input_weights == expected_totals.input_weights
     torch.testing.assert_close(torch.cat(outputs), model(x))
     found = sum_at_owners(problem, inputs)
     assert set(found) == {block for block in problem.blocks if not block.is_vector}

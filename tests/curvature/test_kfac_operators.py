@@ -127,10 +127,27 @@ def rotation_of(K):
     return U, torch.cat(magnitudes)
 
 
+def example_weights(loss, y):
+    """The mean weight of each example's terms in the loss, 0 for a target that is ignored."""
+    if isinstance(loss, nn.MSELoss):
+        return torch.ones(N, dtype=F64)
+    if isinstance(loss, nn.BCEWithLogitsLoss):
+        ones = torch.ones(C, dtype=F64)
+        weight = ones if loss.weight is None else loss.weight
+        pos_weight = ones if loss.pos_weight is None else loss.pos_weight
+        return (weight * (pos_weight * y + 1 - y)).mean(1)
+    weight = torch.ones(C, dtype=F64) if loss.weight is None else loss.weight
+    if y.is_floating_point():
+        return y @ weight
+    smoothing = loss.label_smoothing
+    omega = (1 - smoothing) * weight[y.clamp(min=0)] + smoothing * weight.mean()
+    return omega * (y != loss.ignore_index)
+
+
 def mlp_factors(model, loss, x, y):
     """A and G of the layers of `mlp`, written out, and what the loss divides by.
 
-    A is the mean over the examples whose target the loss does not ignore.
+    A is the mean over the examples, with their weights in the loss.
     """
     first, _, second = model
 
@@ -142,7 +159,7 @@ def mlp_factors(model, loss, x, y):
     with torch.no_grad():
         activations = [x, torch.tanh(first(x))]
     H = output_hessian(model, loss, x, y)
-    counts = H.view(N, C, N, C).abs().sum((1, 2, 3)) > 0
+    omega = example_weights(loss, y)
     factors = []
     for layer, a in enumerate(activations):
         J = jacrev(
@@ -152,7 +169,7 @@ def mlp_factors(model, loss, x, y):
         )(zeros[layer]).detach()  # [N·C, N, d]
         G = torch.einsum("onp,om,mnq->pq", J, H, J)
         # With opt_einsum it comes in columns, and `torch.kron` of rows and columns raises.
-        factors.append((G.contiguous(), a[counts].T @ a[counts] / counts.sum()))
+        factors.append((G.contiguous(), a.T @ (omega[:, None] * a) / omega.sum()))
     return factors
 
 

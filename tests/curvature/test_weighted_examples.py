@@ -227,8 +227,6 @@ def test_what_takes_no_weights_refuses_them():
     x, y = data("cross_entropy")
     with pytest.raises(TypeError, match="pairs"):
         Jacobian(network(), [(x, y, WEIGHTS)])
-    with pytest.raises(ValueError, match="joint=True"):
-        KFAC(network(), LOSSES["cross_entropy"], [(x, y, WEIGHTS)], joint=True)
 
 
 def test_changed_weights_are_noticed():

@@ -142,19 +142,43 @@ def test_a_fold_without_weight_is_refused():
         Laplace(perceptron()).fit_batches([(x, y, torch.tensor([0.0, 1.0] * 6))], folds=2)
 
 
-@pytest.mark.parametrize("of", ["joint", "table", "auto", "tune"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("build", [perceptron, convolutions])
+def test_weights_apply_to_joint_blocks(build: Callable, curvature: str, sharing: str):
+    x, y = data()
+    options = {"curvature": curvature, "sharing": sharing, "joint": True}
+    la = Laplace(build(), **options).fit_batches([(x, y, COUNTS.double())])
+    assert_same(la, Laplace(build(), **options).fit_batches([repeated(x, y)]))
+
+
+class PaddedTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, padding_idx=0)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).tanh().sum(1))
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_weights_apply_to_embeddings(curvature: str):
+    torch.manual_seed(0)
+    model = PaddedTokens().double().eval()
+    tokens, (_, y) = torch.randint(5, (12, 4)), data()
+    la = Laplace(model, curvature=curvature).fit_batches([(tokens, y, COUNTS.double())])
+    other = Laplace(model, curvature=curvature).fit_batches([repeated(tokens, y)])
+    for name, block in la.posterior.curvature.blocks.items():
+        expected = other.posterior.curvature.blocks[name].to_dense()
+        torch.testing.assert_close(block.to_dense(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("of", ["auto", "tune"])
 def test_what_takes_no_weights_says_so(of: str):
     x, y = data()
     triples = [(x, y, COUNTS.double())]
-    if of == "joint":
-        with pytest.raises(ValueError, match="joint=True"):
-            Laplace(perceptron(), joint=True).fit_batches(triples)
-    elif of == "table":
-        model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 3)).double().eval()
-        tokens = torch.randint(4, (12, 2))
-        with pytest.raises(ValueError, match="nor embeddings"):
-            Laplace(model).fit_batches([(tokens, y, COUNTS.double())])
-    elif of == "tune":
+    if of == "tune":
         la = Laplace(perceptron()).fit_batches(triples)
         message = "Weights of examples as the third entry are not supported here. Pass pairs"
         with pytest.raises(TypeError, match=message):

@@ -43,7 +43,8 @@ def test_every_curvature_is_the_dense_one(name, curvature):
     la.fit_batches(split(x, y), num_data=40)
     f = model(x).detach()
     columns = torch.stack([hand.root(ell, *row) for row in zip(f, y, strict=True)])
-    C = dense_curvature(la, curvature, x, columns, RANK)
+    weights = torch.stack([hand.example_weight(name, *row) for row in zip(f, y, strict=True)])
+    C = dense_curvature(la, curvature, x, columns, RANK, weights)
     P = 40 * C + DELTA * torch.eye(len(C)).double()
     close(la.posterior.precision.to_dense(), P)
     nll = sum(ell(*row) for row in zip(f, y, strict=True)) * 40 / N

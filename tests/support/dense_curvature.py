@@ -13,21 +13,24 @@ def gram(rows):
     return torch.einsum("nkd,nke->de", rows, rows) / len(rows)
 
 
-def dense_factors(model, x, columns, layer):
+def dense_factors(model, x, columns, layer, weights=None):
     """A and G of a linear layer: its inputs, and the gradients in its bias.
 
-    A is the mean over the examples whose target counts: the loss of the others is zero.
+    A is the mean over the examples with these weights; without weights, over those whose target
+    counts: the loss of the others is zero.
     """
     inputs = []
     hook = model.get_submodule(layer).register_forward_hook(lambda m, a, o: inputs.append(a[0]))
     model(x)
     hook.remove()
     g = gram(dense_rows(model, x, columns, [f"{layer}.bias"]))
-    a = inputs[0].detach()[columns.flatten(1).any(1)]
-    return {"A": a.T @ a / len(a), "G": g, "bias": g}
+    if weights is None:
+        weights = columns.flatten(1).any(1).double()
+    a = inputs[0].detach()
+    return {"A": a.T @ (weights[:, None] * a) / weights.sum(), "G": g, "bias": g}
 
 
-def dense_curvature(la, curvature, x, columns, rank):
+def dense_curvature(la, curvature, x, columns, rank, weights=None):
     """The curvature `[D, D]`, along the package's eigenvectors where they are any basis's.
 
     Args:
@@ -36,6 +39,7 @@ def dense_curvature(la, curvature, x, columns, rank):
         x: The examples.
         columns: `[N, K, C]`, vectors whose outer products make the loss Hessian of each.
         rank: Of `"lowrank"`.
+        weights: The weights of the examples in A, `[N]`.
     """
     model, names = la.model, la.param_names
     exact = gram(dense_rows(model, x, columns, names))
@@ -49,7 +53,7 @@ def dense_curvature(la, curvature, x, columns, rank):
     blocks = []
     for name, block in la.posterior.curvature.blocks.items():
         layer, _, role = name.rpartition(".")
-        factors = dense_factors(model, x, columns, layer)
+        factors = dense_factors(model, x, columns, layer, weights)
         if role == "bias":
             blocks.append(factors["bias"])
         elif curvature == "kfac":

@@ -164,6 +164,18 @@ CASES = {
 }  # fmt: skip
 
 
+# The plain losses of the likelihoods with weights.
+UNWEIGHTED = {
+    "class weights": cross_entropy,
+    "a class of weight zero": cross_entropy,
+    "class weights and smoothing": cross_entropy,
+    "soft, weights, smoothing": cross_entropy,
+    "binary": binary,
+    "positive weights": binary,
+    "label weights": binary,
+}
+
+
 def hessian(ell, f, y):
     """∇²_f ℓ of one example, or its expectation over y where the likelihood has that."""
     if ell is ordinal:
@@ -175,6 +187,16 @@ def hessian(ell, f, y):
         return torch.autograd.functional.hessian(lambda g: ell(g, y), f)
     size = len(f) // 2
     return torch.diag(torch.cat([(-f[size:]).exp(), torch.full_like(f[size:], 0.5)]))
+
+
+def example_weight(name, f, y):
+    """The mean weight of an example's terms: its Hessian in units of that of the plain loss."""
+    *_, ell = CASES[name]
+    if name not in UNWEIGHTED:
+        return hessian(ell, f, y).any().double()
+    weighted = hessian(ell, f, y).diagonal()
+    plain = hessian(UNWEIGHTED[name], f, y).diagonal()
+    return (weighted / plain).nan_to_num(0.0).mean()
 
 
 def gradient(ell, f, y):

@@ -38,7 +38,7 @@ EVERY = 60.0
 _IDENTITY = "fit.json"
 # The format of the files in the folder. Earlier versions wrote no format, and a digest of the
 # batches that did not depend on the order of entries.
-_FORMAT = 2
+_FORMAT = 3
 # The fits that have ended within `states_kept`; None outside this context.
 _ENDED: ContextVar[list["Checkpoint"] | None] = ContextVar("ended", default=None)
 

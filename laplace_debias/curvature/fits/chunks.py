@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.factors import input_weight
 from laplace_debias.curvature.fits.presence import ChunkPresence, Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
-from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import has_python_functions
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
@@ -153,7 +154,6 @@ class ChunkRunner:
         Raises:
             RuntimeError: If memory runs out for one example, or while a record is added.
         """
-        _check_weights(self._context.blocks, batch)
         size = self._size_of(batch.inputs)
         pending = [Chunk(slice(0, batch.num_examples))]
         while pending:
@@ -185,7 +185,6 @@ class ChunkRunner:
                 self._accumulator.drop_waiting()
             pending.append(Chunk(chunk.examples, frozenset(added)))
         totals.num_examples += batch.num_examples
-        totals.weight += batch.total_weight
 
     def _run_chunk(
         self,
@@ -204,7 +203,6 @@ class ChunkRunner:
         """
         context = self._context
         chunk_batch = batch.take(chunk.examples)
-        weights = chunk_batch.weights
         presence: ChunkPresence | None = None
         if self._presence is not None:
             # This comes before the inputs are moved, so that padding is searched for on the CPU.
@@ -215,26 +213,20 @@ class ChunkRunner:
         forward_pass = context.backend.forward(x)
         outputs = forward_pass.outputs
         check_outputs(outputs)
-        columns, nll = context.cotangents(
+        root = context.cotangents(
             outputs.detach(),
             chunk_batch.targets,
             batch.first_index + chunk.examples.start,
-            weights,
+            chunk_batch.weights,
         )
-        root_weights = None
-        if weights is not None:
-            # The roots are rounded to the precision of the gradients, not of the weights.
-            root_weights = weights.to(columns.dtype).sqrt()
-            columns = scale_examples(columns, root_weights, 1)
-        weight = chunk_batch.total_weight
-        column_groups = columns.split(num_columns)
+        column_groups = root.columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
             for record in forward_pass.backward(group, keeps_graph):
                 if (record.block, group_index) not in chunk.added:
                     has_new_inputs = group_index == 0
                     record = replace(
-                        record, root_weights=root_weights, has_new_inputs=has_new_inputs
+                        record, input_weights=root.input_weights, has_new_inputs=has_new_inputs
                     )
                     self._add(record, presence, totals)
                 added.add((record.block, group_index))
@@ -242,22 +234,27 @@ class ChunkRunner:
                 if (block, group_index) not in added:
                     self._accumulator.skip(block, chunk_batch.num_examples, len(group))
                     if group_index == 0 and presence is not None and not block.is_vector:
-                        totals.add_absent(block, weight)
+                        totals.add_input_weight(block, 0.0)
                     added.add((block, group_index))
-        totals.nll = totals.nll + nll
-        totals.num_outputs += outputs[0].numel() * weight
+        totals.nll = totals.nll + root.loss
+        totals.weight += chunk_batch.total_weight
+        totals.num_outputs += outputs[0].numel() * chunk_batch.total_weight
 
     def _add(self, record: BlockRecord, presence: ChunkPresence | None, totals: DataTotals) -> None:
-        """Pass a record to the accumulator, and count the examples that are absent from its layer.
+        """Pass a record to the accumulator, and the weight of its examples in A to the totals.
 
         If memory runs out before the record is in the sums, the totals do not change.
         """
-        absent_weight: Tensor | None = None
-        if presence is not None:
-            record, absent_weight = presence.masked(record)
+        if presence is None:
+            self._accumulator.update(record)
+            return
+        record = presence.masked(record)
+        if record.block.is_vector or not record.has_new_inputs:
+            self._accumulator.update(record)
+            return
+        weight = input_weight(record)
         self._accumulator.update(record)
-        if absent_weight is not None:
-            totals.add_absent(record.block, absent_weight)
+        totals.add_input_weight(record.block, weight)
 
 
 def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:
@@ -363,19 +360,6 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
             '`fisher="empirical"`.'
         )
     return num_columns
-
-
-def _check_weights(blocks: Sequence[Block], batch: Batch) -> None:
-    """Require blocks that support examples with weights."""
-    if batch.weights is None:
-        return
-    for block in blocks:
-        if block.is_joint or block.is_one_hot:
-            raise ValueError(
-                "The batches contain example weights. Neither `joint=True` nor embeddings "
-                "support them. Remove `joint=`, or select other parameters, such as "
-                '`params="last_layer"`.'
-            )
 
 
 def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[RecordKey]:

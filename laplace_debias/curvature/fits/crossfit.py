@@ -195,8 +195,8 @@ def _fold_sizes(
 ) -> tuple[list[float], list[float]]:
     """Return the weights of each fold's examples over which a block's G and A are means."""
     weights = [totals.weight for totals in totals_by_fold]
-    present = [totals.present_weight(block) for totals in totals_by_fold]
-    return weights, present if any(present) else weights
+    input_weights = [totals.input_weight(block) for totals in totals_by_fold]
+    return weights, input_weights if any(input_weights) else weights
 
 
 def _mean_basis(

@@ -191,9 +191,13 @@ class SidedAccumulator(Accumulator, Generic[Sums]):
         G = gradient_factor(record, as_rows=self.G.keeps_rows(block))
         if block.is_vector or not record.has_new_inputs:
             return G, ()
-        inputs = record.weighted_inputs()
         parts_of_A = input_factors(
-            record.layer, block, inputs, masks=record.masks, as_rows=self.A.keeps_rows(block)
+            record.layer,
+            block,
+            record.inputs,
+            masks=record.masks,
+            weights=record.input_weights,
+            as_rows=self.A.keeps_rows(block),
         )
         return G, parts_of_A
 

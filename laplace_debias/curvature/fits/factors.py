@@ -15,6 +15,11 @@ $T_n = 0$ adds nothing to the sums, and does not count in M. The product $G_n \o
 example is zero. The mean of the products over all examples is therefore estimated without bias if G
 and A of the other examples are independent.
 
+If the loss weights its terms, as class weights do, the gradients g contain the roots of the
+weights. Example n then enters A with the mean weight $\omega_n$ of its terms:
+$A = \sum_n\omega_n\sum_t a a^\top$ and $M = \sum_n\omega_n$. Weights of examples are further
+factors of $\omega_n$.
+
 The block of a bias is exact: $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, and A is 1. So are the
 blocks of a scale and of the kernel of a depthwise convolution, with Jacobian rows instead of
 `Σ_t g`. Each group of a convolution has its own factors, and the factors of all groups are computed
@@ -36,6 +41,7 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_mo
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, select_positions
 from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.network.batch import scale_examples
 
 # With at least this many columns, few rows are kept instead of their product.
 _WIDE = 16
@@ -108,18 +114,25 @@ def input_factors(
     block: Block,
     inputs: Sequence[Tensor],
     masks: Masks | None = None,
+    weights: Float[Tensor, " batch"] | None = None,
     as_rows: bool = False,
 ) -> Iterable[Factor]:
     """Compute A of one weight block on one batch, summed over its examples.
 
-    `inputs` are the inputs of all calls, each `[B, ...]`, and `masks` are the positions that take
-    part. The factor is kept as rows if A is wide and has at least twice as many rows. With
-    `as_rows`, the factor is always rows, which come in several slices.
+    `inputs` are the inputs of all calls, each `[B, ...]`, `masks` are the positions that take part,
+    and `weights` are the weights of the examples. The factor is kept as rows if A is wide and has
+    at least twice as many rows. With `as_rows`, the factor is always rows, which come in several
+    slices.
     """
     masks = _without_padding(layer, block, inputs, masks)
     if block.is_one_hot:
-        return [_count_indices(layer, block, inputs, masks)]
-    rows_by_slice = input_rows(layer, block, inputs, masks)
+        return [_count_indices(layer, block, inputs, masks, weights)]
+    scales = None if weights is None else weights.to(inputs[0].dtype).sqrt()
+    if scales is not None and not block.is_joint:
+        # Activations are linear in the inputs, which have fewer entries.
+        inputs = [scale_examples(x, scales, 0) for x in inputs]
+        scales = None
+    rows_by_slice = _input_rows(layer, block, inputs, masks, scales)
     d_in = block.shape[1]
     if as_rows:
         return map(GramFactor, rows_by_slice)
@@ -127,7 +140,8 @@ def input_factors(
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [GramFactor(torch.cat(list(rows_by_slice)))]
-    if masks is None and block.sharing == "expand" and not block.has_diagonal_A:
+    is_plain = masks is None and scales is None
+    if is_plain and block.sharing == "expand" and not block.has_diagonal_A:
         second_moments = block.rule.second_moments(layer, block, inputs)
         if second_moments is not None:
             return second_moments
@@ -142,6 +156,19 @@ def input_factors(
             add_moments(A, rows)
     assert A is not None
     return [A]
+
+
+def input_weight(record: BlockRecord) -> Tensor | int:
+    """Return the total weight of a record's examples that have a position in the layer."""
+    absent = absent_examples(record.layer, record.block, record.inputs, record.masks)
+    num_examples = len(record.inputs[0])
+    weights = record.input_weights
+    if weights is None:
+        return num_examples if absent is None else num_examples - absent.sum(dtype=torch.float64)
+    weights = weights.double()
+    if absent is not None:
+        weights = weights.masked_fill(absent, 0)
+    return weights.sum()
 
 
 def absent_examples(
@@ -168,16 +195,25 @@ def _without_padding(
 
 
 def _count_indices(
-    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+    layer: nn.Module,
+    block: Block,
+    inputs: Sequence[Tensor],
+    masks: Masks | None,
+    weights: Float[Tensor, " batch"] | None,
 ) -> Float[Tensor, " d_in"]:
-    """Compute the diagonal of A for one-hot activations, which is how often each index occurs."""
-    weight = layer.get_parameter(block.rule.weight_name)
-    counts = weight.new_zeros(block.shape[1], dtype=torch.long)
+    """Compute the diagonal of A for one-hot activations: the number of times each index occurs."""
+    embedding = layer.get_parameter(block.rule.weight_name)
+    dtype = torch.long if weights is None else torch.float64
+    counts = embedding.new_zeros(block.shape[1], dtype=dtype)
     for number, x in enumerate(inputs):
-        indices = block.rule.activation_indices(layer, x).flatten().long()
-        ones = counts.new_ones(len(indices)) if masks is None else masks[number].flatten()
-        counts.index_add_(0, indices, ones.long())
-    return counts.to(weight.dtype)
+        indices = block.rule.activation_indices(layer, x)
+        summands = torch.ones_like(indices, dtype=dtype)
+        if masks is not None:
+            summands = summands * masks[number]
+        if weights is not None:
+            summands = scale_examples(summands, weights, 0)
+        counts.index_add_(0, indices.flatten().long(), summands.flatten())
+    return counts.to(embedding.dtype)
 
 
 def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
@@ -185,19 +221,29 @@ def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
     return torch.stack([mask.sum(1) for mask in masks]).sum(0)
 
 
-def input_rows(
-    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+def _input_rows(
+    layer: nn.Module,
+    block: Block,
+    inputs: Sequence[Tensor],
+    masks: Masks | None,
+    scales: Float[Tensor, " batch"] | None,
 ) -> Iterator[Float[Tensor, "n *groups d_in"]]:
-    """Yield slices of rows with `rowsᵀ rows = A`."""
+    """Yield slices of rows with `rowsᵀ rows = A`; each example's rows are multiplied by a scale."""
     if block.sharing == "reduce":
-        yield _mean_activations(layer, block, inputs, masks)
+        rows = _mean_activations(layer, block, inputs, masks)
+        yield rows if scales is None else scale_examples(rows, scales, 0)
         return
     for index, x in enumerate(inputs):
         for examples in block.rule.slices(layer, block, x):
-            if masks is None:
+            if masks is None and scales is None:
                 yield block.rule.activation_rows(layer, block, x[examples])
+                continue
+            rows = block.rule.activations(layer, block, x[examples])
+            if scales is not None:
+                rows = scale_examples(rows, scales[examples], 0)
+            if masks is None:
+                yield rows.flatten(0, 1)
             else:
-                rows = block.rule.activations(layer, block, x[examples])
                 yield select_positions(rows[None], masks[index][examples])[0]
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_sums import SideSums
-from laplace_debias.curvature.fits.factors import input_factors
+from laplace_debias.curvature.fits.factors import input_factors, input_weight
 from laplace_debias.curvature.fits.presence import Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -30,8 +30,8 @@ class ForwardPasses:
     def __call__(self, batch: Batch, sums: SideSums, totals: DataTotals) -> Tensor:
         """Compute the outputs for a batch.
 
-        The layers' inputs are added to the sums of A. The examples that have no position in a layer
-        are added to the totals.
+        The layers' inputs are added to the sums of A, and the weights of the examples that have a
+        position in a layer to the totals.
         """
         context = self._context
         tap = self._tap
@@ -42,17 +42,18 @@ class ForwardPasses:
             # No backward pass will show which layers are conditional.
             self._presence.find_conditional_layers(batch)
         presence = self._presence.of_chunk(batch, tap.conditional)
+        input_weights = context.cotangents.input_weights(forward_pass.outputs, batch.targets)
         for block in self._blocks:
             inputs = [call.x for call in forward_pass.layer_calls if call.layer == block.layer]
             if not inputs:
                 sums.add_zero(block)
-                totals.add_absent(block, batch.num_examples)
+                totals.add_input_weight(block, 0.0)
                 continue
-            record = BlockRecord(block, tap.network.get_submodule(block.layer), inputs)
-            record, absent_weight = presence.masked(record)
-            as_rows = sums.keeps_rows(block)
-            for A in input_factors(record.layer, block, inputs, record.masks, as_rows):
+            layer = tap.network.get_submodule(block.layer)
+            record = presence.masked(BlockRecord(block, layer, inputs, input_weights=input_weights))
+            for A in input_factors(
+                layer, block, inputs, record.masks, input_weights, sums.keeps_rows(block)
+            ):
                 sums.add(block, A)
-            if absent_weight is not None:
-                totals.add_absent(block, absent_weight)
+            totals.add_input_weight(block, input_weight(record))
         return forward_pass.outputs

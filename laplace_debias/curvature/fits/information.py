@@ -88,8 +88,7 @@ def add_earlier_factors(
         assert isinstance(earlier, EigenKronecker)
         eigenvalues_G, eigenvalues_A = earlier.factor_eigenvalues
         earlier_in_A = counts.num_earlier * earlier.share_A
-        new_absent = counts.scale * totals.absent.get(block.name, 0.0)
-        all_totals.add_absent(block, counts.num_earlier - earlier_in_A + new_absent)
+        all_totals.add_input_weight(block, earlier_in_A + counts.scale * totals.input_weight(block))
         scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
         is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
         scale_to_all = all_totals.input_divisor(block) / totals.input_divisor(block)

@@ -4,10 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.factors import absent_examples
 from laplace_debias.curvature.layer_rules import Site
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
@@ -93,28 +91,11 @@ class ChunkPresence:
         self._uncalled = uncalled
         self._present = presence.find_positions(chunk, uncalled)
 
-    def masked(self, record: BlockRecord) -> tuple[BlockRecord, Tensor | None]:
-        """Mask the positions of a record's layer that take part.
-
-        Returns:
-            The record with its masks, and the total weight of the examples without a position in
-            the layer; None if there are no such examples, or an earlier record had the same inputs.
-        """
+    def masked(self, record: BlockRecord) -> BlockRecord:
+        """Return a record with the masks of the positions in its layer that take part."""
         if self._presence.learn_from(record, self._chunk):
             self._present = self._presence.find_positions(self._chunk, self._uncalled)
-        record = replace(record, masks=self._present.masks(record.block, len(record.inputs)))
-        return record, self._absent_weight(record)
-
-    def _absent_weight(self, record: BlockRecord) -> Tensor | None:
-        if record.block.is_vector or not record.has_new_inputs:
-            return None
-        absent = absent_examples(record.layer, record.block, record.inputs, record.masks)
-        if absent is None:
-            return None
-        weights = self._chunk.weights
-        if weights is None:
-            return absent.sum(dtype=torch.float64)
-        return (weights.to(absent.device, torch.float64) * absent).sum()
+        return replace(record, masks=self._present.masks(record.block, len(record.inputs)))
 
 
 def _has_gradient(record: BlockRecord) -> bool:

@@ -8,9 +8,6 @@ from typing import Any
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.system.ranks import Ranks
 
-# A relative difference of two weights below this number is a rounding error.
-_ROUNDING = 1e-12
-
 
 @dataclass
 class DataTotals:
@@ -22,54 +19,55 @@ class DataTotals:
             tensor on the model's device during a pass.
         num_outputs: The number of numbers that the network returned, times the examples' weights.
         weight: The sum of the examples' weights, which are 1 if the data have no weights.
-        absent: The total weight of the examples that have no position in the layer of a block, by
-            the block's name, if there are any. The weights may be tensors during a pass. Passes
-            that do not look for positions leave this empty.
+        input_weights: The total weight of the examples over which the factor A of a block is a
+            mean, by the block's name: the examples that have a position in the layer, with their
+            weights in the loss Hessian. The weights may be tensors during a pass. For a block that
+            is not listed, it is `weight`.
     """
 
     num_examples: int = 0
     nll: Any = 0.0
     num_outputs: float = 0
     weight: float = 0
-    absent: dict[str, Any] = field(default_factory=dict)
+    input_weights: dict[str, Any] = field(default_factory=dict)
 
-    def add_absent(self, block: Block, weight: Any) -> None:
-        """Add the weight of examples that have no position in the layer of a block."""
+    def add_input_weight(self, block: Block, weight: Any) -> None:
+        """Add the weight of examples whose activations were added to the factor A of a block."""
         # The sum does not start at a zero, whose dtype it would have.
-        earlier = self.absent.get(block.name)
-        self.absent[block.name] = weight if earlier is None else earlier + weight
+        earlier = self.input_weights.get(block.name)
+        self.input_weights[block.name] = weight if earlier is None else earlier + weight
 
-    def present_weight(self, block: Block) -> float:
-        """Return the weight of the examples that have a position in the layer of a block."""
-        present = self.weight - self.absent.get(block.name, 0.0)
-        return present if present > _ROUNDING * self.weight else 0.0
+    def input_weight(self, block: Block) -> float:
+        """Return the weight of the examples over which the factor A of a block is a mean."""
+        return self.input_weights.get(block.name, self.weight)
 
     def input_divisor(self, block: Block) -> float:
         """Return the weight by which the sum of the input factors A of a block is divided.
 
-        This is the weight of the examples that have a position in the layer. If there are no such
-        examples, the sum is zero, and the weight of all examples is returned.
+        If no example has a position in the layer, the sum is zero, and the weight of all examples
+        is returned.
         """
-        return self.present_weight(block) or self.weight
+        return self.input_weight(block) or self.weight
 
     def input_share(self, block: Block) -> float:
-        """Return the share of the examples over which the factor A of a block is a mean.
+        """Return `input_weight` as a fraction of the weight of all examples.
 
-        The share is 0 if no example has a position in the layer.
+        It is 0 if no example has a position in the layer. It may exceed 1 if targets have weights.
         """
-        return self.present_weight(block) / self.weight
+        return self.input_weight(block) / self.weight
 
     def __add__(self, other: "DataTotals") -> "DataTotals":
         """Add the totals of two passes over different data."""
-        absent = dict(self.absent)
-        for name, weight in other.absent.items():
-            absent[name] = absent[name] + weight if name in absent else weight
+        input_weights: dict[str, Any] = {}
+        for name in {**self.input_weights, **other.input_weights}:
+            own_weight = self.input_weights.get(name, self.weight)
+            input_weights[name] = own_weight + other.input_weights.get(name, other.weight)
         return DataTotals(
             self.num_examples + other.num_examples,
             self.nll + other.nll,
             self.num_outputs + other.num_outputs,
             self.weight + other.weight,
-            absent,
+            input_weights,
         )
 
     def discounted(self, decay: float) -> "DataTotals":
@@ -79,13 +77,13 @@ class DataTotals:
             decay * self.nll,
             decay * self.num_outputs,
             decay * self.weight,
-            {name: decay * weight for name, weight in self.absent.items()},
+            {name: decay * weight for name, weight in self.input_weights.items()},
         )
 
     def as_numbers(self) -> "DataTotals":
         """Return the totals without tensors."""
-        absent = {name: float(weight) for name, weight in self.absent.items()}
-        return replace(self, nll=float(self.nll), absent=absent)
+        input_weights = {name: float(weight) for name, weight in self.input_weights.items()}
+        return replace(self, nll=float(self.nll), input_weights=input_weights)
 
     def over(self, ranks: Ranks) -> "DataTotals":
         """Return the totals over all processes.

@@ -25,8 +25,7 @@ class BlockRecord:
         replayed: The calls of modules that read the block's parameter, if these calls are run
             again.
         masks: The positions that take part, `[B, T]` for each call; None for all positions.
-        root_weights: The square roots of the examples' weights, which the gradients contain; None
-            if the examples have no weights.
+        input_weights: The weights with which the examples enter the factor A; None if all are 1.
         has_new_inputs: Whether no earlier record had the inputs of these examples. A chunk whose
             columns are pushed back in several parts has one record for each part.
     """
@@ -37,7 +36,7 @@ class BlockRecord:
     output_gradients: Sequence[Tensor] = ()
     replayed: ReplayedCalls | None = None
     masks: Masks | None = None
-    root_weights: Float[Tensor, " batch"] | None = None
+    input_weights: Float[Tensor, " batch"] | None = None
     has_new_inputs: bool = True
 
     @property
@@ -59,12 +58,6 @@ class BlockRecord:
         """The number of positions of all calls together."""
         entries = sum(g[0, 0].numel() for g in self.output_gradients)
         return entries // (self.block.num_groups * self.block.shape[0])
-
-    def weighted_inputs(self) -> Sequence[Tensor]:
-        """The inputs of the layer's calls, scaled by the roots of the examples' weights."""
-        if self.root_weights is None:
-            return self.inputs
-        return [scale_examples(x, self.root_weights, 0) for x in self.inputs]
 
     def columns(
         self, examples: slice = slice(None)
@@ -94,10 +87,3 @@ class BlockRecord:
         rule = self.block.rule
         rows = [rule.jacobian_rows(self.layer, self.block, x, g) for x, g in self.calls()]
         yield slice(0, self.num_examples), torch.stack(rows).sum(0)
-
-
-def scale_examples(values: Tensor, scales: Float[Tensor, " batch"], dim: int) -> Tensor:
-    """Multiply every example by its scale, along dimension `dim`."""
-    shape = [1] * values.ndim
-    shape[dim] = -1
-    return values * scales.to(values).view(shape)

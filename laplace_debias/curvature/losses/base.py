@@ -68,7 +68,7 @@ class Labels:
         targets: The targets, in the form in which the loss uses them.
         counted: The mask of the terms that count, `[B, ..., 1]`, or `[B, ...]` for a loss without
             classes; None if all terms count.
-        curvature_weights: The weights ω of the Hessians of a likelihood's terms, `[B, ..., 1]` or
+        curvature_weights: The weights ω of the Hessians of the terms, `[B, ..., 1]` or
             `[B, ..., C]`; None if all are 1.
         example_weights: The weights of the examples, `[B]`, which only `weighted_value` and
             `weighted_hessian` use; None if all are 1.

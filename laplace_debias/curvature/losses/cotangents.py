@@ -1,14 +1,32 @@
 """Cotangents at the outputs, whose outer products add up to the loss Hessian."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fisher import FisherType
-from laplace_debias.curvature.losses.base import OutputLoss, Uniforms
+from laplace_debias.curvature.losses.base import Labels, OutputLoss, Uniforms
+from laplace_debias.curvature.network.batch import scale_examples
 from laplace_debias.curvature.network.outputs import targets_classes_last
+
+
+@dataclass(frozen=True)
+class BatchCotangents:
+    """The cotangents of a batch, and its loss.
+
+    Attributes:
+        columns: The cotangents, `[K, B, ...]`. Their outer products add up to the weighted Hessians
+            of the examples' losses.
+        loss: The weighted sum of the examples' losses, 0-d.
+        input_weights: The weight of each example in the Kronecker factor A, `[B]`; None if all are
+            1. It is the weight of the example times the mean weight of its terms in the Hessian.
+    """
+
+    columns: Float[Tensor, "columns batch *outputs"]
+    loss: Tensor
+    input_weights: Float[Tensor, " batch"] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,33 +64,62 @@ class Cotangents:
             return None
         return self.loss.counted(self.loss.labels(targets, ndim))
 
+    def input_weights(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, " batch"] | None:
+        """Compute the `input_weights` of a batch whose examples have no weights."""
+        targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
+        targets = targets.to(outputs.device, non_blocking=True)
+        return self._mean_weights(self.loss.labels(targets, outputs.ndim))
+
+    def _mean_weights(self, labels: Labels) -> Float[Tensor, " batch"] | None:
+        """Average the weights of each example's terms in the outer products of the cotangents."""
+        weights = labels.curvature_weights
+        if weights is None:
+            return None
+        if self.fisher.kind == "empirical":
+            weights = weights.square()  # A gradient contains the weight, not its root.
+        weights = weights.double()
+        if labels.counted is None:
+            return weights.flatten(1).mean(1)
+        counted = labels.counted.expand_as(weights).flatten(1)
+        return (weights.flatten(1) * counted).sum(1) / counted.sum(1).clamp_min(1)
+
     def __call__(
         self,
         outputs: Float[Tensor, "batch *outputs"],
         targets: Tensor,
         first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
-    ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
-        """Compute a batch's cotangents, `[K, B, ...]`, and the sum of its examples' losses, 0-d.
+    ) -> BatchCotangents:
+        """Compute a batch's cotangents.
 
-        `first_index` is the index of the batch's first example in the data. Weights multiply the
-        examples' losses, not the cotangents. Targets may be on the CPU if the likelihood
-        `checks_shapes_only`.
+        `first_index` is the index of the batch's first example in the data, and `weights` are the
+        weights of the examples. Targets may be on the CPU if the likelihood `checks_shapes_only`.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         # Targets that are still on the CPU are checked there, without waiting for the device.
         self.loss.check(outputs, targets)
         targets = targets.to(outputs.device, non_blocking=True)
         labels = self.loss.labels(targets, outputs.ndim)
+        columns = self._columns(outputs, labels, first_index)
+        input_weights = self._mean_weights(labels)
         if weights is None:
             value = self.loss.value(outputs, labels).double()
-        else:
-            losses = self.loss.values(outputs, labels).double()
-            value = losses @ weights.to(outputs.device).double()
+            return BatchCotangents(columns, value, input_weights)
+        weights = weights.to(outputs.device)
+        losses = self.loss.values(outputs, labels).double()
+        # The roots are rounded to the precision of the cotangents, not of the weights.
+        columns = scale_examples(columns, weights.to(columns.dtype).sqrt(), 1)
+        input_weights = weights if input_weights is None else weights * input_weights
+        return BatchCotangents(columns, losses @ weights.double(), input_weights)
+
+    def _columns(
+        self, outputs: Tensor, labels: Labels, first_index: int
+    ) -> Float[Tensor, "columns batch *outputs"]:
+        """Compute the cotangents without the examples' weights."""
         if self.fisher.kind == "exact":
-            return self.loss.root(outputs, labels), value
+            return self.loss.root(outputs, labels)
         if self.fisher.kind == "empirical":
-            return self.loss.gradient(outputs, labels).unsqueeze(0), value
+            return self.loss.gradient(outputs, labels).unsqueeze(0)
         draw = self.loss.drawn_gradient
         if self.fisher.kind == "signs":
             draw = self.loss.signed_root
@@ -80,10 +127,9 @@ class Cotangents:
             draw(outputs, labels, Uniforms(self.fisher.seed, sample, first_index))
             for sample in range(self.fisher.mc_samples)
         ]
-        columns = drawn[0].unsqueeze(0)
-        if len(drawn) > 1:
-            columns = torch.stack(drawn) / len(drawn) ** 0.5
-        return columns, value
+        if len(drawn) == 1:
+            return drawn[0].unsqueeze(0)
+        return torch.stack(drawn) / len(drawn) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -110,8 +156,8 @@ class OutputCotangents(Cotangents):
         targets: Tensor,
         first_index: int,
         weights: Float[Tensor, " batch"] | None = None,
-    ) -> tuple[Float[Tensor, "1 batch *outputs"], Tensor]:
-        """Compute a batch's cotangent, `[1, B, ...]`, and the sum of its examples' losses, 0-d.
+    ) -> BatchCotangents:
+        """Compute a batch's cotangent, `[1, B, ...]`.
 
         Raises:
             ValueError: If the examples do not have `num_outputs` outputs.
@@ -123,8 +169,8 @@ class OutputCotangents(Cotangents):
                 f"have {num_outputs}. With `independent_outputs=True`, each output has a separate "
                 "process. Pad all inputs to the same shape, or use `independent_outputs=False`."
             )
-        columns, value = super().__call__(outputs, targets, first_index, weights)
-        entries = columns.flatten(2)[:, :, self.output]
-        cotangent = torch.zeros_like(columns[0].flatten(1))
+        root = super().__call__(outputs, targets, first_index, weights)
+        entries = root.columns.flatten(2)[:, :, self.output]
+        cotangent = torch.zeros_like(root.columns[0].flatten(1))
         cotangent[:, self.output] = torch.linalg.vector_norm(entries, dim=0)
-        return cotangent.view_as(columns[:1]), value
+        return replace(root, columns=cotangent.view_as(root.columns[:1]))

@@ -242,12 +242,13 @@ class BinaryCrossEntropy(OutputLoss):
                 )
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Return the targets, and the mask of the entries whose weight is not zero."""
+        """Return the targets, the weights T, and the mask of the entries whose w is not zero."""
         targets = columns_of(targets, ndim)
-        if self._weight is None:
+        if self._weight is None and self._pos_weight is None:
             return Labels(targets)
         total, _ = self._weights(targets, targets.dtype)
-        return Labels(targets, total != 0)
+        counted = None if self._weight is None else total != 0
+        return Labels(targets, counted, total)
 
     def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute T and w π of every entry in the targets' dtype, and convert them."""

@@ -100,3 +100,10 @@ class Batch:
             targets=self.targets.clone(),
             weights=None if self.weights is None else self.weights.clone(),
         )
+
+
+def scale_examples(values: Tensor, scales: Float[Tensor, " batch"], dim: int) -> Tensor:
+    """Multiply every example by its scale, along dimension `dim`."""
+    shape = [1] * values.ndim
+    shape[dim] = -1
+    return values * scales.to(values).view(shape)

@@ -53,8 +53,8 @@ class KFAC(Permuted):
     $A = \frac1N\sum a a^\top$. Here T is the number of positions of an example that share the
     weight, not counting ignored and padded positions, and $\sum$ is over examples, positions and
     cotangents. A block is then $\frac Nc\, G \otimes A$; the block of a bias or a scale is exact. A
-    is the mean over all examples that have a position in the layer, whatever weights the loss gives
-    these examples. In contrast, the magnitudes of `EKFAC` use the weights.
+    is the mean over the examples that have a position in the layer. If the loss weights its terms,
+    it is the weighted mean, in which each example has the mean weight of its terms.
 
     K-FAC equals the `GGN` where a Kronecker product is exact: for one example, and for the blocks
     of a linear network of any depth with `nn.MSELoss`.

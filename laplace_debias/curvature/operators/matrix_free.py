@@ -8,10 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
-from laplace_debias.curvature.layers.records import scale_examples
 from laplace_debias.curvature.losses import Labels, Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.network.batch import Batch, scale_examples
 from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -310,7 +309,7 @@ class Fisher(CurvatureOperator):
         fisher = self._cotangents.fisher
         if fisher.kind == "exact":
             return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
-        vectors, _ = self._cotangents(outputs, batch.targets, batch.first_index)
+        vectors = self._cotangents(outputs, batch.targets, batch.first_index).columns
         return _outer_products(vectors, batch.weights), fisher.mc_samples
 
 

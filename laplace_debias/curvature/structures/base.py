@@ -230,7 +230,7 @@ class CurvatureStructure(ABC):
             "magnitudes": block.magnitudes,
             "trace_A": block.trace_A,
         }
-        if block.share_A < 1:
+        if block.share_A != 1:
             tensors["share_A"] = torch.tensor(block.share_A, dtype=torch.float64)
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

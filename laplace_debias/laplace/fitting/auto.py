@@ -146,19 +146,12 @@ class Auto(Scheme):
         """Fit in rounds until the error is within the tolerance, or a budget is used up.
 
         Raises:
-            ValueError: If the data has only one example; if a block does not support weights of
-                examples; if `after` is the report of a fit with a different network.
+            ValueError: If the data has only one example; if `after` is the report of a fit with a
+                different network.
             KeyboardInterrupt: If the fit is interrupted before the first round has ended, or with
                 several processes. A later interrupt ends the fit without an error.
         """
         context = prepared.context
-        if any(block.is_joint or block.is_one_hot for block in context.blocks):
-            raise ValueError(
-                '`mode="auto"` gives the examples different weights, which neither '
-                "`joint=True` nor embedding layers support. Remove `joint=`, select "
-                'parameters without embeddings, such as `params="last_layer"`, or use '
-                '`mode="full"`.'
-            )
         (data,) = prepared.streams
         last_round: Round | None = None
         rounds: list[tuple[int, float]] = []

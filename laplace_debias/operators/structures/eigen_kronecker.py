@@ -48,9 +48,10 @@ class EigenKronecker(Symmetric):
         trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
             of positive semi-definite factors, which determines the scales of the factors; None if
             the operator is not such a product, or if the scales are not known.
-        share_A: With `trace_A`, the fraction of the examples over which A is a mean: K-FAC leaves
-            out the examples that have no position in a layer. Products do not depend on this
-            fraction.
+        share_A: With `trace_A`, the total weight of the examples over which A is a mean, as a
+            fraction of the weight of all examples: K-FAC leaves out the examples that have no
+            position in a layer, and weights the others as the loss does. Products do not depend
+            on this fraction.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
