@@ -551,6 +551,9 @@ class Laplace(Predictor):
           well is used. A larger one could leave only plain temperature scaling, without an effect
           of the posterior.
 
+        Draws and the network itself (`method="map"`) have temperatures of their own, which the same
+        pass finds; see `Link`.
+
         In blocks of 32,768 parameters or more, parameters with nearly equal curvature (within 5 %)
         are treated together. This changes variances by about 1e-4.
 
@@ -570,7 +573,7 @@ class Laplace(Predictor):
                 posterior; a later `fit` uses these levels for the curvature. Not available for
                 `fisher="empirical"`.
             link: Search only one link: pass its name to try all temperatures, or a `Link` to fix
-                its temperature, too.
+                its temperatures, too.
             per: Only for `method="marglik"`; see `tune_evidence`.
 
         Returns:

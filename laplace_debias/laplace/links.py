@@ -2,15 +2,15 @@
 
 A link consists of a formula and a temperature T. The formula is applied to the logits divided by T,
 N(μ/T, Σ/T²). T = 1 is the plain Laplace approximation; the limit δ → ∞ is temperature scaling. The
-formula is used only for the closed form. The temperature divides the logits wherever they are
-converted to probabilities.
+formula is used only for the closed form, and its T also corrects errors of the formula. Averages
+over draws and the network itself can therefore have temperatures of their own.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -202,22 +202,41 @@ class Link:
 
     Attributes:
         name: One of `FORMULAS`.
-        temperature: T, by which the logits are divided.
+        temperature: T, by which the logits are divided in the closed form.
+        draw_temperature: The temperature of draws, of which probabilities are averaged. Default:
+            `temperature`.
+        network_temperature: The temperature of the network without a posterior (`method="map"`),
+            for temperature scaling. Default: `temperature`.
 
     Raises:
-        ValueError: If the name is unknown, or the temperature is not positive and finite.
+        ValueError: If the name is unknown, or a temperature is not positive and finite.
     """
 
     name: str
     temperature: float = 1.0
+    draw_temperature: float = None  # type: ignore[assignment]
+    network_temperature: float = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        for name in ("draw_temperature", "network_temperature"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.temperature)
         if self.name not in FORMULAS:
             raise ValueError(f"Unknown link={self.name!r}. Use one of {', '.join(FORMULAS)}.")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"The temperature of the link is {self.temperature}. Pass a positive number."
-            )
+        for temperature in (self.temperature, self.draw_temperature, self.network_temperature):
+            if not 0 < temperature < math.inf:
+                raise ValueError(
+                    f"A temperature of the link is {temperature}. Pass a positive number."
+                )
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, except temperatures that are the default."""
+        options = {"name": self.name, "temperature": self.temperature}
+        if self.draw_temperature != self.temperature:
+            options["draw_temperature"] = self.draw_temperature
+        if self.network_temperature != self.temperature:
+            options["network_temperature"] = self.network_temperature
+        return options
 
     def __str__(self) -> str:
         """The name, and the temperature unless it is 1."""
@@ -231,13 +250,6 @@ class Link:
         """Compute the logarithms of the probabilities."""
         mean, covariance = tempered_moments(self, mean, covariance)
         return FORMULAS[self.name].logits(likelihood, mean, covariance, [1.0])[0]
-
-
-def tempered(link: Link | None, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Divide logits by a link's temperature; without a link, return them unchanged."""
-    if link is None or link.temperature == 1:
-        return logits
-    return logits / link.temperature
 
 
 def tempered_moments(

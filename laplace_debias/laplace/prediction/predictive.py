@@ -35,7 +35,7 @@ from laplace_debias.laplace.functional.gaussian_outputs import (
 )
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
-from laplace_debias.laplace.links import Link, tempered
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.pairwise import pairwise_of_differences
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.system.checks import check_generator, whole
@@ -96,9 +96,8 @@ class PredictionMethod:
 class LinkedFit:
     """A fit, and the link that converts its logits to probabilities.
 
-    The link's temperature divides the logits of every method: the logits of the trained network,
-    the logits of draws and, within the link, the logits of the closed form. Likelihoods without a
-    link have no temperature.
+    One of the link's temperatures divides the logits of each method: of the trained network, of
+    draws and, within the link, of the closed form. Likelihoods without a link have no temperature.
     """
 
     fitted: FittedPosterior
@@ -111,8 +110,13 @@ class LinkedFit:
 
     @property
     def temperature(self) -> float:
-        """The temperature of the logits."""
+        """The temperature of the closed form."""
         return 1.0 if self.link is None else self.link.temperature
+
+    @property
+    def draw_temperature(self) -> float:
+        """The temperature of draws."""
+        return 1.0 if self.link is None else self.link.draw_temperature
 
     def mean_and_variances(
         self, x: Inputs | Record, method: PredictionMethod
@@ -138,15 +142,15 @@ class LinkedFit:
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
-        """Compute the outputs of the trained network, with logits divided by the temperature."""
+        """Compute the outputs of the trained network, with logits divided by its temperature."""
         with self._context(x, method.positions) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
-        return tempered(self.link, outputs)
+        return outputs if self.link is None else _divided(outputs, self.link.network_temperature)
 
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of the outputs, with logits divided by the temperature."""
+        """Draw samples of the outputs, with logits divided by the temperature of draws."""
         if method.name == "glm":
             return self.draws_of_outputs(self.gaussian_outputs(x, method), method)
         with self._context(x, method.positions) as context:
@@ -155,13 +159,14 @@ class LinkedFit:
             sampled = linearised_outputs if method.name == "glm-mc" else network_outputs
             draws = sampled(context.network, names, context.x, parameters)
             outputs = context.by_position(draws, None)
-        return tempered(self.link, outputs)
+        return _divided(outputs, self.draw_temperature)
 
     def draws_of_outputs(
         self, outputs: GaussianOutputs, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of Gaussian outputs, with logits divided by the temperature."""
-        return tempered(self.link, outputs.draws(method.num_samples, method.generator))
+        """Draw samples of Gaussian outputs, with logits divided by the temperature of draws."""
+        draws = outputs.draws(method.num_samples, method.generator)
+        return _divided(draws, self.draw_temperature)
 
     def predictive_of_outputs(self, outputs: GaussianOutputs) -> Distribution:
         """Compute the predictive distribution in closed form."""
@@ -216,6 +221,10 @@ class LinkedFit:
                 mean = self.outputs(x, method)
                 return self.likelihood.marginals(mean, torch.zeros_like(mean))
             return self.likelihood.marginal_mixture(self.draws(x, method))
+
+
+def _divided(logits: Float[Tensor, "..."], temperature: float) -> Float[Tensor, "..."]:
+    return logits if temperature == 1 else logits / temperature
 
 
 def equal_mixture(predictives: Sequence[Distribution]) -> Distribution:

@@ -106,8 +106,9 @@ class Predictor(ABC):
                 covariance, averaged in closed form (see `link`) or over `samples` draws of the
                 outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
                 `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
-                network, without uncertainty of the parameters. In all methods, the temperature of
-                `la.link` divides the logits.
+                network, without uncertainty of the parameters. In all methods, a temperature of
+                `la.link` divides the logits: `temperature` in closed form, `draw_temperature` for
+                draws, and `network_temperature` with `"map"`.
             samples: Number of draws. Default: the closed form for `"glm"`, and 100 draws for
                 `"glm-mc"` and `"nn"`.
             generator: Seeds the draws. Default: torch's global generator. The closed form and
@@ -199,7 +200,7 @@ class Predictor(ABC):
         variances of each target, in squared units. With `method="glm"` and without `samples`, these
         variances have a closed form; otherwise, they are computed from draws. For a mixture, the
         draws of all members are used, so the epistemic part includes how much the members disagree.
-        Logits are divided by the temperature of `la.link`, as in `predict`.
+        Logits are divided by the temperatures of `la.link`, as in `predict`.
 
         Args:
             x: Inputs, `[B, ...]`; see `predict`.
@@ -216,8 +217,8 @@ class Predictor(ABC):
             log-probability of a different decision) and, for classes, `energy` and `max_logit` (for
             a mixture, their means over its members). In closed form, `entropy` and
             `max_probability` are computed from `predict(x)`, without draws. `entropy` therefore
-            differs from the total: slightly with the pairwise link, and more with the probit link,
-            whose temperature also corrects the errors of its formula, which draws do not have.
+            differs from the total: slightly with the pairwise link, and more with the probit link
+            if draws have the temperature of its formula.
 
         Raises:
             ValueError: If the method is `"map"`, which has no uncertainty about the parameters.

@@ -103,7 +103,7 @@ class Header:
             calls=dict(parameters.replay_modules),
             noise=noise,
             temperature=fitted.posterior.temperature,
-            link=None if fitted.link is None else asdict(fitted.link),
+            link=None if fitted.link is None else fitted.link.options(),
             thinned_at=None if fitted.thinned_at is None else list(fitted.thinned_at),
             inducing=inducing,
             prior_weight=None if information is None else float(information.weight),

@@ -151,6 +151,20 @@ class GridMetrics:
                 break
         return setting.link
 
+    def choose_temperature(self, point: int, links: Sequence[int]) -> float:
+        """Return the best temperature of some links at a prior precision.
+
+        It is 1 if that is tied with the best temperature, or with fewer than 100 examples.
+        """
+        points = range(point, point + 1)
+        best = self.lowest(points, links)
+        untempered = [index for index in links if self.links[index].temperature == 1]
+        if untempered:
+            plain = self.lowest(points, untempered)
+            if len(self.counts) < MIN_EXAMPLES or self.is_tied(plain, best):
+                return 1.0
+        return self.links[best.link].temperature
+
 
 def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms links"]:
     """Compute the negative log-density of each target that counts, with a column for each link."""

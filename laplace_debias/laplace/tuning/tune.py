@@ -350,9 +350,28 @@ def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
         table=_rows(table, link, metric),
         flat=(min(flat), max(flat)) if table.has_errors else None,
         notes=tuple(_notes(table, choice, alternatives)),
-        link=table.links[link] if table.links else None,
+        link=_with_temperatures(table, choice.setting) if table.links else None,
         alternatives=alternatives,
     )
+
+
+def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
+    """Return the chosen link, with the temperatures of draws and of the network.
+
+    A temperature that a search finds for the probit also corrects the errors of the probit, and
+    would be wrong for draws. The pairwise formula has smaller errors, so its best temperature at
+    the chosen prior precision is used for draws, if the search evaluated it.
+    """
+    link = table.links[choice.link]
+    if len(table.links) == 1:
+        return link
+    infinity = len(table.finite_points)
+    for_network = table.choose_temperature(infinity, range(len(table.links)))
+    pairwise = [index for index, other in enumerate(table.links) if other.name == "pairwise"]
+    for_draws = link.temperature
+    if link.name == "probit" and pairwise:
+        for_draws = table.choose_temperature(choice.point, pairwise)
+    return Link(link.name, link.temperature, for_draws, for_network)
 
 
 def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:

@@ -1,0 +1,108 @@
+"""The temperatures that `tune` sets for the closed form, for draws and for the network."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laplace_debias import Laplace, Link
+from laplace_debias.laplace.tuning.tune import TEMPERATURES
+
+
+def overconfident(size: int = 400, params: str = "all") -> tuple[Laplace, Tensor, Tensor]:
+    """A network whose logits are 2.5 times as large as those of its labels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    x = 3 * torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        model[2].weight.mul_(8)
+        probs = (model(x) / 2.5).softmax(1)
+    y = torch.multinomial(probs, 1, generator=generator)[:, 0]
+    return Laplace(model, params=params).fit([(x[:100], y[:100])]), x, y
+
+
+def best_temperature(log_probs_at, y: Tensor) -> float:
+    losses = [float(F.nll_loss(log_probs_at(T), y)) for T in TEMPERATURES]
+    return TEMPERATURES[min(range(len(losses)), key=losses.__getitem__)]
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_the_network_has_the_temperature_of_temperature_scaling(params: str):
+    la, x, y = overconfident(params=params)
+    outputs = la.model(x).detach()
+    tuned = la.tune([(x, y)], grid=[0.05])  # A wide posterior, with a temperature of its own.
+    expected = best_temperature(lambda T: (outputs / T).log_softmax(1), y)
+    assert expected == pytest.approx(2.5, rel=0.2)
+    assert la.link.network_temperature == expected
+    probs = la.predict(x, method="map").probs
+    torch.testing.assert_close(probs, (outputs / expected).softmax(1))
+    (scaling,) = (other for other in tuned.alternatives if other.name == "temperature scaling")
+    assert la.evaluate([(x, y)], method="map")["nll"] == pytest.approx(scaling.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_draws_have_the_best_temperature_of_the_pairwise_link_beside_a_probit(params: str):
+    la, x, _ = overconfident(params=params)
+    la.prior_precision = 0.05
+    # Labels that are drawn from the probit link at a temperature, so that it is chosen.
+    generator = torch.Generator().manual_seed(2)
+    probs = la.predict(x, link=Link("probit", 0.5)).probs
+    labels = torch.multinomial(probs, 50, replacement=True, generator=generator).flatten()
+    inputs = x.repeat_interleave(50, 0)
+    la.tune([(inputs, labels)], grid=[0.05])
+    assert la.link.name == "probit"
+    expected = best_temperature(
+        lambda T: la.predict(inputs, link=Link("pairwise", T)).logits.log_softmax(1), labels
+    )
+    assert la.link.draw_temperature == expected != la.link.temperature
+    # Averages over draws are better at this temperature than at that of the probit.
+    nlls = {}
+    for link in (la.link, Link("probit", la.link.temperature)):
+        la.link = link
+        predictive = la.predict(x, samples=2000, generator=torch.Generator().manual_seed(3))
+        log_probs = predictive.logits.log_softmax(1).repeat_interleave(50, 0)
+        nlls[link] = float(F.nll_loss(log_probs, labels))
+    tuned, same_everywhere = nlls.values()
+    assert tuned < same_everywhere
+
+
+@pytest.mark.parametrize("method", ["glm", "glm-mc", "nn"])
+def test_draws_are_divided_by_their_own_temperature(method: str):
+    la, x, _ = overconfident()
+    options = {"method": method, "samples": 20}
+    la.link = Link("probit", 3.0, draw_temperature=1.5, network_temperature=0.7)
+    found = la.predict(x, **options, generator=torch.Generator().manual_seed(0)).probs
+    uncertainty = la.uncertainty(x, **options, generator=torch.Generator().manual_seed(0))
+    la.link = Link("probit", 1.5)
+    expected = la.predict(x, **options, generator=torch.Generator().manual_seed(0)).probs
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    same = la.uncertainty(x, **options, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(uncertainty.total, same.total, rtol=0, atol=0)
+
+
+def test_a_link_that_is_passed_keeps_its_temperatures():
+    la, x, y = overconfident()
+    link = Link("probit", 3.0, draw_temperature=1.5, network_temperature=0.7)
+    assert la.tune([(x, y)], link=link).link == link == la.link
+
+
+def test_few_examples_leave_all_temperatures_at_one():
+    la, x, y = overconfident()
+    assert la.tune([(x[:90], y[:90])]).link == Link("pairwise")
+
+
+def test_a_link_with_three_temperatures_is_saved(tmp_path):
+    la, x, _ = overconfident()
+    la.link = Link("probit", 3.0, draw_temperature=1.5, network_temperature=0.7)
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", la.model)
+    assert loaded.link == la.link
+    expected = (la.model(x).detach() / 0.7).softmax(1)
+    torch.testing.assert_close(loaded.predict(x, method="map").probs, expected)
+
+
+@pytest.mark.parametrize("name", ["draw_temperature", "network_temperature"])
+def test_temperatures_must_be_positive(name: str):
+    with pytest.raises(ValueError, match=r"temperature of the link is -1.0. Pass a positive"):
+        Link("probit", **{name: -1.0})
