@@ -1,8 +1,8 @@
 """A fit in growing rounds, each with an estimate of its error."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, SupportsIndex
@@ -48,6 +48,25 @@ class Continuation:
 
     sums: SampledSums
     last_round: Round
+
+
+@dataclass
+class _Progress:
+    """The progress of a fit.
+
+    Attributes:
+        sampler: The reader of the data.
+        sums: The sums over the examples that have been read.
+        clock: Returns the seconds since the start, also those of the earlier fit.
+        last_round: The posterior after the last round, and its error; None before the first one.
+        rounds: The number of examples that were drawn by the end of each round, and the error.
+    """
+
+    sampler: ImportanceSampler
+    sums: SampledSums
+    clock: Callable[[], float]
+    last_round: Round | None = None
+    rounds: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -151,57 +170,82 @@ class Auto(Scheme):
             KeyboardInterrupt: If the fit is interrupted before the first round has ended, or with
                 several processes. A later interrupt ends the fit without an error.
         """
-        context = prepared.context
         (data,) = prepared.streams
-        last_round: Round | None = None
-        rounds: list[tuple[int, float]] = []
-        seconds_before = 0.0
-        if self.after is None:
-            batches = iter(data.stream)
-            sampler, sums = ImportanceSampler.start(context, batches, self.forward_ratio)
-        else:
-            sums = _continuation(self.after).sums
-            last_round = _continuation(self.after).last_round
-            rounds += self.after.rounds
-            seconds_before = self.after.seconds
-            _check_same_fit(last_round.fitted, prepared)
-            sampler = ImportanceSampler.after(sums, context, data.stream, self.forward_ratio)
-        clock = partial(_seconds_since, perf_counter() - seconds_before, context.ranks)
-        stop_reason: StopReason | None = None
+        progress = self._start(prepared, data)
         try:
-            while stop_reason is None:
-                round_started = clock()
-                target = self._target(sums.num_drawn, last_round)
-                new_sums = sampler.read(sums, target)
-                if new_sums.num_drawn < target:
-                    stop_reason = StopReason.END_OF_DATA
-                    break
-                sums = new_sums
-                last_round = fit_round(sums, prepared)
-                rounds.append((sums.num_drawn, last_round.error))
-                stop_reason = self._reason_to_stop(
-                    sums.num_drawn, last_round.error, round_started, clock()
-                )
-            if stop_reason is StopReason.END_OF_DATA:
-                has_budget = self.seconds is not None or self.examples is not None
-                can_read_again = not isinstance(data.stream.source, Iterator)
-                if last_round is None or (can_read_again and not has_budget):
-                    curvature_fit = _fit_all(prepared, data)
-                    report = _report_on_all(
-                        prepared, curvature_fit, sums, last_round, rounds, seconds=clock()
-                    )
-                    if report.ended_by is not StopReason.ALL_DATA:
-                        _warn_of_error(report, self.tolerance)
-                    return replace(curvature_fit, report=report)
+            stop_reason = self._run_rounds(progress, prepared)
+            if stop_reason is StopReason.END_OF_DATA and self._uses_all(data, progress):
+                return self._fit_all(prepared, data, progress)
         except KeyboardInterrupt:
-            if last_round is None or context.ranks.size > 1:
+            if progress.last_round is None or prepared.context.ranks.size > 1:
                 raise
             stop_reason = StopReason.INTERRUPT
+        last_round = progress.last_round
         assert last_round is not None
-        report = _report(last_round, sums, rounds, stop_reason=stop_reason, seconds=clock())
+        report = _report(last_round, progress, stop_reason)
         if stop_reason is not StopReason.TOLERANCE:
             _warn_of_error(report, self.tolerance)
         return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
+
+    def _start(self, prepared: PreparedFit, data: FitStream) -> _Progress:
+        """Begin a fit, or continue the fit of the report `after`."""
+        context = prepared.context
+        if self.after is None:
+            batches = iter(data.stream)
+            sampler, sums = ImportanceSampler.start(context, batches, self.forward_ratio)
+            return _Progress(
+                sampler, sums, clock=partial(_seconds_since, perf_counter(), context.ranks)
+            )
+        earlier = _continuation(self.after)
+        _check_same_fit(earlier.last_round.fitted, prepared)
+        sampler = ImportanceSampler.after(earlier.sums, context, data.stream, self.forward_ratio)
+        started = perf_counter() - self.after.seconds
+        return _Progress(
+            sampler,
+            earlier.sums,
+            clock=partial(_seconds_since, started, context.ranks),
+            last_round=earlier.last_round,
+            rounds=list(self.after.rounds),
+        )
+
+    def _run_rounds(self, progress: _Progress, prepared: PreparedFit) -> StopReason:
+        """Read and fit in rounds, and return the reason why the fit ends."""
+        while True:
+            round_started = progress.clock()
+            target = self._target(progress.sums.num_drawn, progress.last_round)
+            sums = progress.sampler.read(progress.sums, target)
+            if sums.num_drawn < target:
+                return StopReason.END_OF_DATA
+            progress.sums = sums
+            progress.last_round = fit_round(sums, prepared)
+            error = progress.last_round.error
+            progress.rounds.append((sums.num_drawn, error))
+            stop_reason = self._reason_to_stop(
+                sums.num_drawn, error, round_started, progress.clock()
+            )
+            if stop_reason is not None:
+                return stop_reason
+
+    def _uses_all(self, data: FitStream, progress: _Progress) -> bool:
+        """Whether data that ended before the tolerance was reached are fitted without sampling."""
+        if progress.last_round is None:
+            return True
+        has_budget = self.seconds is not None or self.examples is not None
+        return not has_budget and not isinstance(data.stream.source, Iterator)
+
+    def _fit_all(self, prepared: PreparedFit, data: FitStream, progress: _Progress) -> CurvatureFit:
+        """Fit to all data, without sampling."""
+        if isinstance(data.stream.source, Iterator):
+            raise ValueError(
+                "The data ended before the first round of the fit was complete, and this "
+                "iterator cannot be read again. Pass a DataLoader or a list of batches, "
+                'or use `mode="full"`.'
+            )
+        curvature_fit = KfacCurvature().fit(prepared.context, data)
+        report = _report_on_all(prepared, curvature_fit, progress)
+        if report.ended_by is not StopReason.ALL_DATA:
+            _warn_of_error(report, self.tolerance)
+        return replace(curvature_fit, report=report)
 
     def _target(self, num_drawn: int, last_round: Round | None) -> int:
         """Return the total number of examples to draw by the end of the next round."""
@@ -256,25 +300,19 @@ def _seconds_since(start: float, ranks: Ranks) -> float:
     return max(ranks.exchange(perf_counter() - start))
 
 
-def _report(
-    last_round: Round,
-    sums: SampledSums,
-    rounds: Sequence[tuple[int, float]],
-    stop_reason: StopReason,
-    seconds: float,
-) -> FitReport:
+def _report(last_round: Round, progress: _Progress, stop_reason: StopReason) -> FitReport:
     """Report on the last round, with the contribution of each block to its error."""
     fitted = last_round.fitted
-    errors = errors_by_block(last_round, sums.probes)
+    errors = errors_by_block(last_round, progress.sums.probes)
     continuation = None
     if stop_reason is not StopReason.TOLERANCE:
-        continuation = Continuation(sums, last_round)
+        continuation = Continuation(progress.sums, last_round)
     return FitReport(
-        num_examples=rounds[-1][0],
+        num_examples=progress.rounds[-1][0],
         num_read=last_round.totals.num_examples,
-        seconds=seconds,
+        seconds=progress.clock(),
         ended_by=stop_reason,
-        rounds=tuple(rounds),
+        rounds=tuple(progress.rounds),
         curve=dict(zip(CURVE, last_round.curve, strict=True)),
         error_by_block=dict(zip(fitted.parameters.block_names, errors, strict=True)),
         continuation=continuation,
@@ -321,24 +359,8 @@ def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
         )
 
 
-def _fit_all(prepared: PreparedFit, data: FitStream) -> CurvatureFit:
-    """Fit to all data, without sampling."""
-    if isinstance(data.stream.source, Iterator):
-        raise ValueError(
-            "The data ended before the first round of the fit was complete, and this "
-            "iterator cannot be read again. Pass a DataLoader or a list of batches, "
-            'or use `mode="full"`.'
-        )
-    return KfacCurvature().fit(prepared.context, data)
-
-
 def _report_on_all(
-    prepared: PreparedFit,
-    curvature_fit: CurvatureFit,
-    sums: SampledSums,
-    last_round: Round | None,
-    rounds: Sequence[tuple[int, float]],
-    seconds: float,
+    prepared: PreparedFit, curvature_fit: CurvatureFit, progress: _Progress
 ) -> FitReport:
     """Report on a fit to all the data.
 
@@ -349,22 +371,22 @@ def _report_on_all(
     num_read = curvature_fit.totals.num_examples
     weight = curvature_fit.totals.weight
     is_complete = weight >= prepared.size.after_reading(weight)
-    if not is_complete and last_round is not None:
-        report = _report(last_round, sums, rounds, StopReason.END_OF_DATA, seconds)
+    if not is_complete and progress.last_round is not None:
+        report = _report(progress.last_round, progress, StopReason.END_OF_DATA)
         return replace(
             report,
             num_examples=num_read,
             num_read=num_read,
-            rounds=(*rounds, (num_read, report.error)),
+            rounds=(*report.rounds, (num_read, report.error)),
             continuation=None,
         )
     error = 0.0 if is_complete else math.nan
     return FitReport(
         num_examples=num_read,
         num_read=num_read,
-        seconds=seconds,
+        seconds=progress.clock(),
         ended_by=StopReason.ALL_DATA if is_complete else StopReason.END_OF_DATA,
-        rounds=(*rounds, (num_read, error)),
+        rounds=(*progress.rounds, (num_read, error)),
         curve=dict.fromkeys(CURVE, error),
         error_by_block=dict.fromkeys(prepared.parameters.block_names, error),
     )
