@@ -53,6 +53,23 @@ class MarginalLikelihoodRun:
     history: list[Row]
 
 
+@dataclass(frozen=True)
+class _BestFit:
+    """The fit with the largest marginal likelihood so far.
+
+    Attributes:
+        fitted: The posterior.
+        log_marginal_likelihood: Its log marginal likelihood.
+        epoch: The number of its epoch.
+        weights: A copy of the model's state at this epoch.
+    """
+
+    fitted: FittedPosterior
+    log_marginal_likelihood: float
+    epoch: int
+    weights: Mapping[str, Any]
+
+
 @torch.enable_grad()
 def marginal_likelihood_training(
     model: nn.Module,
@@ -188,10 +205,7 @@ def marginal_likelihood_training(
     hyper = HyperParameters.at_start(fitted, per, float(delta), tunes_noise, learning_rate)
     plain = unwrapped(model)
     history: list[Row] = []
-    best: FittedPosterior | None = None
-    best_value = -math.inf
-    best_epoch = 0
-    best_weights: Mapping[str, Any] = {}
+    best: _BestFit | None = None
     num_worse = 0
     for epoch in range(1, epochs + 1):
         penalty = Penalty(fitted, hyper.deltas())
@@ -204,20 +218,17 @@ def marginal_likelihood_training(
         value = float(fitted.log_marginal_likelihood())
         history.append(_row(epoch, loss, value, fitted))
         num_worse += 1
-        if value > best_value:
-            best = fitted
-            best_value = value
-            best_epoch = epoch
+        if best is None or value > best.log_marginal_likelihood:
+            best = _BestFit(fitted, value, epoch, copy.deepcopy(plain.state_dict()))
             num_worse = 0
-            best_weights = copy.deepcopy(plain.state_dict())
         if patience is not None and num_worse >= patience:
             break
     assert best is not None
-    plain.load_state_dict(best_weights)
+    plain.load_state_dict(best.weights)
     model.eval()
-    spec = ModelSpec.checked(model, best.likelihood, None, None)
-    la = Laplace.from_posterior(replace(best, spec=spec))
-    return MarginalLikelihoodRun(la, best_epoch, history)
+    spec = ModelSpec.checked(model, best.fitted.likelihood, None, None)
+    la = Laplace.from_posterior(replace(best.fitted, spec=spec))
+    return MarginalLikelihoodRun(la, best.epoch, history)
 
 
 def _check_options(

@@ -13,14 +13,16 @@ The noise of a regression can be tuned together with the prior precision. No dat
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.tuning.noise import (
     apply_with_noise,
     nll_change,
@@ -165,29 +167,15 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         groups.setdefault(name, []).append(index)
     together = tune_one(fitted).prior_precision
     assert isinstance(together, float)
-    blocks = list(posterior.curvature.blocks.values())
     squared_distances = posterior.squared_distances()
-    block_deltas = torch.zeros(len(blocks), dtype=torch.float64)
+    block_deltas = torch.zeros(len(fitted.parameters.blocks), dtype=torch.float64)
     rows: list[Row] = []
-    without_curvature = []
+    without_curvature: list[str] = []
     without_distance: dict[str, float] = {}
     for name, block_indices in groups.items():
-        group = [blocks[index] for index in block_indices]
-        eigenvalues = [block.distinct_eigenvalues for block in group]
-        multiplicities = [
-            block.multiplicities.expand_as(values)
-            for block, values in zip(group, eigenvalues, strict=True)
-        ]
-        counts = torch.cat([values.flatten() for values in multiplicities]).double()
-        h = posterior.curvature_weight * torch.cat(
-            [values.double().flatten() for values in eigenvalues]
-        )
-        squared_distance = squared_distances[block_indices].double().sum().cpu()
-        num_parameters = sum(block.shape[0] for block in group)
-        low, high = map(
-            float, search_range(torch.tensor(num_parameters).double(), squared_distance)
-        )
-        delta = _best_delta(h, counts, float(squared_distance), (low, high))
+        spectrum = _GroupSpectrum.of_group(posterior, block_indices, squared_distances)
+        low, high = spectrum.search_range()
+        delta = spectrum.best_delta(low, high)
         if delta == low:
             without_curvature.append(name)
             delta = together
@@ -198,13 +186,28 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
             {
                 "name": name,
                 "prior_precision": delta,
-                "num_parameters": num_parameters,
-                "num_determined": num_determined(h, counts, delta),
+                "num_parameters": spectrum.num_parameters,
+                "num_determined": spectrum.num_determined(delta),
             }
         )
-    notes = []
+    value = float(fitted.log_marginal_likelihood(block_deltas))
+    notes = tuple(_notes_on_groups(without_curvature, without_distance, together))
+    return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=notes)
+
+
+def _notes_on_groups(
+    without_curvature: Sequence[str], without_distance: Mapping[str, float], together: float
+) -> Iterator[str]:
+    """Explain the prior precisions of groups for which the search has no optimum.
+
+    Args:
+        without_curvature: The groups without curvature.
+        without_distance: For each group whose parameters equal the prior's mean, the end of the
+            search range.
+        together: The best prior precision for all groups together.
+    """
     if without_curvature:
-        notes.append(
+        yield (
             f"{', '.join(without_curvature)}: there is almost no curvature, so the data do not "
             "determine the prior precision. (The marginal likelihood keeps increasing as the prior "
             "precision approaches 0.) The prior precision is set to the best value for all "
@@ -212,37 +215,70 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         )
     if without_distance:
         ends = ", ".join(f"{end:g}" for end in sorted(set(without_distance.values())))
-        notes.append(
+        yield (
             f"{', '.join(without_distance)}: the parameters are almost equal to the prior's "
             "mean, so the marginal likelihood keeps increasing with the prior precision. The prior "
             f"precision is set to the end of the search range, {ends}."
         )
-    value = float(fitted.log_marginal_likelihood(block_deltas))
-    return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=tuple(notes))
 
 
-def num_determined(
-    h: Float[Tensor, " directions"], counts: Float[Tensor, " directions"], delta: float
-) -> float:
-    """Compute γ = Σ h / (h + δ), the number of parameters that the data determines.
+@dataclass(frozen=True, eq=False)
+class _GroupSpectrum:
+    """What the optimum of a group of blocks depends on.
 
-    Args:
+    Attributes:
         h: The precisions of the data, N Λ, along the directions.
         counts: The number of directions with each precision.
-        delta: The prior precision δ.
+        num_parameters: D.
+        squared_distance: S, the squared distance of the parameters from the prior's mean.
     """
-    return float((counts * (h / (h + delta))).sum())
 
+    h: Float[Tensor, " directions"]
+    counts: Float[Tensor, " directions"]
+    num_parameters: int
+    squared_distance: Float[Tensor, ""]
 
-def _best_delta(
-    h: Tensor, counts: Tensor, squared_distance: float, bounds: tuple[float, float]
-) -> float:
-    """Find the root δ of Σ h / (h + δ) − δ S, or the end of the range if the root is outside."""
+    @classmethod
+    def of_group(
+        cls,
+        posterior: GaussianPosterior,
+        block_indices: Sequence[int],
+        squared_distances: Float[Tensor, " blocks"],
+    ) -> Self:
+        """Collect the spectra of the blocks with these indices."""
+        all_blocks = list(posterior.curvature.blocks.values())
+        blocks = [all_blocks[index] for index in block_indices]
+        eigenvalues = [block.distinct_eigenvalues for block in blocks]
+        multiplicities = [
+            block.multiplicities.expand_as(values)
+            for block, values in zip(blocks, eigenvalues, strict=True)
+        ]
+        return cls(
+            h=posterior.curvature_weight
+            * torch.cat([values.double().flatten() for values in eigenvalues]),
+            counts=torch.cat([values.flatten() for values in multiplicities]).double(),
+            num_parameters=sum(block.shape[0] for block in blocks),
+            squared_distance=squared_distances[block_indices].double().sum().cpu(),
+        )
 
-    def slope(delta: float) -> float:
-        return num_determined(h, counts, delta) - delta * squared_distance
+    def search_range(self) -> tuple[float, float]:
+        """Return the range of δ that is searched."""
+        size = torch.tensor(self.num_parameters).double()
+        low, high = search_range(size, self.squared_distance)
+        return float(low), float(high)
 
-    return root_between(bounds, slope, tolerance=1e-10)
+    def num_determined(self, delta: float) -> float:
+        """Compute γ = Σ h / (h + δ), the number of parameters that the data determines."""
+        return float((self.counts * (self.h / (self.h + delta))).sum())
+
+    def best_delta(self, low: float, high: float) -> float:
+        """Find the root δ of γ(δ) − δ S, or the end of the range if the root is outside."""
+        squared_distance = float(self.squared_distance)
+
+        def slope(delta: float) -> float:
+            return self.num_determined(delta) - delta * squared_distance
+
+        return root_between((low, high), slope, tolerance=1e-10)
 
 
 def root_between(
