@@ -114,13 +114,13 @@ class LayerRecorder:
         named: dict[str, Any],
         output: Tensor,
     ) -> Tensor:
+        """Record a call, and return the tensor with which the forward pass continues."""
         x = inputs[0] if inputs else next(iter(named.values()))
         if not self._dims.is_clear(path, x.shape, self._num_examples):
             self.is_unclear = True
         elif path in self._dims.common:
-            # Each example receives a copy of a tensor that all share, `[T, ...]` or `[1, T, ...]`.
-            x, output = (t if len(t) == 1 and t.ndim > 1 else t.unsqueeze(0) for t in (x, output))
-            x, output = (t.expand(self._num_examples, *t.shape[1:]).clone() for t in (x, output))
+            x = self._copied_for_each_example(x)
+            output = self._copied_for_each_example(output)
         if self._has_graph and not output.requires_grad:
             # The recorded graph begins at the output of the first tapped layer.
             output = output.detach().requires_grad_()
@@ -129,7 +129,7 @@ class LayerRecorder:
         recorded_x = without_subclass(x.detach())
         z = output
         if is_merged:
-            # Windows or frames that are merged into the examples are positions of these examples.
+            # Windows or frames that are merged into the examples count as positions of an example.
             recorded_x = recorded_x.unflatten(0, (self._num_examples, merged))
             z = z.unflatten(0, (self._num_examples, merged))
         self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
@@ -140,6 +140,12 @@ class LayerRecorder:
             handed_on = handed_on.clone()
         self.handed_on[path] = weakref.ref(handed_on)
         return handed_on
+
+    def _copied_for_each_example(self, shared: Tensor) -> Tensor:
+        """Copy a tensor that all examples share, `[T, ...]` or `[1, T, ...]`, for each of them."""
+        if len(shared) != 1 or shared.ndim == 1:
+            shared = shared.unsqueeze(0)
+        return shared.expand(self._num_examples, *shared.shape[1:]).clone()
 
 
 def _hook_within(

@@ -141,20 +141,8 @@ def plan_fit(
             "and the fit would then miss that batch. Pass a DataLoader or a list of "
             "batches."
         )
-    num_batches: int | None = 1
-    if MODES[mode].num_first_batches is None:
-        num_batches = len(loader) if isinstance(loader, Sized) else None
-    num_folds = 1
-    if MODES[mode].takes_folds:
-        num_folds = folds or FOLDS
     structure = setup.config.structure
-    # Depending on the structure, the folds are read one after the other, or all folds together.
-    num_reads = num_folds
-    num_parts = num_batches
-    if structure.reads_folds_together:
-        num_reads = 1
-        num_parts = None if num_batches is None else num_batches * num_folds
-    is_debiased = MODES[mode].is_debiased
+    reads = _Reads.of_mode(mode, folds, loader, structure)
     trial = _Trial()
     # The random states are restored afterwards, so that planning does not change the order of the
     # data and the labels that the fit draws.
@@ -164,17 +152,15 @@ def plan_fit(
         _, context = examine(setup, [stream], reads_all=False, fisher=fisher)
         batch = stream.first
         assert batch is not None
-        if num_batches is not None:
-            context = replace(context, num_examples=num_batches * batch.num_examples)
+        if reads.num_batches is not None:
+            context = replace(context, num_examples=reads.num_batches * batch.num_examples)
         # A pass reads one fold.
-        fold = batch.take(slice(0, math.ceil(batch.num_examples / num_folds)))
+        fold = batch.take(slice(0, math.ceil(batch.num_examples / reads.num_folds)))
         x = move(fold.inputs, context.device, None)
-        num_joined = _num_joined_batches(context, x, num_parts)
+        num_joined = _num_joined_batches(context, x, reads.num_parts)
         targets = fold.targets.to(context.device)
         data = consecutive([Batch(x, targets)] * num_joined)
-        num_passes = None
-        if num_parts is not None:
-            num_passes = num_reads * math.ceil(num_parts / num_joined)
+        num_passes = reads.num_passes(num_joined)
         # The trial runs only if its memory is available in addition to the memory of the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
@@ -182,19 +168,17 @@ def plan_fit(
         if available is None or posterior_bytes(context, structure) + block_bytes <= available:
             trial = _run_trial(structure, context, data)
         seconds = None
-        decomposition_seconds = None
         num_rows = NO_ROWS
         if num_passes is not None and trial.seconds is not None:
-            seconds = trial.seconds * num_passes * structure.num_trials(is_debiased)
+            seconds = trial.seconds * num_passes * structure.num_trials(reads.is_debiased)
             num_rows = _rows_of_all_batches(trial.num_rows, num_passes)
+        decomposition_seconds = None
         sizes = structure.decomposed_sizes(context, num_rows)
         if sizes is not None and trial.seconds is not None:
-            # Cross-fitting also decomposes the factors of all folds but one.
-            num_decompositions = num_folds + 1 if num_folds > 1 else 1
-            decomposition_seconds = num_decompositions * _seconds_of_eigh(context, sizes)
+            decomposition_seconds = reads.num_decompositions * _seconds_of_eigh(context, sizes)
     workload = Workload(
-        is_debiased,
-        num_folds,
+        reads.is_debiased,
+        reads.num_folds,
         num_passes,
         working_bytes=trial.working_bytes,
         row_bytes=trial.row_bytes,
@@ -211,6 +195,55 @@ def plan_fit(
         decomposition_seconds=decomposition_seconds,
         available=available,
     )
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """How a fit reads the data.
+
+    Attributes:
+        is_debiased: Whether directions and magnitudes come from different batches.
+        num_batches: The number of batches; None if it is unknown.
+        num_folds: The number of folds, into which every batch is split.
+        reads_folds_together: Whether a single pass reads all folds.
+    """
+
+    is_debiased: bool
+    num_batches: int | None
+    num_folds: int
+    reads_folds_together: bool
+
+    @classmethod
+    def of_mode(
+        cls, mode: str, folds: int | None, loader: Batches, structure: CurvatureStructure
+    ) -> "_Reads":
+        """Return how a fit in this mode reads a loader."""
+        num_batches: int | None = 1
+        if MODES[mode].num_first_batches is None:
+            num_batches = len(loader) if isinstance(loader, Sized) else None
+        num_folds = 1
+        if MODES[mode].takes_folds:
+            num_folds = folds or FOLDS
+        return cls(MODES[mode].is_debiased, num_batches, num_folds, structure.reads_folds_together)
+
+    @property
+    def num_parts(self) -> int | None:
+        """The number of parts of batches that one read of the data runs; None if unknown."""
+        if self.num_batches is None or not self.reads_folds_together:
+            return self.num_batches
+        return self.num_batches * self.num_folds
+
+    @property
+    def num_decompositions(self) -> int:
+        """The number of times that factors are decomposed, of all folds and of all but one."""
+        return self.num_folds + 1 if self.num_folds > 1 else 1
+
+    def num_passes(self, num_joined: int) -> int | None:
+        """Return the number of passes through the network, each with this many parts."""
+        if self.num_parts is None:
+            return None
+        num_reads = 1 if self.reads_folds_together else self.num_folds
+        return num_reads * math.ceil(self.num_parts / num_joined)
 
 
 def posterior_bytes(
