@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ class Chunk:
         middle = self.examples.start + size
         first = Chunk(slice(self.examples.start, middle), self.added)
         return first, Chunk(slice(middle, self.examples.stop), self.added)
+
+
+class _Outcome(Enum):
+    """The outcome of running a chunk."""
+
+    COMPLETE = "complete"
+    OUT_OF_MEMORY = "out of memory"
+    WRONG_LAYOUT = "failed in the layout channels_last"
 
 
 @dataclass(frozen=True)
@@ -162,21 +171,10 @@ class ChunkRunner:
             if remaining is not None:
                 pending.append(remaining)
             added = set(chunk.added)
-            try:
-                self._run_chunk(batch, chunk, size.num_columns, added=added, totals=totals)
+            outcome = self._attempt(batch, chunk, size.num_columns, added, totals)
+            if outcome is _Outcome.COMPLETE:
                 continue
-            except UnfinishedSumError as error:
-                if not is_out_of_memory(error.cause):
-                    raise error.cause from None
-                raise _not_enough_memory(chunk, error.cause) from error.cause
-            except (RuntimeError, MemoryError) as error:
-                is_too_large = is_out_of_memory(error)
-                if is_too_large and chunk.size == 1:
-                    raise _not_enough_memory(chunk, error) from error
-                if not is_too_large and not self._is_channels_last:
-                    raise
-            # This is outside `except`, because the error keeps the chunk's tensors alive.
-            if is_too_large:
+            if outcome is _Outcome.OUT_OF_MEMORY:
                 self._most_bytes = chunk.size // 2 * size.num_bytes
             else:
                 self._is_channels_last = False
@@ -185,6 +183,35 @@ class ChunkRunner:
                 self._accumulator.drop_waiting()
             pending.append(Chunk(chunk.examples, frozenset(added)))
         totals.num_examples += batch.num_examples
+
+    def _attempt(
+        self,
+        batch: Batch,
+        chunk: Chunk,
+        num_columns: int,
+        added: set[RecordKey],
+        totals: DataTotals,
+    ) -> "_Outcome":
+        """Run a chunk, and return whether it has to be run again, and why.
+
+        When this method returns, the error of a failed run is gone, and with it the chunk's
+        tensors.
+        """
+        try:
+            self._run_chunk(batch, chunk, num_columns, added, totals)
+        except UnfinishedSumError as error:
+            if not is_out_of_memory(error.cause):
+                raise error.cause from None
+            raise _not_enough_memory(chunk, error.cause) from error.cause
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                if chunk.size == 1:
+                    raise _not_enough_memory(chunk, error) from error
+                return _Outcome.OUT_OF_MEMORY
+            if not self._is_channels_last:
+                raise
+            return _Outcome.WRONG_LAYOUT
+        return _Outcome.COMPLETE
 
     def _run_chunk(
         self,
