@@ -258,6 +258,51 @@ class _RecordedCall:
         return self.rule.nonzero_positions(gradient)
 
 
+@dataclass(frozen=True, eq=False)
+class _IdlePositions:
+    """The reasons for which positions do not take part in a call if their gradient vanishes there.
+
+    Attributes:
+        ignored: The positions of outputs that do not count; None if all count.
+        padding: The positions of padding tokens, by the number of positions.
+        reached: The examples that have a gradient at some call of a layer, by the layer's path.
+        influence: The positions where some layer has a gradient, by the number of positions.
+        zero_rows: The positions of the input whose features are all zero; None if the input shows
+            padding in a different way. See `_zero_rows`.
+        lengths: The numbers of positions of tokens or masks.
+        conditional: The layers that only some batches call.
+    """
+
+    ignored: Bool[Tensor, "batch positions"] | None
+    padding: Mapping[int, Bool[Tensor, "batch positions"]]
+    reached: Mapping[str, Bool[Tensor, " batch"]]
+    influence: Mapping[int, Bool[Tensor, "batch positions"]]
+    zero_rows: Bool[Tensor, "batch positions"] | None
+    lengths: Collection[int]
+    conditional: Collection[str]
+
+    def of_call(self, call: _RecordedCall) -> Bool[Tensor, "batch positions"]:
+        """Return the positions for which there is a reason in a call of a layer."""
+        assert call.path is not None
+        length = call.has_gradient.shape[1]
+        idle = torch.zeros_like(call.has_gradient)
+        if self.ignored is not None:
+            has_these_positions = self.ignored.shape[1] == length
+            idle |= self.ignored if has_these_positions else self.ignored.all(1, keepdim=True)
+        if length in self.padding:
+            idle |= self.padding[length]
+        if call.path in self.conditional:
+            idle |= ~self.reached[call.path].unsqueeze(1)
+        # A convolution of images may accidentally have as many positions as a sequence.
+        has_length = length in self.lengths or not call.rule.channels_first
+        if has_length and call.rule.has_sequence(call.layer):
+            if self.zero_rows is None:
+                idle |= ~self.influence[length]
+            elif self.zero_rows.shape[1] == length:
+                idle |= self.zero_rows & ~self.influence[length]
+        return idle
+
+
 class _Pass:
     """One forward pass, and one backward pass of a generic cotangent.
 
@@ -312,34 +357,20 @@ class _Pass:
         gradients = torch.autograd.grad(outputs, edges, cotangent, allow_unused=True)
         pairs = zip(calls, gradients, strict=True)
         calls = [replace(call, gradient=gradient) for call, gradient in pairs]
-        reached = _reached_examples(calls)
-        influence = _influence(calls)
-        padding = _padding(calls)
-        ignored = None if counted is None else ~counted.flatten(1)
-        zero_rows = _zero_rows(tensors_of(x))
-
+        idle = _IdlePositions(
+            ignored=None if counted is None else ~counted.flatten(1),
+            padding=_padding(calls),
+            reached=_reached_examples(calls),
+            influence=_influence(calls),
+            zero_rows=_zero_rows(tensors_of(x)),
+            lengths=lengths,
+            conditional=conditional,
+        )
         masks_by_layer: dict[str, list[Tensor]] = {}
         for call in calls:
-            if call.path is None or call.gradient is None:
-                continue
-            # `idle` marks positions that do not take part in this call if their gradient vanishes
-            # here.
-            length = call.has_gradient.shape[1]
-            idle = torch.zeros_like(call.has_gradient)
-            if ignored is not None:
-                idle |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
-            if length in padding:
-                idle |= padding[length]
-            if call.path in conditional:
-                idle |= ~reached[call.path].unsqueeze(1)
-            # A convolution of images may accidentally have as many positions as a sequence.
-            has_length = length in lengths or not call.rule.channels_first
-            if has_length and call.rule.has_sequence(call.layer):
-                if zero_rows is None:
-                    idle |= ~influence[length]
-                elif zero_rows.shape[1] == length:
-                    idle |= zero_rows & ~influence[length]
-            masks_by_layer.setdefault(call.path, []).append(call.has_gradient | ~idle)
+            if call.path is not None and call.gradient is not None:
+                mask = call.has_gradient | ~idle.of_call(call)
+                masks_by_layer.setdefault(call.path, []).append(mask)
         return masks_by_layer
 
     def _forward(self, x: Inputs) -> tuple[Tensor, list[_RecordedCall]]:
