@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: The words after `laplace-debias`. Default: the arguments of the process.
+        arguments: The arguments after `laplace-debias`. Default: the arguments of the process.
 
     Returns:
         The exit status: 0, 2 after an error that is printed in one line, or 130 after Ctrl-C.

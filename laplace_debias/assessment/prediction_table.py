@@ -125,7 +125,7 @@ def _batch_columns(
 
 
 def _has_one_logit(loaded: Loaded) -> bool:
-    """Whether there is only the probability of one of two classes."""
+    """Whether the network returns one logit, so only the probability of class 1 is known."""
     return loaded.likelihood.targets == "class" and loaded.likelihood.activation == "sigmoid"
 
 

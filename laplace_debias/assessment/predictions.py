@@ -99,8 +99,8 @@ class ClassPredictions(Predictions):
         total = entropy(log_probs, likelihood)
         entropies = [entropy(member.log_probs, likelihood) for member in members]
         mean_entropy = torch.stack(entropies).mean(0)
-        # By the chain rule, this is the information between label and member, plus the information
-        # between label and parameters for a given member.
+        # By the chain rule, this is the mutual information between the label and the member, plus
+        # the mutual information between the label and the parameters given the member.
         mutual_information = (total - mean_entropy).clamp(min=0)
         scores = {}
         if all("mutual_information" in member.scores for member in members):

@@ -113,7 +113,7 @@ def measure_spectrum(
     start = time.perf_counter()
     generator = torch.Generator(A.device).manual_seed(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the status is printed
+        warnings.simplefilter("ignore", RuntimeWarning)  # The printed status replaces it.
         pairs = eigsh(
             A,
             k=eigenpairs,

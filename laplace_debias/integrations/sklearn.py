@@ -236,7 +236,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         classes_: The sorted labels.
 
     Raises:
-        TypeError: If `network` has a different type. Raised by `fit`.
+        TypeError: If `network` or `optimizer` has an unsupported type. Raised by `fit`.
         ValueError: If arguments contradict each other, there is only one class, or the outputs do
             not match the classes. Raised by `fit`, which also raises the errors of `Laplace.fit`.
 
@@ -340,7 +340,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         laplace_: The fitted `Laplace`; its `model` is the network, and its `sigma` is the noise.
 
     Raises:
-        TypeError: If `network` has a different type. Raised by `fit`.
+        TypeError: If `network` or `optimizer` has an unsupported type. Raised by `fit`.
         ValueError: If arguments contradict each other, the outputs do not match the targets, or
             residuals are zero and `sigma` is None. Raised by `fit`, which also raises the errors of
             `Laplace.fit`.

@@ -48,7 +48,7 @@ class LaplaceCallback(TrainerCallback):
         folder: The folder to which the posterior was saved; None before the end of training.
 
     Raises:
-        TypeError: If `trainer` has a different type.
+        TypeError: If `trainer` is not a `transformers.Trainer`.
         ValueError: If there are no evaluation data, or several sets of them. Also raises the errors
             of `Laplace`.
 

@@ -432,8 +432,8 @@ class Laplace(Predictor):
         - `"diag"`, `"full"`: equal to a fit to all data.
         - `"kfac"`: equal to a fit to all data after `mode="full"`. The factors G and A are averaged
           over all data separately, which is the approximation that a K-FAC fit makes for the sum
-          over examples. After other modes, the average uses the earlier factors as the fit
-          estimated them.
+          over examples. After a fit in another mode, the average uses the factors that this fit
+          estimated.
         - `"ekfac"`: the directions do not change, and the curvature along each one is measured on
           all data.
         - `"lowrank"`: the leading directions of the earlier curvature and the new data together.
@@ -495,9 +495,10 @@ class Laplace(Predictor):
         plans its own fit.
 
         Args:
-            train_loader: The data of `fit`. Its first batch is read, so it must be re-iterable.
-            mode: The mode of `fit`.
-            folds: The folds of `fit`.
+            train_loader: The loader that you will pass to `fit`. Its first batch is read, so it
+                must be re-iterable.
+            mode: The argument `mode` of `fit`.
+            folds: The argument `folds` of `fit`.
 
         Returns:
             The plan. `print` shows it as a table; `plan.check()` raises an error if memory is

@@ -3,7 +3,7 @@
 Every function takes probabilities `[n, classes]`, or `[n]` of class 1 of a binary problem, and
 class indices `[n]`. In a binary problem, the confidence is the probability of the more probable
 class. The functions raise a TypeError if an argument is not a tensor, and a ValueError if the
-arguments are not probabilities and labels that match each other.
+arguments are not probabilities and labels of matching shapes.
 """
 
 import math

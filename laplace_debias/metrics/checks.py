@@ -101,7 +101,10 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
             "Compute scores from probabilities first, for example with `entropy`."
         )
     if scores.isnan().any():
-        raise ValueError(f"`{name}` contains NaN, which cannot be ordered. Remove these examples.")
+        raise ValueError(
+            f"`{name}` contains NaN, which cannot be ordered. Remove the examples whose score is "
+            "NaN."
+        )
 
 
 def check_score_pair(scores_id: Float[Tensor, " n"], scores_ood: Float[Tensor, " m"]) -> None:

@@ -63,7 +63,7 @@ def without_interval(function: Callable[..., Tensor]) -> Callable[[Tensor, Tenso
 
 
 def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
-    """Compute `aurc`, a mean to first order.
+    """Compute `aurc`, which is, to first order, a mean over the examples.
 
     Let R be the risk and S the coverage at each example's confidence. The influence of an example
     with error e on `E[R]` is R plus the mean of `(e - R)/S` over the examples that are at most as

@@ -52,7 +52,7 @@ class Statistic:
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The fraction of examples with a property; `influence` is 1 or 0 for each example."""
+    """The fraction of examples with a property: `influence` is 1 for these, 0 for others."""
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""

@@ -115,8 +115,8 @@ class LinearOperator(ABC):
             ValueError: If the shape, dtype or device does not match, or if parameters are missing
                 or unexpected.
             RuntimeError: If autocast is enabled.
-            TypeError: If `other` has a different type, or if parameters are passed and the operator
-                has no `layout`.
+            TypeError: If `other` is not an operator, a tensor or parameters, or if parameters are
+                passed and the operator has no `layout`.
         """
         if isinstance(other, LinearOperator):
             if self.shape[1] != other.shape[0]:

@@ -55,8 +55,8 @@ class DebiasedHessianFree(Optimizer):
     damping, by conjugate gradients, which Martens' rule stops. The damping is adapted by the rule
     of Levenberg and Marquardt, and a line search then determines the length of the step. With a
     second batch, the step sizes along the directions of the first batch are measured on the second
-    batch. Damping and line search also use the second batch, so they are not misled by the extremes
-    of the batch that made the directions. Without a second batch, this is the single-batch
+    batch. Damping and line search also use the second batch, so they are not biased by the batch
+    that determined the directions. Without a second batch, this is the single-batch
     Hessian-free method.
 
     The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN is

@@ -50,8 +50,8 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
         likelihood = likelihood_from_settings(settings) or Categorical()
         if likelihood.targets != "class":
             raise ValueError(
-                f"`task` is {settings.task}, but image folders with one folder per class "
-                "are data for classification. Remove task."
+                f"`task` is {settings.task}, but a folder of images with one subfolder per class "
+                "is classification data. Remove `task`."
             )
         num_outputs = likelihood.num_outputs(len(classes))
         return num_outputs, partial(_opened, path, classes, image_files, settings, likelihood)

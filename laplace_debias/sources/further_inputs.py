@@ -101,8 +101,8 @@ def _from_archive(
     if x.dtype == torch.uint8 and x.ndim == 4:
         if splits.pixels is None:
             raise ValueError(
-                f"{option}: {path} contains images as bytes, but the normalisation of the "
-                "network's inputs is unknown. Pass --mean and --std."
+                f"{option}: {path} contains 8-bit images, but the normalisation that the network "
+                "expects is unknown. Pass --mean and --std."
             )
         pixels = splits.pixels
     if shape is not None and tuple(x.shape[1:]) != shape:

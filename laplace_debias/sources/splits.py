@@ -275,8 +275,8 @@ def _unchanged(
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
                 f"{option} cannot be used with the {name}, because your function returns the "
-                f"{name} as a {type(batches).__name__}. Return a data set, or a plain DataLoader "
-                "of a data set. Or remove this option."
+                f"{name} as a {type(batches).__name__}. Return a data set or a plain DataLoader "
+                "of a data set, or remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Factors of the sizes of slices and of the default bound, by kind of device. On a CPU, slices
-# should fit in the cache. On a GPU, slices should be large, because each call takes microseconds.
+# Factors by which the sizes of slices and the default bound are multiplied, by type of device. On a
+# CPU, slices should fit in the cache. On a GPU, slices should be large, because launching each
+# kernel takes microseconds.
 ROOM = defaultdict(lambda: 16, cpu=1)
 
 # Messages of torch's allocators and of NVIDIA's libraries. The CPU allocator raises a plain
@@ -27,8 +28,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be allocated.
 
-    The model did not cause such an error. A handler that takes any exception to mean that the model
-    does not support an operation must raise this error again.
+    The model did not cause such an error. Code that treats any exception as a sign that the model
+    does not support an operation must re-raise this error.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

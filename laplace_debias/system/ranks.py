@@ -28,7 +28,7 @@ TensorsByKey = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
 
 
-# Types of errors of a rank that are raised with the same type on the other ranks.
+# If a rank raises an error of one of these types, the other ranks raise an error of the same type.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
 }

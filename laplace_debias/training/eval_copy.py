@@ -8,7 +8,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
 def eval_copy(model: nn.Module) -> nn.Module:
-    """Copy a model in eval mode, with copies of the buffers and the same parameters.
+    """Copy a model in eval mode; the copy shares the parameters and has its own buffers.
 
     Raises:
         TypeError: If the model is not a module.

@@ -447,7 +447,7 @@ class OnlineCurvature:
         dtype = context.dtype
         factors: FactorSums = {}
         for block, (G, A) in self._factors.parts.items():
-            # In single precision, a decomposition takes less than half of the time.
+            # A decomposition takes less than half as long in single as in double precision.
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(context, factors, self._factors.totals)
         for block, basis in self._bases.items():

@@ -56,7 +56,7 @@ def check_has_layers(structure: str) -> None:
 
 
 def fisher_of_backend(backend: type | str | None, backend_kwargs: Mapping[str, Any]) -> str:
-    """Return the Fisher matrix of a backend of laplace-torch, by the end of its name."""
+    """Infer the type of Fisher matrix from the end of the name of laplace-torch's backend."""
     name = getattr(backend, "__name__", str(backend))
     unknown = sorted(backend_kwargs.keys() - {"stochastic"})
     if unknown:

@@ -116,7 +116,7 @@ class ChunkRunner:
         self._is_channels_last = _supports_channels_last(context, x, forward_pass)
 
     def num_joined_examples(self, x: Inputs) -> int:
-        """Return the number of examples up to which batches are run together, or 0."""
+        """Return the most examples that joined batches may have; 0 if batches are not joined."""
         return self._size_of(x).num_joined_examples
 
     def _size_of(self, x: Inputs) -> _ExampleSize:

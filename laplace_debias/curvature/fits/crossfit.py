@@ -161,7 +161,7 @@ def crossfit_with_replicates(
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns.
 
     Returns:
-        The curvatures: cross-fitted, plain, and K replicates.
+        The cross-fitted curvature, the plain curvature, and the K replicates.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
     for block in _own_blocks(context, sums_by_fold):
@@ -304,7 +304,8 @@ def crossfit_magnitudes(
     magnitudes = torch.zeros_like(eigenvalues)
     for fold in range(len(sizes)):
         estimate = _estimate_fold(factors, sizes, fold, subspace)
-        # The magnitudes are sums, so dividing by all examples weights the fold by its size.
+        # `estimate.magnitudes` are sums over the fold, so dividing them by the size of all folds
+        # weights each fold by its size.
         magnitudes += estimate.magnitudes / sum(sizes)
         # This frees memory before the next fold.
         del estimate

@@ -222,7 +222,7 @@ class SquaresAlong(RowAccumulator[Tensor]):
 
 
 class CountedRows(RowAccumulator[list[Tensor]]):
-    """An accumulator that counts the bytes of all rows, and keeps none."""
+    """An accumulator that counts the bytes of all rows without storing the rows."""
 
     def __init__(self, context: FitContext) -> None:
         super().__init__(context, [])

@@ -77,8 +77,8 @@ class Eigenbasis(NamedTuple):
             eigenvalues = self.eigenvalues_A * largest_G
             multiplicity = self.input_directions.multiplicity
             measured = average_degenerate(measured.mT, eigenvalues, dtype, multiplicity).mT
-        # A file stores magnitudes contiguously. Sums of products depend on the order in memory;
-        # with the same order, a posterior and its file give the same bits.
+        # A file stores magnitudes contiguously. The rounding of sums of products depends on the
+        # layout in memory. With the same layout, a posterior and its file give the same bits.
         return measured.contiguous()
 
 

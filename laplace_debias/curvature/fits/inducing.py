@@ -142,7 +142,7 @@ class InducingInputs:
         return products
 
     def own_kernel(self, output: int | None = None) -> Float[Tensor, "inducing_rows inducing_rows"]:
-        """Compute J_Z J_Zᵀ, with the rows of one output if passed."""
+        """Compute J_Z J_Zᵀ; if `output` is passed, only the rows of this output are used."""
         return torch.cat([self.kernel(rows, output) for _, rows in self.rows(output)])
 
 

@@ -78,7 +78,7 @@ class ChannelNormRule(NormRule):
         return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
 
     def prepare(self, layer: nn.Module) -> None:
-        """Make output gradients of a single example contiguous, for batch normalisation.
+        """For batch normalisation, make the output gradients of a single example contiguous.
 
         If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as can
         happen if tokens `[1, HW, C]` follow the layer, torch's backward pass in eval mode reads the

@@ -61,7 +61,8 @@ def row_moments(
     reach = (kernel_width - 1) * layer.dilation[1] + 1
     num_rows, num_columns = _num_rows_and_positions(layer, x)
     left, right, above, _ = layer._reversed_padding_repeated_twice
-    # Rows of zeros follow the last row that patches read, so that all rows have as many rows below.
+    # Rows of zeros are added below the last row that patches read, so that every row has the same
+    # number of rows below it.
     image = x[:, :, : max(0, num_rows - above)]
     below = num_rows + kernel_height - 1 - above - image.shape[2]
     padded = F.pad(image, (left, right, above, below))

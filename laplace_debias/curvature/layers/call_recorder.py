@@ -139,7 +139,8 @@ class CallRecorder:
         """Hook the modules for one forward pass.
 
         Returns:
-            The hooks, and the calls of modules inside the network, which the pass fills in.
+            The handles of the hooks, and a record of the calls of modules inside the network, which
+            the forward pass fills in.
         """
         handles = []
         forward_pass = _RunningPass(batch)

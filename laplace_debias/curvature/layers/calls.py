@@ -68,9 +68,9 @@ class ModuleCall:
 class ReplayedCalls:
     """The calls that read some parameters, with the gradients at their outputs.
 
-    The first dimension of the gradients is the columns. The gradient at an output on which nothing
-    depends is None. `loops` are paths of modules that `vmap` does not run; modules with which
-    `vmap` fails are added.
+    The first dimension of the gradients indexes the columns. The gradient at an output on which
+    nothing depends is None. `loops` are paths of modules that `vmap` does not run; modules with
+    which `vmap` fails are added.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ReplayedCalls:
             yield examples, self._jacobian_rows([name], examples)[name]
 
     def _jacobian_rows(self, names: Sequence[str], examples: slice) -> dict[str, Tensor]:
-        """Compute the rows of some parameters for some examples, `[K, b, size]`."""
+        """Compute the Jacobian rows of given parameters for given examples, `[K, b, size]`."""
         total: dict[str, Tensor] = {}
         for module_call, gradients in self._calls:
             inner = {id(p): n for n, p in module_call.module.named_parameters()}

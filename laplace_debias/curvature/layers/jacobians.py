@@ -116,7 +116,7 @@ def _rotated_slice(
 def _activations_along(
     record: BlockRecord, x: Tensor, directions: Directions, is_apart: bool
 ) -> Float[Tensor, "batch positions *groups some_d_in"]:
-    """Rotate the activations of a layer, for some examples."""
+    """Compute the coordinates of a layer's activations along the directions."""
     block = record.block
     if not (is_apart and isinstance(directions, ThinBasis)):
         return block.rule.activations_along(record.layer, block, x, directions)

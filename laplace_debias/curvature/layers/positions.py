@@ -18,8 +18,8 @@ A vanishing gradient would not be enough. If a classifier reads only the first t
 has no gradient at any other position, but these positions still belong to the example.
 
 The gradients are computed in a separate pass, for one cotangent with generic numbers at all outputs
-that count. Therefore the result does not depend on how columns, examples or batches are split, nor
-on whether an output is so certain that its own columns vanish. If a ReLU is dead or a Tanh
+that count. The result is therefore the same however columns, examples or batches are split. It is
+also the same if an output is so certain that its own columns vanish. If a ReLU is dead or a Tanh
 saturated, the derivative is zero only for these inputs; `_pass_through` lets the cotangent pass
 nevertheless. The pass is omitted if it cannot find anything: if every output belongs to a position
 and counts, or the inputs are images or features. It is never omitted for a network with a layer
@@ -340,7 +340,7 @@ class _Pass:
         lengths: Collection[int],
         conditional: Collection[str],
     ) -> Mapping[str, Masks]:
-        """Find the positions that take part, by layer and call.
+        """Find the positions that take part, for each layer and call.
 
         `counted` broadcasts to the outputs. `lengths` are the numbers of positions of tokens or
         masks, and `conditional` are the layers that only some batches call.

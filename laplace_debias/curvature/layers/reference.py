@@ -158,7 +158,8 @@ class _Search:
                     self._missing = [name for name in self._missing if name not in covered]
         if numbers:
             examples = [take(x, slice(number, number + 1)) for number in numbers]
-            # The found examples are joined with examples that may take a different path.
+            # The examples that reach the parameters are joined with examples that may take a
+            # different path.
             shapes = [[t.shape[1:] for t in tensors_of(inputs)] for inputs in (self._first, x)]
             companions = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
             self.batches.append(join([companions, *examples]))

@@ -97,7 +97,8 @@ def resolve(
             calls[block.name] = ()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls)
-        # All blocks are compared, because a moved site may change what the tap records elsewhere.
+        # All blocks are checked again, because recording one block elsewhere may change what the
+        # tap records for other blocks.
         wrong = _wrong(tap, blocks, references, mixed)
         if not wrong:
             return Resolved(blocks, calls, unused)

@@ -62,7 +62,7 @@ OutputMap = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Labels:
-    """The arguments of a loss besides the outputs, for one batch.
+    """The arguments of a loss for one batch, except the outputs.
 
     Attributes:
         targets: The targets, in the form in which the loss uses them.

@@ -33,11 +33,11 @@ class BatchCotangents:
 class Cotangents:
     """The cotangents at the outputs of a batch that represent the loss Hessian.
 
-    A loss is the sum over an example's positions. With T positions, `"exact"` has T times as many
-    columns, each at one position. `"mc"` and `"empirical"` use the labels of all positions at once,
-    and `"signs"` adds up the columns of all positions. For targets with an entry for every output,
-    `class_dim` is the dimension of the classes, as in the outputs of the network before it was
-    moved to the end; None if the targets already have the layout of the loss.
+    The loss of an example is the sum of the losses at its positions. With T positions, `"exact"`
+    has T times as many columns, each at one position. `"mc"` and `"empirical"` use the labels of
+    all positions at once, and `"signs"` adds up the columns of all positions. For targets with an
+    entry for every output, `class_dim` is the dimension of the classes, as in the outputs of the
+    network before it was moved to the end; None if the targets already have the layout of the loss.
     """
 
     loss: OutputLoss

@@ -110,7 +110,7 @@ def hook_form(batch: Any) -> PlainBatch:
 
 
 def named_entries(batch: Any) -> dict[str, Any] | None:
-    """Return the entries of a mapping or a dataclass, by name; None for anything else."""
+    """Return a dict of the entries of a mapping or a dataclass; None for anything else."""
     if isinstance(batch, OneArgument):
         return None  # The model receives it unchanged.
     if isinstance(batch, Mapping):

@@ -14,8 +14,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 # The first name is used in torch 2.8, and the second one in later versions. These generators
-# receive the function and its arguments. They run until the function is called, and continue after
-# its end.
+# receive the function and its arguments. They yield just before the function is called, and resume
+# after it returns.
 _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",

@@ -157,7 +157,7 @@ def without_subclass(tensor: Tensor) -> Tensor:
 
 
 def mark_of(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> str:
-    """Return a text that depends on the order and on every entry of the examples."""
+    """Return a string that changes if any entry or the order of the examples changes."""
     tensors = [*tensors_of(inputs), targets]
     if weights is not None:
         tensors.append(weights)

@@ -62,7 +62,7 @@ def check_outputs_without_targets(
             f"{type(model).__name__} uses the targets {name!r} to compute its outputs, but a fit "
             "calls the model without the targets. For the first example, the outputs with and "
             "without the targets differ. The model computes a missing input (such "
-            f"as decoder_input_ids) from {name!r}. Add this input to the batch. Or pass "
+            f"as decoder_input_ids) from {name!r}. Add this input to the batch, or pass "
             "`batch=`, a function that converts a batch to (inputs, targets) and "
             "adds this input to the inputs."
         )

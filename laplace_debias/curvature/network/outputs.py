@@ -216,7 +216,7 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
         outputs = logits_of(raw_outputs)
         has_dim = -outputs.ndim <= class_dim < outputs.ndim
         if not has_dim or class_dim % max(outputs.ndim, 1) == 0:
-            # The number of examples of a probe would only confuse the user.
+            # The batch may be one that the package made up, so its size is not stated.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
                 f"`class_dim={class_dim}` must be a dimension of the model's outputs "

@@ -91,7 +91,7 @@ def _pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
 # names, because they may be passed by name; `compute_mode` of distances affects only the speed.
 _IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.embedding: _embedding,
-    # torch has no forward derivative and no second derivative.
+    # torch has neither a forward derivative nor a second derivative of these two functions.
     F.embedding_bag: _embedding_bag,
     F.pdist: _pairwise_distances,
     # torch has no second derivative.

@@ -162,7 +162,11 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the user's module at a path; the attention for a projection of an attention."""
+    """Return the user's module at a path.
+
+    For a layer that a rule added, such as a projection of an attention, return the module to which
+    it was added.
+    """
     parent, _, key = path.rpartition(".")
     above = model.get_submodule(parent)
     is_made = key in layer_rule(above).made_layers and key not in above._modules
@@ -250,8 +254,8 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
             raise ValueError(
                 f"{name} is complex ({parameter.dtype}), but curvature is only available for "
                 "real parameters. Store its real and imaginary parts as one real parameter "
-                "(torch.view_as_real), and compute the complex tensor in the forward pass. Or "
-                "freeze all complex parameters with requires_grad_(False)."
+                "(torch.view_as_real), and compute the complex tensor in the forward pass. "
+                "Alternatively, freeze all complex parameters with requires_grad_(False)."
             )
         kinds.add((wide(parameter.dtype), parameter.device))
     if len(kinds) > 1:

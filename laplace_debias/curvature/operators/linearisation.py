@@ -47,7 +47,7 @@ class Lineariser:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        # The programs contain the network's constants.
+        # Programs contain the network's constants, so they are stored per network.
         self.programs: dict[object, Program | None] = {}
 
     def first_order(self, inputs: Inputs) -> Linearisation:

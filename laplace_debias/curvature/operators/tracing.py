@@ -65,12 +65,13 @@ def trace(
     # Recording distinguishes tensors by identity: each argument must be an object of its own.
     arguments = [x.detach() for x in points]
     arguments += [torch.zeros_like(x) for vector in vectors for x in vector]
-    # One mode keeps the shapes of all results: making a mode for each would take half of the time.
+    # One mode keeps the shapes of all results, because making a mode for each result would account
+    # for half of the time.
     with torch.no_grad(), tracing(TracingContext(FakeTensorMode())):
         graph_module = make_fx(flat)(*arguments)
         if any(_writes(node) for node in graph_module.graph.nodes):
-            # Results can be shared and kept only if no operation writes to them. This is the second
-            # step because derivatives are also computed in place.
+            # Results can be shared and kept only if no operation writes to them. `functionalize` is
+            # applied to the recorded graph, because differentiation adds in-place operations.
             graph_module = make_fx(functionalize(graph_module))(*arguments)
     graph = graph_module.graph
     for node in graph.nodes:

@@ -100,7 +100,7 @@ class GpCurvature(DenseCurvature):
 
     @property
     def inducing_mark(self) -> int | str | None:
-        """The number of inducing inputs, or a text that changes with the inputs."""
+        """The number of inducing inputs, or a string that identifies them."""
         if isinstance(self.inducing, Tensor):
             return mark_of(self.inducing, self.inducing)
         return self.inducing

@@ -45,7 +45,7 @@ def inclusion_probabilities(
 ) -> Float[Tensor, " batch"]:
     """Compute the probabilities with which examples are drawn.
 
-    On average, one of `forward_ratio` examples is drawn. Half of the probability is the same for
+    On average, one in `forward_ratio` examples is drawn. Half of the probability is the same for
     all examples, so that no weight exceeds twice the ratio; the other half is proportional to the
     curvature of an example.
     """

@@ -92,7 +92,7 @@ def _copied(batch: Any) -> Any:
 
 
 def _copied_leaf(leaf: Any) -> Any:
-    """Copy a tensor, or an object of a library that holds tensors."""
+    """Copy a tensor, or an object that may contain tensors, such as a graph batch."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     try:

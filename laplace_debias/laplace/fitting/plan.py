@@ -265,7 +265,7 @@ class _Trial(NamedTuple):
 
 
 def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None) -> int:
-    """Return how many batches a pass runs together, from the inputs of one batch."""
+    """Estimate from the inputs of one batch how many batches a pass runs together."""
     _, num_joined_examples = run_example(context, x)
     if not isinstance(x, Tensor):
         return 1
@@ -309,7 +309,7 @@ def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
     if not sizes:
         return 0.0
     timed_size = min(max(sizes), _TIMED_SIZE)
-    # Drawn on the CPU, because only its random state is restored after a plan.
+    # The matrix is drawn on the CPU, because only the CPU's random state is restored after a plan.
     columns = torch.randn(timed_size, timed_size, dtype=context.factor_dtype).to(context.device)
     matrix = columns @ columns.mT
     _, seconds, _ = _measured(partial(eigh, matrix), context.device)

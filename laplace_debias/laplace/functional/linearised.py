@@ -244,7 +244,7 @@ def _chunk(
     examples: slice,
     size: ChunkSize,
 ) -> _Chunk:
-    """Make a chunk of some examples from their forward pass."""
+    """Make a chunk from the forward pass of its examples."""
     indices = None if request.outputs is None else request.outputs[examples]
     model_indices = context.model_indices(forward_pass.outputs, indices, examples)
     return _Chunk(forward_pass, indices, model_indices, size.columns)
@@ -316,7 +316,7 @@ class _OfOutputs:
         return self._tap.forward(x)
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
-        """Compute covariances from output gradients; the part of the last layer needs none."""
+        """Compute covariances from output gradients, which the last layer does not need."""
         request = self._request
         accumulator = self._accumulator
         forward_pass = chunk.forward_pass

@@ -18,7 +18,7 @@ from laplace_debias.laplace.links import SecondMoments
 from laplace_debias.system.memory import ROOM
 
 # The output gradients of a chunk may use the whole memory bound; the forward pass and slices of
-# Jacobians come on top. With more bytes per block than this, the calls become no cheaper.
+# Jacobians need additional memory. More bytes per block than this do not make the calls cheaper.
 _CHUNK_BYTES_PER_BLOCK = 2**21
 
 

@@ -413,9 +413,9 @@ class Conformal:
             raise NotImplementedError(
                 f"Predictive distributions of type {type(predictive).__name__} are not "
                 "supported. Use a likelihood for mutually exclusive classes, for two "
-                "classes, or for normally distributed targets. For several labels, use a "
-                'separate Laplace(..., "binary") for each label, around a module that returns the '
-                "logit of this label."
+                "classes, or for normally distributed targets. For several labels per example, fit "
+                'one Laplace(module, "binary") per label, where `module` returns only the logit of '
+                "that label."
             )
         return predictive
 

@@ -365,7 +365,7 @@ def tempered_predictives(
 
     Yields:
         A predictive of batch shape `[links, B]` for several temperatures of one formula, in the
-        order of the links; or the error of this predictive.
+        order of the links; or the error that its computation raised.
     """
     temperatures = dict[str, list[float]]()
     for link in links_used:

@@ -44,7 +44,7 @@ class Predictor(ABC):
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[LinkedFit]:
-        """Return each fit with its link: `link` if passed, or its own link, or the default."""
+        """Return each fit with its link: `link` if passed, else its own link, else the default."""
 
     def _require_same(self, **marks: Any) -> None:
         """Require that all processes make a collective call in the same way.

@@ -292,7 +292,7 @@ def _check_same_parameters(
         )
     if saved_mean.dtype != mean.dtype:
         raise ValueError(
-            f"The posterior in the file is in {saved_mean.dtype}, but the model is in "
+            f"The file contains a posterior in {saved_mean.dtype}, but the model is in "
             f"{mean.dtype}. Convert the model with model.to({saved_mean.dtype})."
         )
     differing = sorted(saved_fingerprint.items() ^ frozen_fingerprint.items())

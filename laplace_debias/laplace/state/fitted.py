@@ -297,7 +297,7 @@ class FittedPosterior:
         return replace(self, posterior=posterior.changed(temperature=temperature))
 
     def with_link(self, link: Link | None) -> "FittedPosterior":
-        """Return the state with another link; None for the default."""
+        """Return a copy of the state with a different link; None selects the default link."""
         return replace(self, link=link)
 
     def log_marginal_likelihood(

@@ -35,8 +35,8 @@ class ParameterBlocks:
     Attributes:
         names: The parameters' names, in the model's order.
         blocks: The curvature blocks, in the order in which the posterior holds them.
-        replay_modules: For each parameter whose curvature is not measured at its layer, the paths
-            of the modules whose calls read the parameter; see `curvature_blocks`.
+        replay_modules: The paths of the modules whose calls read a parameter, for each parameter
+            whose curvature is not measured at its layer; see `curvature_blocks`.
         order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
             for the same order.
         block_names: The names of the blocks; a single name if the curvature is one block.

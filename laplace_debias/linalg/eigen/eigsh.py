@@ -26,7 +26,7 @@ _BOUND_STEPS = 12
 def select(
     values: Tensor, vectors: Any, residuals: Tensor, *, k: int, end: str
 ) -> tuple[Tensor, Any, Tensor]:
-    """Compute the k pairs at an end of the spectrum and their residuals, in descending order.
+    """Select the k eigenpairs at one end of the spectrum, in descending order.
 
     The vectors are columns of a tensor or of an operator.
     """
@@ -310,8 +310,8 @@ def eigsh(
       device. Once all pairs have converged, Lanczos starts again from a random direction orthogonal
       to them, in order to find repeated and overlooked eigenvalues. The probability of missing an
       eigenvalue that lies further out by more than the tolerance is about 1e-4. If `max_matvecs`
-      ends this search, `status` is `UNVERIFIED`. It needs memory for up to `max(4 k, 256)` vectors,
-      or for fewer if so many need more than 2 GiB.
+      ends this search, `status` is `UNVERIFIED`. It stores up to `max(4 k, 256)` vectors, or fewer
+      if these would need more than 2 GiB.
     - `"arpack"`: SciPy's ARPACK, which keeps its vectors on the CPU. It may miss copies of a
       multiple eigenvalue, so `status` is `UNVERIFIED`.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz

@@ -51,8 +51,8 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
             # These eigenvalues are given, not computed, so even the smallest ones are precise.
             return Diagonal(_checked_reciprocal(operator.values))
         case EigenKronecker():
-            # For curvature plus a weak prior, the smallest eigenvalues are about as large as the
-            # prior, and as precise.
+            # If a weak prior is added to the curvature, the smallest eigenvalues are close to the
+            # prior precision, and are known as precisely as the prior precision.
             added = operator.added
             is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
             return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)

@@ -210,7 +210,7 @@ class ThinBasis(Directions):
         return magnitudes[..., :-1].sum(-1) + self.multiplicity * magnitudes[..., -1]
 
     def multiplicities(self, like: Tensor) -> Tensor:
-        """Return one for each of the directions, and d − r for the last magnitude."""
+        """Count the directions that share each magnitude: 1, and d − r for the last magnitude."""
         counts = super().multiplicities(like)
         counts[-1] = self.multiplicity
         return counts

@@ -18,7 +18,7 @@ class Kronecker(Joined):
     $(A \otimes B)\,\mathrm{vec}\,V = \mathrm{vec}(A V B^\top)$.
 
     Args:
-        factors: Operators, or matrices, of any shapes.
+        factors: Operators or matrices of any shape.
 
     Raises:
         ValueError: If there is no factor, or the factors' dtypes or devices differ.
@@ -29,8 +29,8 @@ class Kronecker(Joined):
     def __init__(self, *factors: LinearOperator | Tensor) -> None:
         if not factors:
             raise ValueError(
-                "A Kronecker product needs at least one factor. Pass a sequence with at least "
-                "one operator."
+                "A Kronecker product needs at least one factor. Pass one or more operators or "
+                "matrices, such as Kronecker(A, B)."
             )
         operators = [Dense(factor) if isinstance(factor, Tensor) else factor for factor in factors]
         self.factors = tuple(unify(operators))

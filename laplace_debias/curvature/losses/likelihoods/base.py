@@ -293,8 +293,9 @@ class Likelihood(ABC):
     ) -> dict[str, Tensor]:
         """Return the predictive distribution's tensors, keyed by attribute name.
 
-        The method must consist of operations that `torch.export` records. It has the arguments of
-        `predictive`. Likelihoods with an `activation` are exported by means of a link instead.
+        The method must consist of operations that `torch.export` records. It takes the same
+        arguments as `predictive`. Likelihoods with an `activation` are exported by means of a link
+        instead.
 
         Raises:
             NotImplementedError: By default.

@@ -219,7 +219,7 @@ class Categorical(Likelihood):
                 return None  # `check` raises the error.
             target_weights = q @ weights
         elif weights is None:
-            return None  # Smoothed or not, the classes of a target sum to 1.
+            return None  # Without class weights ω is 1, also with label smoothing.
         else:
             target_weights = weights[targets.long().clamp(0, len(weights) - 1)]
         smoothing = self.label_smoothing
