@@ -78,7 +78,7 @@ class FullCurvature(DenseCurvature):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Add the matrix of new data to the matrix of earlier data, and decompose the sum."""
+        """Decompose the sum of the matrices of earlier and of new data, which is exact."""
         accumulator = MomentMatrix(context)
         totals = accumulate(accumulator, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
