@@ -25,7 +25,7 @@ LAYERS = (
     {
         PACKAGE: "the public names",
         "integrations": "adapters to other libraries",
-        "compat": "names of other libraries on the posteriors here",
+        "compat": "drop-in replacements under the names of other libraries",
         "report": "tables and pictures",
     },
     {
@@ -40,13 +40,13 @@ LAYERS = (
     {"laplace.saving": "files, published posteriors, exported programs"},
     {"laplace.prediction": "predictive distributions, their uncertainty and evaluation"},
     {"laplace.functional": "moments and samples of the linearised network's outputs"},
-    {"laplace.state": "what a fit consists of: model, parameters, prior, posterior"},
+    {"laplace.state": "the state of a fit: model, parameters, prior, posterior"},
     {
         "laplace.links": "from Gaussian logits to probabilities",
         "laplace.wrong_names": "messages for misspelt attributes, and for laplace-torch's names",
     },
     {
-        "laplace.pairwise": "the mean-field softmax, from the differences of every two logits",
+        "laplace.pairwise": "the mean-field softmax, from the differences between pairs of logits",
         "quadratic": "quadratic models of a loss",
         "optim": "Hessian-free optimisation",
     },
