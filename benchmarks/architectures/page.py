@@ -19,8 +19,8 @@ Every trainable parameter has a block, and all probabilities are finite, unless 
 table states otherwise.
 
 - **blocks**: the number of blocks of supported layers and, after a plus sign, of all other
-  blocks. Those are computed from the gradients of each example. They are for class tokens,
-  position tables, tied weights, and for types of layer that only one library defines.
+  blocks. The other blocks belong to class tokens, position tables, tied weights, and layer types
+  that only one library defines. Their curvature is computed from the gradients of each example.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
   gradient. It includes two steps that are needed once per fit: the check of every block, and the
   eigendecompositions.
@@ -30,9 +30,9 @@ table states otherwise.
 - **predict**: the time to predict the batch with exact functional variances, divided by the time of
   a gradient.
 
-Times are medians of three rounds with one thread.
+Times are medians over three rounds on one thread.
 
-The error is that of the functional variances of a fit with `curvature="diag"`. The reference is
+The error refers to the functional variances of a fit with `curvature="diag"`. The reference is
 Σ_d J_cd² / (N·C_dd + δ), computed by automatic differentiation in double precision. The error is
 the largest relative difference over two examples. Llama and its relatives normalise in single
 precision, which explains errors of 1e-8."""
