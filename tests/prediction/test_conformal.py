@@ -251,7 +251,7 @@ def test_wrong_calls_have_remedies(classifier):
         Conformal(la, groups=lambda x: x[:, 0]).calibrate([data])
     labels = torch.randint(2, (30, 5)).double()
     several = Laplace(model, "multilabel", curvature="diag").fit([(data[0], labels)])
-    with pytest.raises(NotImplementedError, match=r"a separate Laplace\(.* for each label"):
+    with pytest.raises(NotImplementedError, match=r"one Laplace\(.* per label"):
         Conformal(several).calibrate([(data[0], labels)])
 
 

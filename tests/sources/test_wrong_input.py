@@ -124,7 +124,7 @@ WRONG = {
         [*ROWS, "--mean=[0.5]"],
         "`mean` and `std` apply only to images, but d.npz has inputs of shape",
     ),
-    "task": ([*IMAGES, "--task=regression"], "with one folder per class"),
+    "task": ([*IMAGES, "--task=regression"], "with one subfolder per class"),
     "two classes": ([*IMAGES, "--task=binary"], "3 classes, but binary classification needs two"),
     "held out": ([*ROWS, "--held_out=0.6"], "Pass a fraction between 0 and 0.5"),
     "pretrained": (
