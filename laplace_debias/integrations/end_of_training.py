@@ -40,7 +40,7 @@ def _shared(loader: Any) -> Any:
     """Return a loader with which the processes together read every example of the run once.
 
     The samplers of training repeat examples, so that all processes have the same number of
-    examples.
+    examples. The examples that a weighted sampler has drawn are all read, also repeated ones.
     """
     num_ranks = process_group().size
     batches = getattr(loader, "batch_sampler", None)
@@ -55,29 +55,43 @@ def _shared(loader: Any) -> Any:
     return with_batches(loader, dataset, ShardedBatches(dataset, num_ranks * batch_size))
 
 
-def _indices_of_run(loader: Any) -> list[int] | None:
-    """Return the indices of the examples from which the run draws; None for the whole data set.
-
-    In a training run of several processes, the loader's sampler is wrapped in another sampler,
-    which divides the examples among processes. A weighted sampler draws from the whole data set.
-    """
+def _inner_sampler(loader: Any) -> Any:
+    """Return the loader's sampler, without the batches of accelerate, which contain it."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
-    sampler = getattr(batches, "sampler", loader.sampler)
-    if isinstance(sampler, (RandomSampler, SequentialSampler, WeightedRandomSampler)):
-        return None
+    return getattr(batches, "sampler", loader.sampler)
+
+
+def _without_lightning(sampler: Any) -> Any:
+    """Return the sampler that Lightning has wrapped, to divide its draws among the processes.
+
+    Lightning's wrapper is a `DistributedSampler` whose data set contains the sampler.
+    """
+    return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
+
+
+def _is_weighted(loader: Any) -> bool:
+    """Whether the run draws from the data set with weights."""
+    if getattr(loader, "batch_sampler", None) is None:
+        return False
+    return isinstance(_without_lightning(_inner_sampler(loader)), WeightedRandomSampler)
+
+
+def _indices_of_run(loader: Any) -> list[int] | None:
+    """Return the indices of the examples from which the run draws; None for the whole data set.
+
+    For a weighted sampler, these are the examples that it draws in one pass.
+    """
     ranks = process_group()
-    if not isinstance(sampler, DistributedSampler):
-        indices_by_rank = ranks.exchange(list(sampler))
-        return sorted(set(itertools.chain.from_iterable(indices_by_rank)))
-    # `inner` is the data set, or Lightning's wrapper of a sampler, whose entries are the sampler's
-    # indices.
-    inner: Any = sampler.dataset
-    wrapped = getattr(inner, "_sampler", None)
-    if wrapped is None or isinstance(wrapped, WeightedRandomSampler):
+    inner = _inner_sampler(loader)
+    sampler = _without_lightning(inner)
+    if sampler is not inner or isinstance(sampler, WeightedRandomSampler):
+        return ranks.from_rank(list(sampler), 0)
+    if isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
         return None
-    return ranks.from_rank([inner[number] for number in range(len(inner))], 0)
+    indices_by_rank = ranks.exchange(list(sampler))
+    return sorted(set(itertools.chain.from_iterable(indices_by_rank)))
 
 
 def _num_data(loader: Any, mode: str) -> int | None:
@@ -94,7 +108,7 @@ def _num_data(loader: Any, mode: str) -> int | None:
     if batches is None or not isinstance(dataset, Sized):
         return None
     sampler = getattr(batches, "sampler", None)
-    if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
+    if isinstance(sampler, RandomSampler) or _is_weighted(loader):
         # The sampler may draw with replacement, so its length need not be the number of examples.
         return len(dataset)
     if mode == "full" and not getattr(batches, "drop_last", False):
@@ -156,8 +170,10 @@ class PosteriorAtEnd:
             Numbers to log by name, and the evaluation on the validation data that were used for
             tuning. Without tuning, there are no numbers and no evaluation.
         """
-        train_loader = _shared(train_loader)
-        la.fit(train_loader, mode=self.mode, num_data=_num_data(train_loader, self.mode))
+        shared_loader = _shared(train_loader)
+        # The shared loader has only the draws of a weighted sampler, not the whole data set.
+        sized_loader = train_loader if _is_weighted(train_loader) else shared_loader
+        la.fit(shared_loader, mode=self.mode, num_data=_num_data(sized_loader, self.mode))
         if not self.tune:
             return {}, None
         validation_loader = _shared(validation_loader)

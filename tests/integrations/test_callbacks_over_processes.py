@@ -15,7 +15,7 @@ PROGRAM = ROOT / "tests/support/training_program.py"
 pytestmark = pytest.mark.slow
 
 
-def run(library, folder, num_processes, num_drawn):
+def run(library, folder, num_processes, sampler):
     """The numbers of every process."""
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
@@ -25,7 +25,7 @@ def run(library, folder, num_processes, num_drawn):
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), library, str(folder), str(num_drawn)],
+        [sys.executable, *launcher, str(PROGRAM), library, str(folder), sampler],
         env=environment,
         capture_output=True,
         text=True,
@@ -38,15 +38,15 @@ def run(library, folder, num_processes, num_drawn):
     ]
 
 
-@pytest.mark.parametrize("num_drawn", [37, 20])
+@pytest.mark.parametrize(("sampler", "num_data"), [("all", 37), ("first", 20), ("weighted", 37)])
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_two_processes_have_the_posterior_of_one(library, num_drawn, tmp_path):
+def test_two_processes_have_the_posterior_of_one(library, sampler, num_data, tmp_path):
     """The examples that the sampler of the run leaves out are in no posterior."""
     pytest.importorskip(library)
-    (expected,) = run(library, tmp_path / "one", 1, num_drawn)
-    results = run(library, tmp_path / "two", 2, num_drawn)
+    (expected,) = run(library, tmp_path / "one", 1, sampler)
+    results = run(library, tmp_path / "two", 2, sampler)
     for result in results:
-        assert result["num_data"] == expected["num_data"] == num_drawn
+        assert result["num_data"] == expected["num_data"] == num_data
         assert result["prior_precision"] == pytest.approx(expected["prior_precision"], rel=1e-10)
         torch.testing.assert_close(
             torch.tensor(result["precision"]),

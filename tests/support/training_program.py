@@ -1,6 +1,6 @@
 """A training run with a callback, in as many processes as torchrun starts.
 
-Its arguments are LIBRARY FOLDER NUM_DRAWN: the run draws from the first examples only.
+Its arguments are LIBRARY FOLDER SAMPLER: how the run draws its examples.
 """
 
 import json
@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 SIZE = 37  # neither two processes nor batches divide it
 
@@ -21,6 +27,14 @@ def examples(n, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
     return TensorDataset(x, (x[:, :3] + torch.randn(n, 3, generator=generator)).argmax(1))
+
+
+SAMPLERS = {
+    "all": lambda: RandomSampler(range(SIZE)),
+    "first": lambda: SubsetRandomSampler(range(20)),
+    # Every draw is the same example, so the posterior is the same for all draws.
+    "weighted": lambda: WeightedRandomSampler(torch.eye(SIZE)[3], 20),
+}
 
 
 class TextModel(nn.Module):
@@ -38,7 +52,7 @@ class TextModel(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def with_lightning(folder, is_logged_by_wandb=False, num_drawn=SIZE):
+def with_lightning(folder, is_logged_by_wandb=False, sampler="all"):
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
@@ -77,18 +91,15 @@ def with_lightning(folder, is_logged_by_wandb=False, num_drawn=SIZE):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    order = {"shuffle": True}
-    if num_drawn < SIZE:
-        order = {"sampler": SubsetRandomSampler(range(num_drawn))}
     trainer.fit(
         Module(),
-        DataLoader(examples(SIZE, 1), batch_size=5, **order),
+        DataLoader(examples(SIZE, 1), batch_size=5, sampler=SAMPLERS[sampler]()),
         DataLoader(examples(SIZE, 2), batch_size=5),
     )
     return callback.laplace
 
 
-def with_transformers(folder, is_logged_by_wandb=False, num_drawn=SIZE):
+def with_transformers(folder, is_logged_by_wandb=False, sampler="all"):
     import transformers
 
     from laplace_debias.integrations.transformers import LaplaceCallback
@@ -111,9 +122,7 @@ def with_transformers(folder, is_logged_by_wandb=False, num_drawn=SIZE):
 
     class Trainer(transformers.Trainer):
         def _get_train_sampler(self, *arguments):
-            if num_drawn < SIZE:
-                return SubsetRandomSampler(range(num_drawn))
-            return super()._get_train_sampler(*arguments)
+            return SAMPLERS[sampler]()
 
     trainer = Trainer(
         model=TextModel(), args=arguments, train_dataset=sets[0], eval_dataset=sets[1]
@@ -125,7 +134,7 @@ def with_transformers(folder, is_logged_by_wandb=False, num_drawn=SIZE):
 
 
 if __name__ == "__main__":
-    library, folder, num_drawn = sys.argv[1:]
+    library, folder, sampler = sys.argv[1:]
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -137,7 +146,7 @@ if __name__ == "__main__":
 
     sys.addaudithook(notice)
     la = {"lightning": with_lightning, "transformers": with_transformers}[library](
-        folder, num_drawn=int(num_drawn)
+        folder, sampler=sampler
     )
     numbers = {
         "num_data": la.num_data,
