@@ -52,7 +52,8 @@ def _shared(loader: Any) -> Any:
         return loader
     indices = _indices_of_run(loader)
     dataset = loader.dataset if indices is None else Subset(loader.dataset, indices)
-    return with_batches(loader, dataset, ShardedBatches(dataset, num_ranks * batch_size))
+    shares = ShardedBatches(dataset, num_ranks * batch_size, shuffle=_is_shuffled(loader))
+    return with_batches(loader, dataset, shares)
 
 
 def _inner_sampler(loader: Any) -> Any:
@@ -76,6 +77,17 @@ def _is_weighted(loader: Any) -> bool:
     if getattr(loader, "batch_sampler", None) is None:
         return False
     return isinstance(_without_lightning(_inner_sampler(loader)), WeightedRandomSampler)
+
+
+def _is_shuffled(loader: Any) -> bool:
+    """Whether the run reads the examples in random order.
+
+    The first batches, to which some modes are fitted, then contain examples of all classes.
+    """
+    sampler = _inner_sampler(loader)
+    if isinstance(sampler, DistributedSampler):
+        return sampler.shuffle
+    return not isinstance(sampler, SequentialSampler)
 
 
 def _indices_of_run(loader: Any) -> list[int] | None:

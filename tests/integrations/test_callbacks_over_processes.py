@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from laplace_debias import Laplace
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/training_program.py"
 
 pytestmark = pytest.mark.slow
 
 
-def run(library, folder, num_processes, sampler):
+def run(library, folder, num_processes, sampler, mode="full"):
     """The numbers of every process."""
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
@@ -25,7 +27,7 @@ def run(library, folder, num_processes, sampler):
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), library, str(folder), sampler],
+        [sys.executable, *launcher, str(PROGRAM), library, str(folder), sampler, mode],
         env=environment,
         capture_output=True,
         text=True,
@@ -56,6 +58,31 @@ def test_two_processes_have_the_posterior_of_one(library, sampler, num_data, tmp
         )
     assert [len(result["written"]) for result in results] == [1, 0]
     assert len(list((tmp_path / "two").rglob("*posterior.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("library", "sampler", "is_first"),
+    # Lightning always shuffles the training data of several processes.
+    [
+        ("lightning", "all", False),
+        ("transformers", "all", False),
+        ("transformers", "in order", True),
+    ],
+)
+def test_two_processes_fit_the_first_batch_in_the_order_of_the_run(
+    library, sampler, is_first, tmp_path
+):
+    """Without shuffling, the first batch of sorted data contains only examples of one class."""
+    pytest.importorskip(library)
+    import training_program as program
+
+    batch = program.examples(program.SIZE, 1)[:10]  # two processes with batches of 5
+    la = Laplace(program.TextModel().layers, prior_precision=1e-4)
+    first = la.fit([batch], num_data=program.SIZE).posterior.precision.to_dense().diagonal()
+    for result in run(library, tmp_path / "two", 2, sampler, "mini"):
+        diagonal = torch.tensor(result["precision"], dtype=torch.float64).diagonal()
+        curvature = diagonal - result["prior_precision"]
+        assert torch.allclose(curvature, first - 1e-4, rtol=1e-5) == is_first
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])

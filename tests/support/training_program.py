@@ -1,6 +1,6 @@
 """A training run with a callback, in as many processes as torchrun starts.
 
-Its arguments are LIBRARY FOLDER SAMPLER: how the run draws its examples.
+Its arguments are LIBRARY FOLDER SAMPLER MODE: the sampler of the run, and the mode of the fit.
 """
 
 import json
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import (
     DataLoader,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -31,6 +32,7 @@ def examples(n, seed):
 
 SAMPLERS = {
     "all": lambda: RandomSampler(range(SIZE)),
+    "in order": lambda: SequentialSampler(range(SIZE)),
     "first": lambda: SubsetRandomSampler(range(20)),
     # Every draw is the same example, so the posterior is the same for all draws.
     "weighted": lambda: WeightedRandomSampler(torch.eye(SIZE)[3], 20),
@@ -52,7 +54,7 @@ class TextModel(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def with_lightning(folder, is_logged_by_wandb=False, sampler="all"):
+def with_lightning(folder, is_logged_by_wandb=False, sampler="all", mode="full"):
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
@@ -76,7 +78,7 @@ def with_lightning(folder, is_logged_by_wandb=False, sampler="all"):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e-2)
 
-    callback = LaplaceCallback(curvature="kfac")
+    callback = LaplaceCallback(curvature="kfac", mode=mode)
     logger = CSVLogger(folder)
     if is_logged_by_wandb:
         logger = WandbLogger(offline=True, save_dir=folder)
@@ -99,7 +101,7 @@ def with_lightning(folder, is_logged_by_wandb=False, sampler="all"):
     return callback.laplace
 
 
-def with_transformers(folder, is_logged_by_wandb=False, sampler="all"):
+def with_transformers(folder, is_logged_by_wandb=False, sampler="all", mode="full"):
     import transformers
 
     from laplace_debias.integrations.transformers import LaplaceCallback
@@ -127,14 +129,14 @@ def with_transformers(folder, is_logged_by_wandb=False, sampler="all"):
     trainer = Trainer(
         model=TextModel(), args=arguments, train_dataset=sets[0], eval_dataset=sets[1]
     )
-    callback = LaplaceCallback(trainer, curvature="kfac")
+    callback = LaplaceCallback(trainer, curvature="kfac", mode=mode)
     trainer.add_callback(callback)
     trainer.train()
     return callback.laplace
 
 
 if __name__ == "__main__":
-    library, folder, sampler = sys.argv[1:]
+    library, folder, sampler, mode = sys.argv[1:]
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -146,7 +148,7 @@ if __name__ == "__main__":
 
     sys.addaudithook(notice)
     la = {"lightning": with_lightning, "transformers": with_transformers}[library](
-        folder, sampler=sampler
+        folder, sampler=sampler, mode=mode
     )
     numbers = {
         "num_data": la.num_data,
