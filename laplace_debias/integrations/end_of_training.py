@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.dataset_size import fault_of_draws, repeated_held_out
 from laplace_debias.curvature.network.shards import ShardedBatches, with_batches
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.laplace import Laplace
@@ -159,12 +160,12 @@ class PosteriorAtEnd:
         """Return a posterior of a network in eval mode that is not fitted yet."""
         return Laplace(network, self.likelihood, **self.options)
 
-    def check_size(self, train_loader: Any) -> None:
-        """Require, before the training, that the number of training examples can be determined.
+    def check_loaders(self, train_loader: Any, validation_loader: Any) -> None:
+        """Check the loaders before the training.
 
         Raises:
             ValueError: If the fit reads only a part of data whose size the loader does not
-                determine.
+                determine, or if the sampler of the validation data repeats examples.
         """
         if self.mode != "full" and _num_data(train_loader, self.mode) is None:
             raise ValueError(
@@ -172,6 +173,11 @@ class PosteriorAtEnd:
                 "examples cannot be inferred from the training loader. Pass "
                 '`mode="full"` to the callback, or use Laplace after the training.'
             )
+        if self.tune and getattr(validation_loader, "batch_sampler", None) is not None:
+            sampler = _without_lightning(_inner_sampler(validation_loader))
+            fault = fault_of_draws(sampler, allows_parts=True)
+            if fault is not None:
+                raise repeated_held_out(fault)
 
     def fit(
         self, la: Laplace, train_loader: Any, validation_loader: Any

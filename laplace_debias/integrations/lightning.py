@@ -82,9 +82,8 @@ class LaplaceCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options before the training."""
-        self._settings.check_size(_training_loader(trainer))
-        if self._settings.tune:
-            _validation_loader(trainer)
+        validation_loader = _validation_loader(trainer) if self._settings.tune else None
+        self._settings.check_loaders(_training_loader(trainer), validation_loader)
         self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

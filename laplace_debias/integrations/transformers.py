@@ -94,8 +94,9 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Check the training data before the training."""
-        self._settings.check_size(kwargs["train_dataloader"])
+        """Check the data before the training."""
+        evaluation_loader = self._trainer.get_eval_dataloader() if self._settings.tune else None
+        self._settings.check_loaders(kwargs["train_dataloader"], evaluation_loader)
 
     def on_train_end(
         self,

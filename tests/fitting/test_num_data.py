@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from laplace_debias import Laplace, alone
+from laplace_debias import Conformal, Laplace, alone
 from laplace_debias.curvature import GGN
 from laplace_debias.curvature.network.dataset_size import dataset_size
 from laplace_debias.system.checks import whole
@@ -178,6 +178,47 @@ def test_a_sampler_that_repeats_or_splits_is_named_before_any_work(name):
         with pytest.raises(ValueError, match=says) as error:
             fit()
         assert "num_data=" in str(error.value)
+
+
+REPEATED = {
+    "weighted": (lambda: WeightedRandomSampler(ONES, SIZE), "draws 24 of 24 .* replacement"),
+    "weighted part": (
+        lambda: WeightedRandomSampler(ONES, 7, replacement=False),
+        "WeightedRandomSampler draws 7 of 24 examples in each pass",
+    ),
+    "with replacement": (
+        lambda: RandomSampler(DATA, replacement=True),
+        "RandomSampler draws 24 of 24 examples with replacement",
+    ),
+    "more": (lambda: RandomSampler(DATA, num_samples=30), "draws 30 of 24 examples in each pass"),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_held_out_data_repeat_no_example(name):
+    """Repeated examples would make intervals too narrow, and conformal sets too small."""
+    make, says = REPEATED[name]
+    la = Laplace(network()).fit(batches())
+    repeated = loader(sampler=make())
+    for use in (
+        la.evaluate,
+        la.tune,
+        lambda data: la.evaluate(batches(), ood={"other": data}),
+        Conformal(la).calibrate,
+    ):
+        with pytest.raises(ValueError, match=f"{says}, but held-out data must contain each"):
+            use(repeated)
+
+
+def test_held_out_data_may_be_a_random_part():
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(SIZE, generator=generator)[:7]
+    la = Laplace(network()).fit(batches())
+    sampler = RandomSampler(DATA, num_samples=7, generator=generator.manual_seed(0))
+    report = la.evaluate(loader(sampler=sampler))
+    x, y = DATA.tensors
+    expected = -la.predict(x[chosen]).log_prob(y[chosen]).mean()
+    assert report["nll"].value == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("mode", ["full", *PARTIAL])

@@ -309,6 +309,18 @@ def test_lightning_has_the_size_of_the_data_that_a_sampler_draws_from(
     assert callback.laplace.num_data == num_data
 
 
+def test_lightning_refuses_validation_data_with_repeated_examples(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    sampler = WeightedRandomSampler(torch.ones(len(VALIDATION.dataset)), 50)
+    repeated = DataLoader(VALIDATION.dataset, batch_size=50, sampler=sampler)
+    trained = module(lightning, None)
+    run = trainer(lightning, tmp_path, [LaplaceCallback(params="last_layer")])
+    with pytest.raises(ValueError, match=r"draws 50 of .* held-out data must contain each"):
+        run.fit(trained, TRAIN, repeated)
+    assert torch.equal(trained.inner[0].weight, mlp()[0].weight)
+
+
 def test_lightning_opens_a_validation_loader_that_training_does_not_use(
     lightning, tmp_path, unchecked
 ):

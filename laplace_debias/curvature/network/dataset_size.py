@@ -121,7 +121,7 @@ def dataset_size(loader: Any) -> int | None:
     batches = loader.batch_sampler
     if isinstance(batches, ShardedBatches):
         return batches.num_examples
-    sampler = getattr(batches, "sampler", loader.sampler)
+    sampler = sampler_of(loader)
     if type(batches) is BatchSampler and type(sampler) in _COUNTED_SAMPLERS:
         return len(sampler)
     return None
@@ -134,44 +134,97 @@ def check_sampler(loader: Any) -> None:
         ValueError: If the sampler draws with replacement, draws only a part of the data, or splits
             the data over a different set of processes.
     """
-    if not _has_sampler(loader):
-        return
-    batches = loader.batch_sampler
-    if isinstance(batches, ShardedBatches):
-        if batches.num_ranks != process_group().size:
-            raise _not_inferred(
-                batches,
-                f"is for {batches.num_ranks} processes, but {process_group().size} take part",
-            )
-        return
-    sampler: Any = getattr(batches, "sampler", loader.sampler)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise _not_inferred(
-            sampler,
-            f"splits the data over {sampler.num_replicas} processes, and repeats or drops "
-            "examples to make the parts equal (`batch_sampler=ShardedBatches(data, batch_size)` "
-            "does not)",
+    fault = _fault_of_split(loader) or fault_of_draws(sampler_of(loader))
+    if fault is not None:
+        raise ValueError(
+            "The number of training examples cannot be inferred, because the "
+            f"loader's {fault}. Pass `num_data=`, the size "
+            "of the full training set. The fit multiplies the mean curvature of the "
+            "loader's examples by this number."
         )
-    if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
-        if isinstance(sampler, RandomSampler):
-            num_examples = len(sampler.data_source)
-        else:
-            num_examples = len(sampler.weights)
-        if sampler.replacement or sampler.num_samples != num_examples:
-            manner = "with replacement" if sampler.replacement else "in each pass"
-            raise _not_inferred(
-                sampler, f"draws {sampler.num_samples} of {num_examples} examples {manner}"
-            )
+
+
+def check_held_out_sampler(loader: Any) -> None:
+    """Require that the sampler of a `DataLoader` yields no held-out example twice per pass.
+
+    In a single process, the sampler may yield a part of the data, unless it draws with weights.
+
+    Raises:
+        ValueError: If the sampler draws with replacement or with weights, or splits the data over
+            a different set of processes.
+    """
+    is_alone = process_group().size == 1
+    fault = None if is_alone else _fault_of_split(loader)
+    fault = fault or fault_of_draws(sampler_of(loader), allows_parts=is_alone)
+    if fault is not None:
+        raise repeated_held_out(fault)
+
+
+def repeated_held_out(fault: str) -> ValueError:
+    """Return the error for held-out data of which a sampler repeats examples or prefers some.
+
+    Args:
+        fault: The name of the sampler and what it does, from `fault_of_draws`.
+    """
+    return ValueError(
+        f"The loader's {fault}, but held-out data must contain each example once. Otherwise, "
+        "metrics are those of other data, and their intervals are too narrow. Pass a loader "
+        "without this sampler, such as DataLoader(data, batch_size=100)."
+    )
+
+
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler of a `DataLoader` that draws its indices; None for other data."""
+    if not _has_sampler(loader):
+        return None
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def fault_of_draws(sampler: Any, *, allows_parts: bool = False) -> str | None:
+    """Describe a sampler that does not draw every example once per pass.
+
+    Args:
+        sampler: The sampler.
+        allows_parts: Whether the sampler may draw a part of the data without weights.
+
+    Returns:
+        The name of the sampler and what it does; None if it draws every example once.
+    """
+    if isinstance(sampler, RandomSampler):
+        num_examples = len(sampler.data_source)
+        is_allowed_part = allows_parts and sampler.num_samples < num_examples
+    elif isinstance(sampler, WeightedRandomSampler):
+        num_examples = len(sampler.weights)
+        is_allowed_part = False
+    else:
+        return None
+    draws = f"{type(sampler).__name__} draws {sampler.num_samples} of {num_examples} examples"
+    if sampler.replacement:
+        return f"{draws} with replacement"
+    if sampler.num_samples == num_examples or is_allowed_part:
+        return None
+    return f"{draws} in each pass"
+
+
+def _fault_of_split(loader: Any) -> str | None:
+    """Describe a sampler that splits the data over a different set of processes."""
+    if not _has_sampler(loader):
+        return None
+    batches = loader.batch_sampler
+    if isinstance(batches, ShardedBatches) and batches.num_ranks != process_group().size:
+        return (
+            f"{type(batches).__name__} is for {batches.num_ranks} processes, but "
+            f"{process_group().size} take part"
+        )
+    sampler = sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        return (
+            f"{type(sampler).__name__} splits the data over {sampler.num_replicas} processes, and "
+            "repeats or drops examples to make the parts equal "
+            "(`batch_sampler=ShardedBatches(data, batch_size)` does not)"
+        )
+    return None
 
 
 def _has_sampler(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-def _not_inferred(sampler: Any, reason: str) -> ValueError:
-    return ValueError(
-        "The number of training examples cannot be inferred, because the "
-        f"loader's {type(sampler).__name__} {reason}. Pass `num_data=`, the size "
-        "of the full training set. The fit multiplies the mean curvature of the "
-        "loader's examples by this number."
-    )

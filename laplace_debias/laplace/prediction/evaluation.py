@@ -15,7 +15,7 @@ from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.dataset_size import check_sampler
+from laplace_debias.curvature.network.dataset_size import check_held_out_sampler
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
@@ -28,12 +28,12 @@ from laplace_debias.system.ranks import process_group
 
 
 def check_held_out(*data: Batches) -> None:
-    """Require held-out data that is distributed over all processes."""
+    """Require held-out data in which no example is repeated, also if several processes read it."""
     ranks = process_group()
-    if ranks.size > 1:
-        for loader in data:
+    for loader in data:
+        if ranks.size > 1:
             check_shared(ranks, loader)
-            check_sampler(loader)
+        check_held_out_sampler(loader)
 
 
 def repeated_examples(batches: Iterable[Batch]) -> Iterator[Batch]:
