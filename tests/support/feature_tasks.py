@@ -142,7 +142,12 @@ def compat(rank):
     chosen = la.prior_precision
     la.fit(data, override=False)
     la.optimize_prior_precision(method="marglik")
+    restored = LaplaceTorch(network(3), "classification", subset_of_weights="all")
+    restored.load_state_dict(la.state_dict())
+    if rank == 1:
+        la.state_dict()  # The other processes need not take part.
     return {
+        "restored": restored(inputs(seed=5)),
         "chosen": torch.as_tensor(chosen),
         "prior precision": torch.as_tensor(la.prior_precision),
         "evidence": la.log_marginal_likelihood(),

@@ -40,6 +40,7 @@ from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
+from laplace_debias.system.ranks import alone
 from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
 
 STATE = "laplace_debias"
@@ -577,8 +578,11 @@ class Laplace:
         return diagonal(operator).value if self._structure == "diag" else operator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options and the posterior file (as a byte tensor), for `torch.save`."""
-        with tempfile.TemporaryDirectory() as folder:
+        """Return the options and the posterior file (as a byte tensor), for `torch.save`.
+
+        If several processes have fitted the posterior, any of them can call this method.
+        """
+        with tempfile.TemporaryDirectory() as folder, alone():
             path = Path(folder) / "posterior.safetensors"
             self._fit.save(path)
             content = bytearray(path.read_bytes())
