@@ -61,6 +61,20 @@ def test_what_is_fitted(options, error):
         Laplace(MODEL, **options)
 
 
+class FirstBatchOnly:
+    def __iter__(self):
+        yield X, Y
+        pytest.fail("the fit reads all data before it checks its arguments")
+
+
+@pytest.mark.parametrize("option", ["prior_precision", "prior_mean"])
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full", "gp"])
+def test_the_prior_of_a_last_layer_is_checked_before_the_data_are_read(curvature, option):
+    la = Laplace(MODEL, curvature=curvature, params="last_layer", **{option: torch.ones(7)})
+    with pytest.raises(ValueError, match=r"has shape \(7,\)"):
+        la.fit(FirstBatchOnly())
+
+
 @pytest.mark.parametrize(
     ("call", "error", "named"),
     [

@@ -162,6 +162,8 @@ def prepare_fit(
         for data in scheme.sources.values()
     ]
     parameters, context = examine(setup, streams, reads_all=scheme.reads_all, fisher=fisher)
+    # Before the passes over the data, require a prior whose entries match the last layer.
+    setup.prior.fitting(len(parameters.block_names), parameters.size)
     likelihood = setup.spec.likelihood
     if may_estimate_noise and likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context, streams)
