@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck
+from torch.func import jacrev, vmap
 
 from laplace_debias import Laplace, Mixture
 from laplace_debias.laplace.links import normal_points
@@ -39,6 +40,18 @@ def test_moments_are_those_of_functional_with_their_derivatives(options):
     torch.testing.assert_close(mean, expected_mean)
     torch.testing.assert_close(covariance, expected_covariance)
     assert gradcheck(lambda z: la.functional(z, differentiable=True), x)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("transform", [jacrev, vmap])
+def test_transforms_of_torch_func_are_refused(transform, differentiable):
+    la, x = fitted()
+
+    def predict(z):
+        return la.predict(z.view(-1, 4), differentiable=differentiable).probs
+
+    with pytest.raises(TypeError, match=r"transformed by torch\.func .* differentiable=True"):
+        transform(predict)(x[:2])
 
 
 @pytest.mark.parametrize("link", ["pairwise", "probit", "bridge"])

@@ -116,6 +116,12 @@ def move(
     num_examples(inputs)
     moved = []
     for x in tensors_of(inputs):
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise TypeError(
+                "Inputs are transformed by torch.func (vmap, grad, jacrev, ...), which predictions "
+                "and curvature do not support. Call them outside of the transform. For gradients "
+                "in the inputs, use torch.autograd and `predict(x, differentiable=True)`."
+            )
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
             raise dtype_error(x.dtype, dtypes)
         # Tensors that were made in inference mode cannot be differentiated.
