@@ -66,7 +66,7 @@ def run(settings: Settings) -> list[Row]:
     for method, draw, size in tqdm(chosen, "trajectories", disable=not settings.progress):
         indices = some(len(trained.train), size, generator)
         debiased = "debiased" if method == "single-batch" else f"{method}, debiased"
-        for name, halves in ((method, (indices,)), (debiased, indices.split(size // 2))):
+        for name, halves in ((method, (indices,)), (debiased, indices.tensor_split(2))):
             of_run = trajectory(trained, [*halves], parts, settings)
             rows += [{"method": name, "draw": draw, "all": "", **row} for row in of_run]
     table = ends(rows)

@@ -102,7 +102,7 @@ def train_run(
         if len(order) < size:
             order = torch.randperm(len(trained.train), generator=generator)
         chosen, order = order[:size], order[size:]
-        batches = (chosen,) if method == "single-batch" else chosen.split(size // 2)
+        batches = (chosen,) if method == "single-batch" else chosen.tensor_split(2)
         try:
             optimizer.step(*map(closure, batches))
         except ValueError as error:

@@ -9,13 +9,14 @@ from csv_table import read_csv
 from torch import nn
 from torch.func import functional_call, jacrev
 
-from examples.paper import kfac_error, laplace
+from examples.paper import conjugate_gradients, hessian_free, kfac_error, laplace
 from examples.paper.__main__ import EXPERIMENTS, main
 from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, distances, judge
 from examples.paper.data import digits, digits_parts
 from examples.paper.plots import method_colours
-from examples.paper.problems import Recipe, get_problem, train
+from examples.paper.problems import Recipe, decay_groups, get_problem, train
 from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
+from laplace_debias.optim import DebiasedHessianFree
 
 TINY = ["--recipe.cycles=[[1,0.05]]", "--progress=false", "--device=cpu"]
 BIAS = ["--full_examples=60", "--num_directions=2", "--draws=2"]
@@ -205,6 +206,52 @@ def test_the_judge_adds_the_penalty_and_leaves_the_network(trained):
     penalty = decayed["test_loss"] - plain["test_loss"]
     assert penalty == pytest.approx(0.15 * float(weights.detach()), rel=1e-4)
     assert 0.5 < plain["test_accuracy"] <= 1
+
+
+# The training set has 30 images, so the last size is larger than the training set.
+@pytest.mark.parametrize("size", [15, 60])
+def test_debiased_cg_halves_the_images_of_the_single_batch(trained, size, tmp_path, monkeypatch):
+    few = replace(trained, train=trained.train.subset(torch.arange(30)))
+    monkeypatch.setattr(conjugate_gradients, "load", lambda settings: few)
+    settings = conjugate_gradients.Settings(
+        batch_size=size, iterations=2, test_examples=20, output=tmp_path, progress=False
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    train_order, test_order, order = (
+        torch.randperm(len(images), generator=generator)
+        for images in (few.train, few.test, few.train)
+    )
+    parts = {"train": few.train.subset(train_order), "test": few.test.subset(test_order[:20])}
+    rows = of(conjugate_gradients.run(settings), method="debiased")
+    halves = [*order[:size].chunk(2)]
+    expected = conjugate_gradients.trajectory(few, halves, parts, settings)
+    assert [row["test_loss"] for row in rows] == [row["test_loss"] for row in expected]
+
+
+@pytest.mark.parametrize("size", [15, 60])
+def test_debiased_hessian_free_steps_halve_the_images_of_a_step(trained, size, tmp_path):
+    train, test = (part.subset(torch.arange(30)) for part in (trained.train, trained.test))
+    few = replace(trained, train=train, test=test, model=trained.problem.initial_model(0))
+    settings = hessian_free.Settings(batch_size=size, steps=1, max_iter=3, output=tmp_path)
+    _, row = hessian_free.train_run(few, settings, True, "debiased", 0)
+
+    model, decay = trained.problem.initial_model(0), trained.recipe.penalty
+    groups = decay_groups(model.parameters(), decay)
+    optimizer = DebiasedHessianFree(groups, damping=settings.damping, max_iter=3)
+
+    def closure(indices):
+        x, y = train.batch(indices)
+
+        def evaluate():
+            outputs = model(x)
+            return nn.functional.cross_entropy(outputs, y), outputs
+
+        return evaluate
+
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    optimizer.step(*map(closure, order[:size].chunk(2)))
+    expected = judge(replace(few, model=model), 0.0, {"train": train, "test": test}, decay)
+    assert row == {"step": 1, **expected}
 
 
 def test_distances_are_means_over_draws_and_relative_to_the_mini_batch():
