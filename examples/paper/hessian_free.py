@@ -90,7 +90,9 @@ def train_run(
         return evaluate
 
     def record(step: int) -> bool:
+        model.eval()
         rows.append({"step": step, **judge(trained, 0.0, parts, decay)})
+        model.train()
         return math.isfinite(rows[-1]["train_loss"])
 
     rows: list[Row] = []

@@ -254,6 +254,22 @@ def test_debiased_hessian_free_steps_halve_the_images_of_a_step(trained, size, t
     assert row == {"step": 1, **expected}
 
 
+def test_hessian_free_training_measures_batch_norms_by_their_running_statistics(trained, tmp_path):
+    train, test = (part.subset(torch.arange(30)) for part in (trained.train, trained.test))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))
+    few = replace(trained, train=train, test=test, model=model.train())
+    settings = hessian_free.Settings(batch_size=20, steps=3, max_iter=3, output=tmp_path)
+    *_, row = hessian_free.train_run(few, settings, True, "single-batch", 0)
+    x, y = test.batch(range(30))
+    accuracy = (model.eval()(x).argmax(1) == y).double().mean()
+    assert row["test_accuracy"] == float(accuracy)
+    penalty = trained.recipe.penalty / 2 * sum(model[i].weight.square().sum() for i in (1, 3))
+    loss = nn.functional.cross_entropy(model(x), y) + penalty
+    assert row["test_loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
 def test_distances_are_means_over_draws_and_relative_to_the_mini_batch():
     nll = {(FULL, 0): (1.0, 2.0), (MINI, 0): (1.4, 2.0), (MINI, 1): (1.0, 2.4)}
     nll |= {(CROSSFIT, 0): (1.1, 2.0), (CROSSFIT, 1): (0.9, 2.0)}
