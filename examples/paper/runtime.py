@@ -22,6 +22,7 @@ from examples.paper.common import (
     Row,
     Trained,
     load,
+    some,
     write,
 )
 from examples.paper.common import (
@@ -40,7 +41,8 @@ class Settings(Shared):
         batch_size: Examples of a mini-batch; debiased fits use two batches of half the size.
         folds: Folds of the cross-fitted posterior.
         repeats: How many times each fit is timed; the fits take turns.
-        full_examples: Training examples of a full-batch fit, in mini-batches; 0 for none.
+        full_examples: The number of random training examples of a full-batch fit, which reads them
+            in mini-batches; 0 for none.
         fisher: How the curvature is computed.
     """
 
@@ -79,8 +81,7 @@ def run(settings: Settings) -> list[Row]:
 
 def timed_fits(trained: Trained, settings: Settings) -> dict[str, Callable[[], Laplace]]:
     """Return the fits, by name."""
-    number = 1 + settings.full_examples // settings.batch_size
-    (x, y), *full = trained.batches(settings.batch_size, number, settings.seed)
+    [(x, y)] = trained.batches(settings.batch_size, 1, settings.seed)
     half = len(x) // 2
 
     def fitted(*batches: list[Batch], folds: int | None = None) -> Laplace:
@@ -93,7 +94,12 @@ def timed_fits(trained: Trained, settings: Settings) -> dict[str, Callable[[], L
         DEBIASED: lambda: fitted([(x[:half], y[:half])], [(x[half:], y[half:])]),
         CROSSFIT: lambda: fitted([(x, y)], folds=settings.folds),
     }
-    return fits | ({FULL: lambda: fitted(full)} if full else {})
+    if settings.full_examples:
+        generator = torch.Generator().manual_seed(settings.seed)
+        order = some(len(trained.train), settings.full_examples, generator)
+        full = [trained.batch(trained.train, part) for part in order.split(settings.batch_size)]
+        fits[FULL] = lambda: fitted(full)
+    return fits
 
 
 def cost(fit: Callable[[], Laplace], device: str) -> Row:

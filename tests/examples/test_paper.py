@@ -9,7 +9,7 @@ from csv_table import read_csv
 from torch import nn
 from torch.func import functional_call, jacrev
 
-from examples.paper import conjugate_gradients, hessian_free, kfac_error, laplace
+from examples.paper import conjugate_gradients, hessian_free, kfac_error, laplace, runtime
 from examples.paper.__main__ import EXPERIMENTS, main
 from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, distances, judge
 from examples.paper.data import digits, digits_parts
@@ -268,6 +268,17 @@ def test_hessian_free_training_measures_batch_norms_by_their_running_statistics(
     penalty = trained.recipe.penalty / 2 * sum(model[i].weight.square().sum() for i in (1, 3))
     loss = nn.functional.cross_entropy(model(x), y) + penalty
     assert row["test_loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+# The training set has 40 images: the last number is all of them, not without the mini-batch.
+@pytest.mark.parametrize("number", [0, 5, 20, 40])
+def test_the_full_batch_fit_that_is_timed_has_all_its_examples(trained, number, tmp_path):
+    few = replace(trained, train=trained.train.subset(torch.arange(40)))
+    settings = runtime.Settings(batch_size=16, full_examples=number, output=tmp_path)
+    fits = runtime.timed_fits(few, settings)
+    assert (FULL in fits) == (number > 0)
+    if number:
+        assert fits[FULL]().num_data == number
 
 
 def test_distances_are_means_over_draws_and_relative_to_the_mini_batch():
