@@ -48,6 +48,8 @@ class Settings(Shared):
 
 def run(settings: Settings) -> list[Row]:
     """Train; return a row for each variant and method, with means over the ends of runs."""
+    if settings.checkpoint is not None:
+        raise ValueError("every run begins with random weights: leave checkpoint out")
     start = load(replace(settings, recipe={**settings.recipe, "epochs": 0, "cycles": ()}))
     rows: list[Row] = []
     for draw in tqdm(range(settings.draws), "runs", disable=not settings.progress):

@@ -87,6 +87,12 @@ def test_a_full_set_of_too_few_batches_is_refused(tmp_path):
         main(["kfac_batch_size", *TINY, *options])
 
 
+@pytest.mark.parametrize("name", ["hessian_free", "model_size", "over_training"])
+def test_a_checkpoint_is_refused_where_the_networks_are_trained(name, tmp_path):
+    with pytest.raises(ValueError, match=r"leave (it|checkpoint) out"):
+        main([name, "--checkpoint=net.safetensors", f"--output={tmp_path}"])
+
+
 def test_without_a_name_the_experiments_are_listed(capsys):
     with pytest.raises(SystemExit) as end:
         main([])
