@@ -59,6 +59,7 @@ def of_networks(problem: Problem) -> Iterator[Method]:
         plain = [noise(one, problem.train) if problem.is_regression else 1.0 for one in some]
         name = "ensemble" if number > 1 else "network"
         yield Method([name], mean_of(some, plain), time.perf_counter() - start)
+        start = time.perf_counter()
         if problem.is_regression:
             scales = [noise(one, problem.validation) for one in some]
         else:

@@ -1,12 +1,14 @@
 """The study: one problem runs, goes on where it was broken off, and makes its tables."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from examples.study import methods
 from examples.study.__main__ import ALL, main
 from examples.study.problems import PROBLEMS, MissingError
 from examples.study.tables import cell, read
@@ -94,6 +96,14 @@ def test_parts_are_disjoint_and_repeatable(name, monkeypatch):
     assert not torch.equal(problem.train[0], other.train[0])
     shifted = problem.sets["shifted"][0] - problem.sets["test"][0]
     assert float(shifted.std()) == pytest.approx(0.5, rel=0.05)
+
+
+def test_the_seconds_of_a_method_do_not_include_the_evaluation_of_others(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(methods, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for method in methods.methods_of(PROBLEMS["wine-few"](0)):
+        assert method.seconds == 0.0, method.names
+        now[0] += 100.0  # the caller evaluates this method before it requests the next one
 
 
 def test_a_cell_is_a_paired_t_interval():
