@@ -2,7 +2,7 @@
 
 Setting a weight w to zero increases the loss by about ½ w² c, where c is the curvature along this
 weight (LeCun et al., 1990). The diagonal of the GGN is estimated from products; the diagonal of
-K-FAC is computed exactly without products.
+EKFAC is computed exactly without products.
 
 Run with `python examples/pruning.py`; picture in results/pruning.png.
 """

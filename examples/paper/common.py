@@ -183,8 +183,8 @@ def distances(rows: Sequence[Row]) -> list[Row]:
 
     The distance is the mean over draws and prior precisions of |NLL − full-batch NLL|, in nats. The
     ratio is the distance divided by the distance of the mini-batch fit to as many examples, in the
-    same draws. "worst" is the largest distance at a single prior precision. Rows of full-batch have
-    no draw.
+    same draws. "worst" is the largest ratio at a single prior precision. Rows of full-batch have no
+    draw.
     """
     full = {(r["method"], r["prior_precision"]): r["nll"] for r in rows if r["draw"] is None}
     grid = list(dict.fromkeys(delta for _, delta in full))

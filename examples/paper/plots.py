@@ -24,8 +24,8 @@ _METRIC_NAMES = {
     "ece": "ECE ↓",
     "accuracy": "Accuracy ↑",
     "brier": "Brier score ↓",
-    "train_loss": "Training loss (nats) ↓",
-    "test_loss": "Test loss (nats) ↓",
+    "train_loss": "Regularised training loss (nats) ↓",
+    "test_loss": "Regularised test loss (nats) ↓",
     "train_accuracy": "Training accuracy ↑",
     "test_accuracy": "Test accuracy ↑",
 }
