@@ -1,12 +1,26 @@
 """Closed forms against `torch.linalg` on the dense matrix, at 1e-10."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import THIN, Opaque, randn, rotation
 
-from laplace_debias.linalg import inverse, inverse_sqrt, trace
+from laplace_debias.linalg import (
+    cg,
+    debiased_cg,
+    eigsh,
+    frobenius_norm,
+    inverse,
+    inverse_sqrt,
+    logdet,
+    neumann,
+    spectral_density,
+    spectral_norm,
+    trace,
+)
 from laplace_debias.operators import (
     BlockDiagonal,
     Dense,
@@ -402,6 +416,31 @@ def test_blocks_may_be_empty():
     A = BlockDiagonal({"a": empty, "b": Diagonal(4 * torch.ones(2).double())})
     torch.testing.assert_close(inverse_sqrt(A).to_dense(), torch.eye(2).double() / 2)
     torch.testing.assert_close(inverse(A).to_dense(), torch.eye(2).double() / 4)
+    for B, value in ((A, 4.0), (A + 0.5 * Identity(2), 4.5)):
+        torch.testing.assert_close(B.to_dense(), value * torch.eye(2).double())
+        assert float(logdet(B)) == pytest.approx(2 * math.log(value))
+        assert float(spectral_norm(B)) == value
+        torch.testing.assert_close(eigsh(B, 2).values, torch.full((2,), value).double())
+
+
+@pytest.mark.parametrize(
+    "A", [Dense(torch.zeros(0, 0)), Diagonal(torch.zeros(0)), Identity(0)], ids=repr
+)
+def test_an_operator_may_have_no_rows(A):
+    """Empty sums are 0, an empty product is 1, and a system without unknowns is solved."""
+    for value in (trace(A), logdet(A), spectral_norm(A), frobenius_norm(A)):
+        assert float(value) == 0
+        assert value.num_matvecs == 0
+    for shape in ((0,), (0, 2)):
+        b = torch.zeros(shape)
+        result = debiased_cg(A, A, b, b)
+        for solution in (cg(A, b), result.single, result.debiased):
+            assert solution.x.shape == shape
+            assert (solution.converged, solution.num_matvecs) == (True, 0)
+    with pytest.raises(ValueError, match="no eigenvalues"):
+        spectral_density(A)
+    with pytest.raises(ValueError, match=r"shape \(0, 0\)"):
+        neumann(A, torch.zeros(0))
 
 
 def test_a_scalar_beyond_single_precision():

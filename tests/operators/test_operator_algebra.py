@@ -377,7 +377,7 @@ def test_block_diagonal_with_layout():
         (lambda: Diagonal(randn(2, 2)), ValueError, "use Dense for a matrix"),
         (lambda: Dense(randn(2)), ValueError, "use Diagonal for a vector"),
         (lambda: Dense(torch.ones(2, 2).long()), ValueError, "real floating"),
-        (lambda: Identity(0), ValueError, "at least one row"),
+        (lambda: Identity(-1), ValueError, "number of rows is -1"),
         (lambda: Identity(2, torch.int64), TypeError, "real floating"),
         (lambda: EigenKronecker(None, None, torch.ones(2, 2).long()), ValueError, "real floating"),
         (

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_choice
+from laplace_debias.linalg.checks import check_choice, check_operator
 from laplace_debias.linalg.estimators.function_trace import with_bias
 from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature
 from laplace_debias.linalg.results import SpectralDensity
@@ -98,6 +98,12 @@ def spectral_density(
         raise ValueError('`floor` applies only to `scale="log"`. Remove `floor`.')
     if floor is not None and not floor >= 0:
         raise ValueError(f"`floor` is {floor}. Pass 0 or a positive number.")
+    check_operator(A, generator)
+    if 0 in A.shape:
+        raise ValueError(
+            f"{type(A).__name__} has shape {A.shape}, so it has no eigenvalues. Pass an operator "
+            "with at least one row."
+        )
     rule = lanczos_quadrature(
         A,
         num_probes,

@@ -42,7 +42,7 @@ class LineSearches:
         self._A = A
         self._is_vector = b.ndim == 1
         shape = b.shape
-        b = b.reshape(len(b), -1)
+        b = b.unsqueeze(1) if self._is_vector else b
         self._x = torch.zeros_like(b)
         self.residual = b
         self._num_matvecs = 0
@@ -59,7 +59,9 @@ class LineSearches:
             self._num_matvecs = b.shape[1]
         # In these units, the squares of each right-hand side and its residual are in the range of
         # single precision. Scaling by powers of two changes no digit.
-        largest = torch.maximum(b.abs(), self.residual.abs()).amax(dim=0)
+        # With the row of zeros, there is a largest entry even if the operator has no rows.
+        entries = [b.abs(), self.residual.abs(), b.new_zeros(1, b.shape[1])]
+        largest = torch.cat(entries).amax(dim=0)
         self._unit = torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
         b = b / self._unit
         self._x = self._x / self._unit

@@ -86,7 +86,7 @@ def neumann(
     norms = start_norms
     best = x
     best_norms = start_norms
-    with Products(A, progress=progress, total=num_terms * (b.numel() // len(b))) as products:
+    with Products(A, progress=progress, total=num_terms * b[:1].numel()) as products:
         for _ in range(num_terms):
             step = scale * precondition(preconditioner, residual)
             x = x + step

@@ -48,7 +48,9 @@ def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     if isinstance(operator, Dense):
         return torch.linalg.matrix_norm(operator.matrix, 2)
     values = eigenvalues(operator)
-    return None if values is None else values.abs().amax()
+    if values is None:
+        return None
+    return values.abs().amax() if len(values) else values.new_zeros(())
 
 
 def _trace(operator: LinearOperator) -> Tensor:

@@ -84,12 +84,12 @@ class Identity(Symmetric):
     anything has torch's defaults.
 
     Args:
-        n: The number of rows and columns, at least 1.
+        n: The number of rows and columns, at least 0.
         dtype: The dtype of the entries.
         device: The device on which products are computed.
 
     Raises:
-        ValueError: If n is less than 1.
+        ValueError: If n is negative.
         TypeError: If the dtype is not a real floating-point dtype.
     """
 
@@ -103,8 +103,8 @@ class Identity(Symmetric):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if n < 1:
-            raise ValueError(f"An identity needs at least one row, got n = {n}. Pass a positive n.")
+        if n < 0:
+            raise ValueError(f"The number of rows is {n}. Pass a number of at least 0.")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(
                 f"An identity must have a real floating-point dtype, got {dtype}. Use "
