@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributions import Poisson as PoissonDistribution
 
-from laplace_debias import Categorical, Laplace, Likelihood
+from laplace_debias import Categorical, Laplace, Likelihood, Ordinal
 
 
 class Poisson(Likelihood):
@@ -125,3 +125,64 @@ def test_options_must_be_plain_data(tmp_path):
     la, _ = fitted(Odd())
     with pytest.raises(ValueError, match=r"options of Odd .* cannot be saved"):
         la.save(tmp_path / "odd.safetensors", own_likelihood=True)
+
+
+class Tempered(Categorical):
+    """A softmax at the temperature 2."""
+
+    def nll(self, outputs, targets):
+        return super().nll(outputs / 2, targets)
+
+    def hessian_root(self, outputs):
+        return super().hessian_root(outputs / 2) / 2
+
+    def sample(self, outputs, uniforms):
+        return super().sample(outputs / 2, uniforms)
+
+
+def test_a_subclass_with_its_own_curvature_inherits_no_method_of_another_curvature():
+    likelihood = Tempered()
+    f = torch.tensor([[1.0, -0.5, 2.0]]).double()
+    hessian = torch.func.hessian(lambda f: likelihood.nll(f, torch.tensor([0])).sum())(f)[0, :, 0]
+    columns = likelihood.hessian_root(f)[:, 0]
+    torch.testing.assert_close(columns.T @ columns, hessian)
+    torch.testing.assert_close(likelihood.hessian_trace(f), hessian.trace().unsqueeze(0))
+    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
+    sums = likelihood.signed_root(f.expand(2, 3), lambda num_columns: signs)
+    torch.testing.assert_close(sums.T @ sums / 2, hessian)
+    # The mean over equidistant numbers differs from the expectation by at most 1 / 10,000.
+    uniforms = ((torch.arange(10_000) + 0.5) / 10_000).double().unsqueeze(1).expand(-1, 3)
+    drawn = likelihood.drawn_gradient(f.expand(10_000, 3), uniforms)
+    torch.testing.assert_close(drawn.T @ drawn / 10_000, hessian, rtol=0, atol=1e-4)
+
+
+class AlwaysZero(Categorical):
+    def sample(self, outputs, uniforms):
+        return torch.zeros(len(outputs), dtype=torch.int64)
+
+
+def test_a_subclass_draws_the_labels_of_monte_carlo_fits_by_its_own_sample():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double().eval()
+    x = torch.randn(8, 3).double()
+    y = torch.randint(4, (8,))
+    la = Laplace(model, AlwaysZero(), curvature="diag", params=["bias"], fisher="mc")
+    la.fit_batches([(x, y)])
+    gradients = model(x).softmax(1) - torch.eye(4)[0]
+    diagonal = la.posterior.curvature.blocks["bias"].to_dense().diagonal()
+    torch.testing.assert_close(diagonal, gradients.square().mean(0).detach())
+
+
+class Halved(Ordinal):
+    """The loss of half of the examples."""
+
+    def nll(self, outputs, targets):
+        return super().nll(outputs, targets) / 2
+
+
+def test_the_gradient_is_that_of_the_subclass_s_own_loss():
+    outputs = torch.randn(5, 1).double()
+    targets = torch.tensor([0, 1, 2, 1, 0])
+    thresholds = [-1.0, 1.0]
+    whole = Ordinal(thresholds).gradient(outputs, targets)
+    torch.testing.assert_close(Halved(thresholds).gradient(outputs, targets), whole / 2)

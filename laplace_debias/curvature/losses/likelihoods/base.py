@@ -14,6 +14,12 @@ from laplace_debias.system.shown import one_line
 
 Weights = Sequence[float] | Tensor
 
+_DERIVED_METHODS = {
+    "nll": ("gradient",),
+    "hessian_root": ("signed_root", "hessian_trace", "drawn_gradient"),
+}
+"""Methods, and the methods whose faster forms in a class belong to them."""
+
 
 class Likelihood(ABC):
     """The distribution p(y | f) of targets y, given the network's outputs f, `[B, C]`.
@@ -59,9 +65,11 @@ class Likelihood(ABC):
         for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
             if attribute not in vars(cls):
                 setattr(cls, attribute, getattr(Likelihood, attribute))
-        # `signed_root` must add up the columns of the class's own `hessian_root`.
-        if "hessian_root" in vars(cls) and "signed_root" not in vars(cls):
-            setattr(cls, "signed_root", Likelihood.signed_root)  # noqa: B010 (a method)
+        # The general form of a method uses the class's own loss and root of the Hessian.
+        for method, derived_methods in _DERIVED_METHODS.items():
+            for derived in derived_methods:
+                if method in vars(cls) and derived not in vars(cls):
+                    setattr(cls, derived, getattr(Likelihood, derived))
 
     __repr__ = one_line
 
@@ -199,7 +207,8 @@ class Likelihood(ABC):
     ) -> Float[Tensor, "batch outputs"]:
         """Compute the gradient of −log p(y | f) in f at targets drawn from p(y | f), `[B, C]`.
 
-        Its expected outer product equals the outer product of the columns of `hessian_root`.
+        Its expected outer product equals the outer product of the columns of `hessian_root`. A loss
+        with `curvature_weights` differs from −log p(y | f), and has to implement this method.
         """
         return self.gradient(outputs, self.sample(outputs, uniforms))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Int, Integer
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
@@ -259,13 +259,15 @@ class Categorical(Likelihood):
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
         """Draw class indices from the softmax, with one uniform number per example."""
-        return _drawn_labels(outputs.softmax(-1), uniforms)
+        cumulative = outputs.softmax(-1).cumsum(-1)
+        # The cumulative distribution is inverted at the first number of each example.
+        above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
+        return (cumulative[:, :-1] <= above).sum(-1)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
         """Compute p − e_y for labels y that are drawn from the softmax."""
-        p = outputs.softmax(-1)
-        labels = _drawn_labels(p, uniforms)
-        return p.scatter(-1, labels.unsqueeze(-1), -1.0, reduce="add")
+        labels = self.sample(outputs, uniforms)
+        return outputs.softmax(-1).scatter(-1, labels.unsqueeze(-1), -1.0, reduce="add")
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Return the categorical distribution of the label, by the probit approximation."""
@@ -293,15 +295,6 @@ def _normalised_distribution(log_probs: Tensor) -> CategoricalDistribution:
     # torch then checks only the values at which the distribution is evaluated.
     del distribution._validate_args
     return distribution
-
-
-def _drawn_labels(
-    probabilities: Float[Tensor, "batch classes"], uniforms: Float[Tensor, "batch classes"]
-) -> Int[Tensor, " batch"]:
-    """Draw class indices by inverting the cumulative distribution at the first uniform number."""
-    cumulative = probabilities.cumsum(-1)
-    above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
-    return (cumulative[:, :-1] <= above).sum(-1)
 
 
 def _are_soft(targets: Tensor) -> bool:
