@@ -126,8 +126,11 @@ class Categorical(Likelihood):
             return
         # There is no indexing by a mask, because the host would wait for the device.
         labels = targets.long()
-        # Ignored labels are replaced by a label that is in range.
-        low, high = labels.masked_fill(labels == self.ignore_index, 0).aminmax()
+        # Ignored labels are replaced by numbers that are neither the lowest nor the highest label.
+        limits = torch.iinfo(torch.int64)
+        is_ignored = labels == self.ignore_index
+        low = labels.masked_fill(is_ignored, limits.max).amin()
+        high = labels.masked_fill(is_ignored, limits.min).amax()
         require(
             (low >= 0) & (high < num_classes),
             lambda: ValueError(
