@@ -47,7 +47,7 @@ class Endpoint(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             images = torch.tensor(json.loads(body)["images"], dtype=torch.float32)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             self.reply(400, {"error": f'Send {{"images": [...]}} as JSON ({error}).'})
             return
         if images.ndim != 2 or images.shape[1] != NUM_PIXELS or not images.isfinite().all():

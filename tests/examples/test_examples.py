@@ -229,6 +229,7 @@ def test_the_endpoint_rejects_what_is_not_a_request_for_images(tmp_path):
             ({"pictures": []}, "/predict", 400, "as JSON ('images')"),
             ([1], "/predict", 400, "as JSON"),
             ({"images": [["a"] * 64]}, "/predict", 400, "as JSON"),
+            ({"images": [[10**400] * 64]}, "/predict", 400, "too large"),
             ({"images": x.tolist()}, "/other", 404, "Use /predict"),
         ):
             answered, answer = module.request(port, content, path)
