@@ -33,7 +33,7 @@ def run(settings: Settings) -> list[Row]:
     """Train ConvNets of several sizes and measure the bias on each."""
     if settings.checkpoint is not None:
         raise ValueError("all networks are trained here: leave checkpoint out")
-    trained = load(replace(settings, recipe={"epochs": 0}))
+    trained = load(replace(settings, recipe={"epochs": 0, "cycles": ()}))
     recipe = replace(trained.problem.recipe, **settings.recipe)
     (_, channels, size, _), classes = trained.test.pixels.shape, len(trained.test.classes)
     table: list[Row] = []

@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
             print(f"{name} is skipped: {missing}", flush=True)
     chosen = [row for row in read(file) if row["problem"] in names]
     made = table_without_posteriors(chosen) if options.networks_only else tables(chosen)
-    (options.out / "tables.md").write_text(made, encoding="utf-8")
+    tables_file = "networks.md" if options.networks_only else "tables.md"
+    (options.out / tables_file).write_text(made, encoding="utf-8")
     print(made)
     return made
 
