@@ -53,7 +53,9 @@ class PosteriorPrior(GaussianPrior):
                 "`params=` for both."
             )
         posterior = self.fitted.posterior
-        information = Information(posterior.curvature, posterior.curvature_weight)
+        information = Information(
+            posterior.curvature, posterior.curvature_weight, posterior.factor_scales
+        )
         return Prior(posterior.prior_precision, self.mean.double(), information)
 
 

@@ -9,6 +9,7 @@ from cases import others_slow
 from torch import nn
 
 from laplace_debias import GaussianPrior, Laplace, Split, posterior_as_prior
+from laplace_debias.curvature.fits.information import factor_eigenvalues
 
 DELTA = 0.7
 STRUCTURES = ["kfac", "ekfac", "diag", "lowrank", "full"]
@@ -144,7 +145,8 @@ def test_kfac_adds_the_factors_of_all_tasks_one_after_the_other():
         factors_G = factors_A = 0
         for size, fit in zip(sizes, fits, strict=True):
             part = fit.posterior.curvature.blocks[name]
-            eigenvalues_G, eigenvalues_A = part.factor_eigenvalues
+            trace_A = fit.posterior.factor_scales[name].trace_A
+            eigenvalues_G, eigenvalues_A = factor_eigenvalues(part, trace_A)
             factors_G = factors_G + size * part.U_G @ eigenvalues_G.diag() @ part.U_G.T
             factors_A = factors_A + size * part.U_A @ eigenvalues_A.diag() @ part.U_A.T
         expected = torch.kron(factors_G, factors_A) / 31

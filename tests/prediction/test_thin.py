@@ -427,7 +427,7 @@ def test_directions_are_chosen_by_their_magnitudes_not_their_places():
     def reversed_(block):
         U_G, U_A = (None if U is None else U.flip(-1) for U in (block.U_G, block.U_A))
         dims = [dim for dim, U in ((-2, U_G), (-1, U_A)) if U is not None]
-        return EigenKronecker(U_G, U_A, block.magnitudes.flip(dims), trace_A=block.trace_A)
+        return EigenKronecker(U_G, U_A, block.magnitudes.flip(dims))
 
     other, _ = wide()
     with_blocks(other, reversed_)

@@ -1,12 +1,13 @@
 """The context of a fit of the curvature, and its result."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -82,6 +83,27 @@ class FitContext:
         return self._first_parameter.device
 
 
+@dataclass(frozen=True, eq=False)
+class FactorScales:
+    r"""The scales of a block's factors G and A, which the product $G \otimes A$ does not determine.
+
+    An update recovers the factors, and adds the factors of new data.
+
+    Attributes:
+        trace_A: The trace of A, one per group.
+        share_A: The total weight of the examples over which A is a mean, as a fraction of the
+            weight of all examples: K-FAC leaves out the examples that have no position in a layer,
+            and weights the others as the loss does.
+    """
+
+    trace_A: Float[Tensor, " *groups"]
+    share_A: float = 1.0
+
+    def to(self, device: torch.device) -> "FactorScales":
+        """Move the trace to a device."""
+        return replace(self, trace_A=self.trace_A.to(device))
+
+
 @dataclass(frozen=True)
 class CurvatureFit:
     """The fitted curvature of the mean loss, and the totals of its data.
@@ -89,9 +111,12 @@ class CurvatureFit:
     Attributes:
         curvature: The curvature, block by block.
         totals: The totals of the data.
+        factor_scales: The scales of K-FAC's factors, by the block's name; empty for a curvature
+            that is not a product of factors, or if the scales are not known.
         report: A report of the fitting scheme; None if the scheme makes no report.
     """
 
     curvature: BlockDiagonal
     totals: DataTotals
+    factor_scales: Mapping[str, FactorScales] = field(default_factory=dict)
     report: Any = None

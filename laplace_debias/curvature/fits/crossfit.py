@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.block_tensors import BlockTensors, add_to, owners_of_blocks
-from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.context import FactorScales, FitContext
 from laplace_debias.curvature.fits.degenerate import average_degenerate, numerical_rank, resolution
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
@@ -121,7 +121,7 @@ def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
 
 def crossfit_factors(
     context: FitContext, totals_by_fold: Sequence[DataTotals], sums_by_fold: list[FactorSums]
-) -> BlockDiagonal:
+) -> tuple[BlockDiagonal, dict[str, FactorScales]]:
     """Build the cross-fitted K-FAC curvature of all blocks.
 
     Args:
@@ -129,8 +129,12 @@ def crossfit_factors(
         totals_by_fold: The totals of each fold, over all processes.
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns. They are
             removed to free their memory.
+
+    Returns:
+        The curvature, and the scales of the factors by the block's name.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
+    traces_A: BlockTensors = {}
     for block in _own_blocks(context, sums_by_fold):
         sizes_G, sizes_A = _fold_sizes(totals_by_fold, block)
         basis = _mean_basis(sums_by_fold, totals_by_fold, block)
@@ -139,15 +143,15 @@ def crossfit_factors(
         along_G = crossfit_magnitudes(factors_G, sizes_G, pair_G, context.dtype)
         along_A = crossfit_magnitudes(factors_A, sizes_A, pair_A, context.dtype)
         magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
-        trace_A = basis.input_directions.trace(along_A)
-        operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes, trace_A=trace_A)]
-    (curvature,) = _share_curvatures(context, operators, 1, total_of(totals_by_fold))
-    return curvature
+        operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes)]
+        traces_A[block] = basis.input_directions.trace(along_A)
+    (curvature,) = _share_curvatures(context, operators, 1)
+    return curvature, _share_scales(context, traces_A, total_of(totals_by_fold))
 
 
 def crossfit_with_replicates(
     context: FitContext, totals_by_fold: Sequence[DataTotals], sums_by_fold: Sequence[FactorSums]
-) -> list[BlockDiagonal]:
+) -> tuple[list[BlockDiagonal], dict[str, FactorScales]]:
     """Build cross-fitted K-FAC, plain K-FAC, and for each fold a replicate without this fold.
 
     The replicates are for the jackknife estimate of the error. A replicate has the eigenbasis of
@@ -161,9 +165,11 @@ def crossfit_with_replicates(
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns.
 
     Returns:
-        The cross-fitted curvature, the plain curvature, and the K replicates.
+        The cross-fitted curvature, the plain curvature, and the K replicates. Then the scales of
+        the cross-fitted factors, by the block's name.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
+    traces_A: BlockTensors = {}
     for block in _own_blocks(context, sums_by_fold):
         sizes_G, sizes_A = _fold_sizes(totals_by_fold, block)
         basis = _mean_basis(sums_by_fold, totals_by_fold, block)
@@ -174,15 +180,14 @@ def crossfit_with_replicates(
         crossfitted = basis.pooled(outer(along_G, along_A), context.dtype)
         plain = outer(basis.eigenvalues_G, basis.eigenvalues_A)
         operators[block] = [
-            EigenKronecker(
-                basis.U_G, basis.U_A, crossfitted, trace_A=basis.input_directions.trace(along_A)
-            ),
+            EigenKronecker(basis.U_G, basis.U_A, crossfitted),
             EigenKronecker(basis.U_G, basis.U_A, plain),
         ]
+        traces_A[block] = basis.input_directions.trace(along_A)
         for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
             operators[block].append(EigenKronecker(U_G, U_A, outer(values_G, values_A)))
-    num_curvatures = 2 + len(totals_by_fold)
-    return _share_curvatures(context, operators, num_curvatures, total_of(totals_by_fold))
+    curvatures = _share_curvatures(context, operators, 2 + len(totals_by_fold))
+    return curvatures, _share_scales(context, traces_A, total_of(totals_by_fold))
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
@@ -219,7 +224,6 @@ def _share_curvatures(
     context: FitContext,
     operators: Mapping[Block, Sequence[EigenKronecker]],
     num_curvatures: int,
-    totals: DataTotals,
 ) -> list[BlockDiagonal]:
     """Collect curvatures of all blocks from the processes that own the blocks.
 
@@ -227,10 +231,9 @@ def _share_curvatures(
         context: The blocks, and the processes.
         operators: For each block of this process, its operators, one for each curvature.
         num_curvatures: The number of curvatures.
-        totals: The totals of all folds.
     """
     owned = {
-        (block, index): (kronecker.U_G, kronecker.U_A, kronecker.magnitudes, kronecker.trace_A)
+        (block, index): (kronecker.U_G, kronecker.U_A, kronecker.magnitudes)
         for block, block_operators in operators.items()
         for index, kronecker in enumerate(block_operators)
     }
@@ -244,18 +247,31 @@ def _share_curvatures(
     for index in range(num_curvatures):
         blocks: dict[str, EigenKronecker] = {}
         for block in context.blocks:
-            U_G, U_A, magnitudes, trace_A = shared.pop((block, index))
+            U_G, U_A, magnitudes = shared.pop((block, index))
             assert magnitudes is not None
-            kronecker = EigenKronecker(
-                U_G,
-                U_A,
-                magnitudes,
-                trace_A=trace_A,
-                share_A=totals.input_share(block),
-            )
-            blocks[block.name] = kronecker.to(context.dtype)
+            blocks[block.name] = EigenKronecker(U_G, U_A, magnitudes).to(context.dtype)
         curvatures.append(BlockDiagonal(blocks))
     return curvatures
+
+
+def _share_scales(
+    context: FitContext, traces_A: BlockTensors, totals: DataTotals
+) -> dict[str, FactorScales]:
+    """Collect the scales of all blocks' factors from the processes that own the blocks.
+
+    Args:
+        context: The blocks, and the processes.
+        traces_A: The trace of A of each block of this process.
+        totals: The totals of all folds.
+    """
+    owned = {block: (trace_A,) for block, trace_A in traces_A.items()}
+    shared = context.ranks.share(owned, owners_of_blocks(context))
+    scales: dict[str, FactorScales] = {}
+    for block in context.blocks:
+        (trace_A,) = shared[block]
+        assert trace_A is not None
+        scales[block.name] = FactorScales(trace_A.to(context.dtype), totals.input_share(block))
+    return scales
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The information of earlier data, to which the information of new data is added."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
@@ -21,10 +23,18 @@ class Information:
     Attributes:
         curvature: C, block by block.
         weight: The number of examples N, so that the information is N C.
+        factor_scales: The scales of K-FAC's factors, by the block's name; empty for a curvature
+            that is not a product of factors, or if the scales are not known.
     """
 
     curvature: BlockDiagonal
     weight: float
+    factor_scales: Mapping[str, FactorScales] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Information":
+        """Move the curvature and the scales to a device."""
+        factor_scales = {name: scales.to(device) for name, scales in self.factor_scales.items()}
+        return Information(self.curvature.to(device), self.weight, factor_scales)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def add_earlier_factors(
 
     Args:
         sums: The factor sums of the new data.
-        information: The information of the earlier data.
+        information: The information of the earlier data, with the scales of all factors.
         counts: The numbers of examples.
         totals: The totals of the new data.
 
@@ -86,8 +96,9 @@ def add_earlier_factors(
     for block, (new_G, new_A) in sums.items():
         earlier = information.curvature.blocks[block.name]
         assert isinstance(earlier, EigenKronecker)
-        eigenvalues_G, eigenvalues_A = earlier.factor_eigenvalues
-        earlier_in_A = counts.num_earlier * earlier.share_A
+        earlier_scales = information.factor_scales[block.name]
+        eigenvalues_G, eigenvalues_A = factor_eigenvalues(earlier, earlier_scales.trace_A)
+        earlier_in_A = counts.num_earlier * earlier_scales.share_A
         all_totals.add_input_weight(block, earlier_in_A + counts.scale * totals.input_weight(block))
         scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
         is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
@@ -102,6 +113,24 @@ def add_earlier_factors(
             earlier_A + _scaled(new_A, scales_A),
         )
     return all_totals
+
+
+def factor_eigenvalues(
+    curvature: EigenKronecker, trace_A: Float[Tensor, " *groups"]
+) -> tuple[Float[Tensor, "*groups rows"], Float[Tensor, "*groups columns"]]:
+    r"""Compute the eigenvalues of G and of A, whose products are the eigenvalues of $G \otimes A$.
+
+    Args:
+        curvature: The Kronecker product.
+        trace_A: The trace of A.
+    """
+    counts_G = curvature.output_directions.multiplicities(curvature.magnitudes)
+    counts_A = curvature.input_directions.multiplicities(curvature.magnitudes)
+    rows = curvature.magnitudes @ counts_A
+    columns = curvature.magnitudes.mT @ counts_G
+    trace_A = trace_A.unsqueeze(-1)
+    trace_G = (rows @ counts_G).unsqueeze(-1) / trace_A
+    return (rows / trace_A).nan_to_num(0.0), (columns / trace_G).nan_to_num(0.0)
 
 
 def _scaled(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:

@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.block_tensors import (
     check_finite,
     sum_over_processes,
 )
-from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.context import FactorScales, FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factor_keys import Side
@@ -36,12 +36,12 @@ class ProductMagnitudes:
 
     Attributes:
         values: The products along every direction of each block.
-        traces_A: The trace of A of each block.
+        factor_scales: The scales of the two factors, by the block's name.
         totals: The totals of the data on which the magnitudes were measured.
     """
 
     values: BlockTensors
-    traces_A: BlockTensors
+    factor_scales: dict[str, FactorScales]
     totals: DataTotals
 
 
@@ -53,14 +53,15 @@ def curvature_along(
     totals = accumulate(accumulator, data, first_index)
     along_A = accumulator.A.projected
     values: BlockTensors = {}
-    traces_A: BlockTensors = {}
+    scales: dict[str, FactorScales] = {}
     for block, G in accumulator.G.projected.items():
         A = G.new_ones(*block.groups, 1)
         if block in along_A:
             A = along_A[block] / totals.input_divisor(block)
         values[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
-        traces_A[block] = bases[block].input_directions.trace(A)
-    return ProductMagnitudes(values, traces_A, totals)
+        trace_A = bases[block].input_directions.trace(A).to(context.dtype)
+        scales[block.name] = FactorScales(trace_A, totals.input_share(block))
+    return ProductMagnitudes(values, scales, totals)
 
 
 class ProjectedSums(SideSums):
@@ -275,28 +276,9 @@ def assemble(
     return BlockDiagonal(blocks)
 
 
-def assemble_products(
-    context: FitContext, bases: dict[Block, Eigenbasis], products: ProductMagnitudes
-) -> BlockDiagonal:
-    """Build the curvature from directions and the products of the factors' curvatures along them.
-
-    Bases and products are emptied in the process, so that at most one block is in memory twice.
-    """
-    blocks: dict[str, EigenKronecker] = {}
-    for block in context.blocks:
-        blocks[block.name] = _kronecker(
-            bases.pop(block),
-            products.values.pop(block),
-            context.dtype,
-            trace_A=products.traces_A[block],
-            share_A=products.totals.input_share(block),
-        )
-    return BlockDiagonal(blocks)
-
-
 def assemble_eigenvalues(
     context: FitContext, bases: dict[Block, Eigenbasis], totals: DataTotals
-) -> BlockDiagonal:
+) -> tuple[BlockDiagonal, dict[str, FactorScales]]:
     """Build the curvature from directions and the products of the factors' own eigenvalues.
 
     Bases are emptied in the process, so that at most one block is in memory twice.
@@ -305,33 +287,25 @@ def assemble_eigenvalues(
         context: The blocks, in order, and the dtype.
         bases: The directions of each block.
         totals: The totals of the data that the factors come from.
+
+    Returns:
+        The curvature, and the scales of the factors by the block's name.
     """
     blocks: dict[str, EigenKronecker] = {}
+    scales: dict[str, FactorScales] = {}
     for block in context.blocks:
         basis = bases.pop(block)
         blocks[block.name] = _kronecker(
-            basis,
-            outer(basis.eigenvalues_G, basis.eigenvalues_A),
-            context.dtype,
-            trace_A=basis.input_directions.trace(basis.eigenvalues_A),
-            share_A=totals.input_share(block),
+            basis, outer(basis.eigenvalues_G, basis.eigenvalues_A), context.dtype
         )
-    return BlockDiagonal(blocks)
+        trace_A = basis.input_directions.trace(basis.eigenvalues_A).to(context.dtype)
+        scales[block.name] = FactorScales(trace_A, totals.input_share(block))
+    return BlockDiagonal(blocks), scales
 
 
 def _kronecker(
-    basis: Eigenbasis,
-    magnitudes: Float[Tensor, "*groups d_out d_in"],
-    dtype: torch.dtype,
-    trace_A: Float[Tensor, " *groups"] | None = None,
-    share_A: float = 1.0,
+    basis: Eigenbasis, magnitudes: Float[Tensor, "*groups d_out d_in"], dtype: torch.dtype
 ) -> EigenKronecker:
     """Build the curvature of a block, in the dtype of the posterior."""
     converted_basis = basis.to(dtype)
-    return EigenKronecker(
-        converted_basis.U_G,
-        converted_basis.U_A,
-        magnitudes.to(dtype),
-        trace_A=None if trace_A is None else trace_A.to(dtype),
-        share_A=share_A,
-    )
+    return EigenKronecker(converted_basis.U_G, converted_basis.U_A, magnitudes.to(dtype))

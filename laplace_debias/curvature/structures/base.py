@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
@@ -224,25 +223,12 @@ class CurvatureStructure(ABC):
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
         """Return a block's tensors in a file; directions that are coordinate axes are left out."""
         assert isinstance(block, EigenKronecker)
-        tensors = {
-            "U_G": block.U_G,
-            "U_A": block.U_A,
-            "magnitudes": block.magnitudes,
-            "trace_A": block.trace_A,
-        }
-        if block.share_A != 1:
-            tensors["share_A"] = torch.tensor(block.share_A, dtype=torch.float64)
+        tensors = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
         """Rebuild a block from its `tensors`."""
-        return EigenKronecker(
-            tensors.get("U_G"),
-            tensors.get("U_A"),
-            tensors["magnitudes"],
-            trace_A=tensors.get("trace_A"),
-            share_A=float(tensors.get("share_A", 1.0)),
-        )
+        return EigenKronecker(tensors.get("U_G"), tensors.get("U_A"), tensors["magnitudes"])
 
     def restore(
         self,

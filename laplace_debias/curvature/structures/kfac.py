@@ -19,8 +19,8 @@ from laplace_debias.curvature.fits.information import (
     add_earlier_factors,
 )
 from laplace_debias.curvature.fits.magnitudes import (
+    assemble,
     assemble_eigenvalues,
-    assemble_products,
     curvature_along,
 )
 from laplace_debias.curvature.network.batch import Batch
@@ -47,11 +47,12 @@ class KfacCurvature(FactoredCurvature):
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
-            curvature = assemble_eigenvalues(context, bases, totals)
-            return self.leading(CurvatureFit(curvature, totals))
+            curvature, scales = assemble_eigenvalues(context, bases, totals)
+            return self.leading(CurvatureFit(curvature, totals, scales))
         products = curvature_along(context, bases, magnitudes, totals.num_examples)
-        curvature = assemble_products(context, bases, products)
-        return self.leading(CurvatureFit(curvature, totals + products.totals))
+        curvature = assemble(context, bases, products.values)
+        totals = totals + products.totals
+        return self.leading(CurvatureFit(curvature, totals, products.factor_scales))
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
@@ -62,8 +63,8 @@ class KfacCurvature(FactoredCurvature):
         """
         folds = split_folds(context.ranks, data, num_folds)
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
-        curvature = crossfit_factors(context, totals_by_fold, sums_by_fold)
-        return self.leading(CurvatureFit(curvature, total_of(totals_by_fold)))
+        curvature, scales = crossfit_factors(context, totals_by_fold, sums_by_fold)
+        return self.leading(CurvatureFit(curvature, total_of(totals_by_fold), scales))
 
     def update(
         self,
@@ -83,8 +84,8 @@ class KfacCurvature(FactoredCurvature):
         counts = ExampleCounts.for_update(information, num_data, totals)
         all_totals = add_earlier_factors(sums, information, counts, totals)
         bases = eigenbases(context, sums, all_totals)
-        curvature = assemble_eigenvalues(context, bases, all_totals)
-        return self.leading(CurvatureFit(curvature, totals))
+        curvature, scales = assemble_eigenvalues(context, bases, all_totals)
+        return self.leading(CurvatureFit(curvature, totals, scales))
 
     def trial_passes(
         self, context: FitContext, data: Iterable[Batch]

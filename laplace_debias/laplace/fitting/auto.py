@@ -185,7 +185,8 @@ class Auto(Scheme):
         report = _report(last_round, progress, stop_reason)
         if stop_reason is not StopReason.TOLERANCE:
             _warn_of_error(report, self.tolerance)
-        return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
+        posterior = last_round.fitted.posterior
+        return CurvatureFit(posterior.curvature, last_round.totals, posterior.factor_scales, report)
 
     def _start(self, prepared: PreparedFit, data: FitStream) -> _Progress:
         """Begin a fit, or continue the fit of the report `after`."""

@@ -127,8 +127,8 @@ def check_before_fit(
 
 def _check_has_factors(information: Information) -> None:
     """Require that the Kronecker factors can be recovered from the curvature."""
-    for name, block in information.curvature.blocks.items():
-        if getattr(block, "trace_A", None) is None:
+    for name in information.curvature.blocks:
+        if name not in information.factor_scales:
             raise ValueError(
                 f"The Kronecker factors of {name} cannot be recovered. Either the "
                 "posterior was loaded from a file written by an earlier version of the "
@@ -273,6 +273,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         order=None if order is None else order.to(mean.device),
         temperature=setup.temperature,
         layout=parameters.layout(plain),
+        factor_scales=curvature_fit.factor_scales,
     )
     return FittedPosterior(
         spec=setup.spec,

@@ -16,7 +16,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import digest_of, digests
 from laplace_debias.laplace.fitting.prepared import PreparedFit
-from laplace_debias.laplace.saving.file import likelihood_to_json
+from laplace_debias.laplace.saving.file import likelihood_to_json, tensors_by_block
 from laplace_debias.system.version import __version__
 
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -116,8 +116,8 @@ def _earlier_data_identity(
         return None
     structure = prepared.config.structure
     identity: dict[str, Any] = {"number of examples": information.weight}
-    for name, block in information.curvature.blocks.items():
-        tensors = structure.tensors(block)
+    by_block = tensors_by_block(structure, information.curvature, information.factor_scales)
+    for name, tensors in by_block.items():
         identity[name] = {key: digest_of([tensor]) for key, tensor in tensors.items()}
     return identity
 

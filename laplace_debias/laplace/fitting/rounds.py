@@ -58,8 +58,8 @@ def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
     mean_curvature = float(sums.curvatures.mean())
     factors = [fold.factors(mean_curvature) for fold in sums.folds]
     totals = [fold.totals for fold in sums.folds]
-    crossfit, in_fold, *replicates = crossfit_with_replicates(context, totals, factors)
-    fitted = build_posterior(prepared, CurvatureFit(crossfit, sums.totals))
+    (crossfit, in_fold, *replicates), scales = crossfit_with_replicates(context, totals, factors)
+    fitted = build_posterior(prepared, CurvatureFit(crossfit, sums.totals, scales))
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(CURVE)[:, None]
     # The folds share one mean curvature, so its error is estimated from all examples read.
     curvatures = sums.curvatures

@@ -32,7 +32,7 @@ def update(
     check_batches(loader)
     posterior = fitted.posterior
     weight = posterior.curvature_weight * posterior.temperature
-    information = Information(posterior.curvature, weight)
+    information = Information(posterior.curvature, weight, posterior.factor_scales)
     scheme = Full(loader, label="full")
     size = training_size(loader, num_data, scheme.label, reads_whole_loader=True)
     added = fit(

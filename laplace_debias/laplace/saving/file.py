@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
+from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.adapters import adapter_states, unused_originals
@@ -138,14 +139,34 @@ def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> d
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
-    curvatures = {"": posterior.curvature}
-    if posterior.prior.information is not None:
-        curvatures[_PRIOR] = posterior.prior.information.curvature
-    for prefix, curvature in curvatures.items():
-        for index, block in enumerate(curvature.blocks.values()):
-            for key, tensor in structure.tensors(block).items():
+    curvatures = {"": tensors_by_block(structure, posterior.curvature, posterior.factor_scales)}
+    information = posterior.prior.information
+    if information is not None:
+        curvatures[_PRIOR] = tensors_by_block(
+            structure, information.curvature, information.factor_scales
+        )
+    for prefix, by_block in curvatures.items():
+        for index, block_tensors in enumerate(by_block.values()):
+            for key, tensor in block_tensors.items():
                 tensors[f"{prefix}{index}.{key}"] = tensor
     return tensors
+
+
+def tensors_by_block(
+    structure: CurvatureStructure,
+    curvature: BlockDiagonal[CurvatureBlock],
+    factor_scales: Mapping[str, FactorScales],
+) -> dict[str, dict[str, Tensor]]:
+    """Collect the tensors of each block, with the scales of its factors if they are known."""
+    by_block: dict[str, dict[str, Tensor]] = {}
+    for name, block in curvature.blocks.items():
+        by_block[name] = dict(structure.tensors(block))
+        if name in factor_scales:
+            scales = factor_scales[name]
+            by_block[name]["trace_A"] = scales.trace_A
+            if scales.share_A != 1:
+                by_block[name]["share_A"] = torch.tensor(scales.share_A, dtype=torch.float64)
+    return by_block
 
 
 def load(
@@ -204,7 +225,9 @@ def load(
             tensors[name] = tensor.mT.contiguous().mT
     network = spec.network(parameters.names)
 
-    def restore_curvature(prefix: str) -> BlockDiagonal[CurvatureBlock]:
+    def restore_curvature(
+        prefix: str,
+    ) -> tuple[BlockDiagonal[CurvatureBlock], dict[str, FactorScales]]:
         names = header.block_names
         num_blocks = len(names)
         if header.independent_outputs:
@@ -219,22 +242,31 @@ def load(
                     if key.startswith(block_prefix)
                 }
             )
-        return BlockDiagonal(
-            structure.restore_all(block_tensors, names, network, parameters.blocks, memory_bound)
+        blocks = structure.restore_all(
+            block_tensors, names, network, parameters.blocks, memory_bound
         )
+        factor_scales: dict[str, FactorScales] = {}
+        for name, saved in zip(blocks, block_tensors, strict=True):
+            if "trace_A" in saved:
+                share_A = float(saved.get("share_A", 1.0))
+                factor_scales[name] = FactorScales(saved["trace_A"], share_A)
+        return BlockDiagonal(blocks), factor_scales
 
     prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
     if header.prior_weight is not None:
-        information = Information(restore_curvature(_PRIOR), float(header.prior_weight))
+        curvature, factor_scales = restore_curvature(_PRIOR)
+        information = Information(curvature, float(header.prior_weight), factor_scales)
         prior = replace(prior, information=information)
+    curvature, factor_scales = restore_curvature("")
     posterior = GaussianPosterior(
         mean=mean,
-        curvature=restore_curvature(""),
+        curvature=curvature,
         num_data=header.num_data,
         prior=prior.fitting(len(parameters.block_names), parameters.size),
         order=None if parameters.order is None else parameters.order.to(mean.device),
         temperature=checked_temperature(float(header.temperature)),
         layout=parameters.layout(spec.plain_model),
+        factor_scales=factor_scales,
     )
     # Earlier versions wrote a different power for the empirical Fisher.
     noise = header.noise or {}

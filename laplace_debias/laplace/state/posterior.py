@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.state.prior import Prior, check_prior_precision
 from laplace_debias.operators import (
@@ -46,6 +47,8 @@ class GaussianPosterior:
             blocks.
         layout: The names and shapes of the parameters, by which `covariance` and the other matrices
             can be indexed; None if they are not known.
+        factor_scales: The scales of K-FAC's factors, by the block's name, with which an update
+            recovers the factors; empty for a different curvature, or if they are not known.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -56,6 +59,7 @@ class GaussianPosterior:
     temperature: float = 1.0
     curvature_bounds: Mapping[str, float] | None = field(default=None, repr=False)
     layout: ParameterLayout | None = field(default=None, repr=False)
+    factor_scales: Mapping[str, FactorScales] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         whole(self.num_data, "num_data")

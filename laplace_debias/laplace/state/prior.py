@@ -65,7 +65,7 @@ class Prior:
         mean = None if self.mean is None else self.mean.to(device)
         information = self.information
         if information is not None:
-            information = replace(information, curvature=information.curvature.to(device))
+            information = information.to(device)
         return Prior(self.precision.to(device), mean, information)
 
 

@@ -45,13 +45,6 @@ class EigenKronecker(Symmetric):
         added: The multiple of the identity that the magnitudes contain. If no magnitude is below
             this multiple, it was added to a positive semi-definite operator, and small magnitudes
             are precise.
-        trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
-            of positive semi-definite factors, which determines the scales of the factors; None if
-            the operator is not such a product, or if the scales are not known.
-        share_A: With `trace_A`, the total weight of the examples over which A is a mean, as a
-            fraction of the weight of all examples: K-FAC leaves out the examples that have no
-            position in a layer, and weights the others as the loss does. Products do not depend
-            on this fraction.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
@@ -62,8 +55,6 @@ class EigenKronecker(Symmetric):
     U_A: Float[Tensor, "*groups d_in r_A"] | None
     magnitudes: Float[Tensor, "*groups rows columns"]
     added: Scalar = field(default=0.0, compare=False)
-    trace_A: Float[Tensor, " *groups"] | None = field(default=None, compare=False)
-    share_A: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
         if self.magnitudes.ndim not in (2, 3) or not self.magnitudes.is_floating_point():
@@ -127,28 +118,6 @@ class EigenKronecker(Symmetric):
             self.output_directions.multiplicities(self.magnitudes),
             self.input_directions.multiplicities(self.magnitudes),
         )
-
-    @property
-    def factor_eigenvalues(
-        self,
-    ) -> tuple[Float[Tensor, "*groups rows"], Float[Tensor, "*groups columns"]]:
-        """The eigenvalues of G and of A; their products are the operator's eigenvalues.
-
-        Raises:
-            ValueError: If `trace_A` is None.
-        """
-        if self.trace_A is None:
-            raise ValueError(
-                "The scales of the operator's factors are unknown. Construct the "
-                "operator with `trace_A=`."
-            )
-        counts_G = self.output_directions.multiplicities(self.magnitudes)
-        counts_A = self.input_directions.multiplicities(self.magnitudes)
-        rows = self.magnitudes @ counts_A
-        columns = self.magnitudes.mT @ counts_G
-        trace_A = self.trace_A.unsqueeze(-1)
-        trace_G = (rows @ counts_G).unsqueeze(-1) / trace_A
-        return (rows / trace_A).nan_to_num(0.0), (columns / trace_G).nan_to_num(0.0)
 
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
