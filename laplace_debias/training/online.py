@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import FactorSums
 from laplace_debias.curvature.fits.magnitudes import assemble
@@ -285,9 +285,10 @@ class OnlineCurvature:
         for block, factors in self._factors.parts.items():
             tensors = dict(zip(("G", "A"), factors, strict=True))
             if block in self._magnitudes.sums.parts:
-                for name, value in self._bases[block]._asdict().items():
-                    if value is not None:
-                        tensors[name] = value
+                for side, pairs in self._bases[block]._asdict().items():
+                    tensors[f"eigenvalues_{side}"] = pairs.eigenvalues
+                    if pairs.U is not None:
+                        tensors[f"U_{side}"] = pairs.U
                 for index, value in enumerate(self._magnitudes.sums.parts[block]):
                     tensors[f"magnitudes.{index}"] = value
             blocks[block.name] = {name: value.clone() for name, value in tensors.items()}
@@ -393,10 +394,8 @@ class OnlineCurvature:
             parts = [f"magnitudes.{index}" for index in range(self._magnitudes.num_parts)]
             self._magnitudes.sums.parts[block] = [tensors[part] for part in parts]
             basis = Eigenbasis(
-                tensors.get("U_G"),
-                tensors.get("U_A"),
-                tensors["eigenvalues_G"],
-                tensors["eigenvalues_A"],
+                Eigenpairs(tensors["eigenvalues_G"], tensors.get("U_G")),
+                Eigenpairs(tensors["eigenvalues_A"], tensors.get("U_A")),
             )
             # In a state of an earlier version, the directions have the dtype of the sums.
             self._bases[block] = basis.to(context.dtype)

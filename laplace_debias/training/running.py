@@ -147,8 +147,8 @@ class FactorMagnitudes(RunningMagnitudes):
         measured = {}
         for block, (G, A) in factors.items():
             basis = bases[block].to(_dtype(G))
-            along_G = directional_curvature(G, basis.output_directions)
-            along_A = directional_curvature(A, basis.input_directions)
+            along_G = directional_curvature(G, basis.G.directions)
+            along_A = directional_curvature(A, basis.A.directions)
             measured[block] = [along_G, along_A]
         return measured
 
@@ -156,11 +156,11 @@ class FactorMagnitudes(RunningMagnitudes):
         """Project the curvature of G and of A, each onto its new directions."""
         along = self.sums.parts[block]
         overlaps = overlaps_of_bases(new, old)
-        multiplicities = old.output_directions.multiplicity, old.input_directions.multiplicity
-        for side, (overlap, (eigenvalues, _)) in enumerate(zip(overlaps, old.sides, strict=True)):
+        for side, (overlap, pairs) in enumerate(zip(overlaps, old, strict=True)):
             if overlap is None:
                 continue
-            curvature = average_degenerate(along[side], eigenvalues, dtype, multiplicities[side])
+            multiplicity = pairs.directions.multiplicity
+            curvature = average_degenerate(along[side], pairs.eigenvalues, dtype, multiplicity)
             curvature = curvature.to(overlap.dtype).unsqueeze(-1)
             along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
 
@@ -223,7 +223,7 @@ def _dtype(factor: Factor) -> torch.dtype:
 def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
     """Square the products of new with old eigenvectors; None for a side where both are axes."""
     overlaps: list[Tensor | None] = []
-    for U_new, U_old in ((new.U_G, old.U_G), (new.U_A, old.U_A)):
+    for (_, U_new), (_, U_old) in zip(new, old, strict=True):
         if U_new is None or U_old is None:
             overlaps.append(None)
         else:

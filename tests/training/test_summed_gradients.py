@@ -7,7 +7,7 @@ from torch import nn
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -80,10 +80,8 @@ def test_gradients_are_summed_over_examples_before_they_are_squared(case):
     block = next(block for block in blocks if not block.is_vector)
     d_out, d_in = block.shape
     basis = Eigenbasis(
-        orthonormal(*block.groups, d_out, d_out),
-        orthonormal(*block.groups, d_in, d_in),
-        torch.ones(*block.groups, d_out),
-        torch.ones(*block.groups, d_in),
+        Eigenpairs(torch.ones(*block.groups, d_out), orthonormal(*block.groups, d_out, d_out)),
+        Eigenpairs(torch.ones(*block.groups, d_in), orthonormal(*block.groups, d_in, d_in)),
     )
     expected = 0
     parameters = [layer.weight, layer.bias] if joint else [layer.weight]
@@ -92,7 +90,7 @@ def test_gradients_are_summed_over_examples_before_they_are_squared(case):
             loss = (model(x[examples]) * column[examples]).sum()
             gradients = torch.autograd.grad(loss, parameters)
             J = matrices(layer, gradients[0], gradients[1] if joint else None)
-            expected = expected + (basis.U_G.mT @ J @ basis.U_A).square()
+            expected = expected + (basis.G.U.mT @ J @ basis.A.U).square()
     tap = Tap(shared_copy(model), blocks)
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
     context = FitContext(cotangents, blocks, tap, torch.float64, None)

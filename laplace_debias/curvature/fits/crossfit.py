@@ -138,13 +138,12 @@ def crossfit_factors(
     for block in _own_blocks(context, sums_by_fold):
         sizes_G, sizes_A = _fold_sizes(totals_by_fold, block)
         basis = _mean_basis(sums_by_fold, totals_by_fold, block)
-        pair_G, pair_A = basis.sides
         factors_G, factors_A = zip(*[sums.pop(block) for sums in sums_by_fold], strict=True)
-        along_G = crossfit_magnitudes(factors_G, sizes_G, pair_G, context.dtype)
-        along_A = crossfit_magnitudes(factors_A, sizes_A, pair_A, context.dtype)
+        along_G = crossfit_magnitudes(factors_G, sizes_G, basis.G, context.dtype)
+        along_A = crossfit_magnitudes(factors_A, sizes_A, basis.A, context.dtype)
         magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
-        operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes)]
-        traces_A[block] = basis.input_directions.trace(along_A)
+        operators[block] = [EigenKronecker(basis.G.U, basis.A.U, magnitudes)]
+        traces_A[block] = basis.A.directions.trace(along_A)
     (curvature,) = _share_curvatures(context, operators, 1)
     return curvature, _share_scales(context, traces_A, total_of(totals_by_fold))
 
@@ -173,17 +172,16 @@ def crossfit_with_replicates(
     for block in _own_blocks(context, sums_by_fold):
         sizes_G, sizes_A = _fold_sizes(totals_by_fold, block)
         basis = _mean_basis(sums_by_fold, totals_by_fold, block)
-        pair_G, pair_A = basis.sides
         factors_G, factors_A = zip(*[sums[block] for sums in sums_by_fold], strict=True)
-        along_G, replicates_G = _replicates(factors_G, sizes_G, pair_G, context.dtype)
-        along_A, replicates_A = _replicates(factors_A, sizes_A, pair_A, context.dtype)
+        along_G, replicates_G = _replicates(factors_G, sizes_G, basis.G, context.dtype)
+        along_A, replicates_A = _replicates(factors_A, sizes_A, basis.A, context.dtype)
         crossfitted = basis.pooled(outer(along_G, along_A), context.dtype)
-        plain = outer(basis.eigenvalues_G, basis.eigenvalues_A)
+        plain = outer(basis.G.eigenvalues, basis.A.eigenvalues)
         operators[block] = [
-            EigenKronecker(basis.U_G, basis.U_A, crossfitted),
-            EigenKronecker(basis.U_G, basis.U_A, plain),
+            EigenKronecker(basis.G.U, basis.A.U, crossfitted),
+            EigenKronecker(basis.G.U, basis.A.U, plain),
         ]
-        traces_A[block] = basis.input_directions.trace(along_A)
+        traces_A[block] = basis.A.directions.trace(along_A)
         for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
             operators[block].append(EigenKronecker(U_G, U_A, outer(values_G, values_A)))
     curvatures = _share_curvatures(context, operators, 2 + len(totals_by_fold))
@@ -211,9 +209,9 @@ def _mean_basis(
     totals = total_of(totals_by_fold)
     mean_G = _total(sums_by_fold, block, Side.G) / totals.weight
     mean_A = _total(sums_by_fold, block, Side.A) / totals.input_divisor(block)
-    eigenvalues_G, U_G = eigh(mean_G, str(FactorKey(block, Side.G)))
-    eigenvalues_A, U_A = eigh(mean_A, str(FactorKey(block, Side.A)))
-    return Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
+    pairs_G = eigh(mean_G, str(FactorKey(block, Side.G)))
+    pairs_A = eigh(mean_A, str(FactorKey(block, Side.A)))
+    return Eigenbasis(pairs_G, pairs_A)
 
 
 def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: Side) -> Factor:
@@ -292,7 +290,7 @@ class FoldEstimate:
 def crossfit_magnitudes(
     factors: Sequence[Factor],
     sizes: Sequence[float],
-    mean_pair: Eigenpairs,
+    mean_pairs: Eigenpairs,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*groups d"]:
     """Measure the curvature of one Kronecker factor on held-out folds.
@@ -309,11 +307,11 @@ def crossfit_magnitudes(
     Args:
         factors: The factor of each fold, summed over the fold's examples.
         sizes: The number or weight of each fold's examples.
-        mean_pair: The eigenpairs of the mean factor.
+        mean_pairs: The eigenpairs of the mean factor.
         dtype: The dtype in which the factors were computed, which determines the curvature that is
             only rounding errors.
     """
-    eigenvalues, U = mean_pair
+    eigenvalues, U = mean_pairs
     if U is None:
         return eigenvalues
     subspace = _Subspace(eigenvalues, U, dtype)
@@ -329,10 +327,10 @@ def crossfit_magnitudes(
 
 
 def _replicates(
-    factors: Sequence[Factor], sizes: Sequence[float], mean_pair: Eigenpairs, dtype: torch.dtype
+    factors: Sequence[Factor], sizes: Sequence[float], mean_pairs: Eigenpairs, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*groups d"], list[Eigenpairs]]:
     """Compute `crossfit_magnitudes`, and magnitudes and directions without each fold."""
-    magnitudes, U = mean_pair
+    magnitudes, U = mean_pairs
     pairs: list[Eigenpairs] = []
     if U is None:
         pairs = [eigh(_other_folds(factors, sizes, fold)) for fold in range(len(sizes))]
@@ -342,14 +340,14 @@ def _replicates(
         for fold in range(len(sizes)):
             estimate = _estimate_fold(factors, sizes, fold, subspace)
             magnitudes += estimate.magnitudes / sum(sizes)
-            pairs.append((estimate.eigenvalues, subspace.lift(estimate.directions)))
+            pairs.append(Eigenpairs(estimate.eigenvalues, subspace.lift(estimate.directions)))
     mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
     # Without curvature of the other folds, the ratio would be a ratio of rounding errors.
     least = resolution(dtype) * mean.amax(-1, keepdim=True)
     replicates: list[Eigenpairs] = []
     for eigenvalues, directions in pairs:
         ratios = torch.where(mean > least, eigenvalues / mean, 1.0)
-        replicates.append((magnitudes * ratios, directions))
+        replicates.append(Eigenpairs(magnitudes * ratios, directions))
     return magnitudes, replicates
 
 
@@ -457,14 +455,14 @@ def crossfit_ekfac(
         other_sums = sums_by_fold[:index] + sums_by_fold[index + 1 :]
         weight_of_others = total_weight - weights[index]
         for block in sums_by_fold[0]:
-            pair_G, pair_A = mean_bases[block].sides
-            eigenvalues_G, U_G = _eigenpairs_within(
-                _total(other_sums, block, Side.G) / weight_of_others, pair_G, context.dtype
+            mean_basis = mean_bases[block]
+            pairs_G = _eigenpairs_within(
+                _total(other_sums, block, Side.G) / weight_of_others, mean_basis.G, context.dtype
             )
-            eigenvalues_A, U_A = _eigenpairs_within(
-                _total(other_sums, block, Side.A) / weight_of_others, pair_A, context.dtype
+            pairs_A = _eigenpairs_within(
+                _total(other_sums, block, Side.A) / weight_of_others, mean_basis.A, context.dtype
             )
-            bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
+            bases[block] = Eigenbasis(pairs_G, pairs_A)
         bases = share_bases(context, bases)
         squares, _ = ekfac_sums(context, bases, fold, 0)
         for block in list(squares):
@@ -473,11 +471,11 @@ def crossfit_ekfac(
     return table
 
 
-def _eigenpairs_within(factor: Factor, mean_pair: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
+def _eigenpairs_within(factor: Factor, mean_pairs: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
     """Compute eigenpairs of some folds' factor within the range of all folds' factor."""
-    eigenvalues, U = mean_pair
+    eigenvalues, U = mean_pairs
     if U is None:
         return eigh(factor)
     subspace = _Subspace(eigenvalues, U, dtype)
     own_eigenvalues, directions = subspace.eigenpairs(factor)
-    return own_eigenvalues, subspace.lift(directions)
+    return Eigenpairs(own_eigenvalues, subspace.lift(directions))

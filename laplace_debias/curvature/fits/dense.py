@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.degenerate import average_degenerate, resolution
-from laplace_debias.curvature.fits.directions import eigh, eigh_in_full
+from laplace_debias.curvature.fits.directions import Eigenpairs, eigh, eigh_in_full
 from laplace_debias.curvature.fits.gram_factor import add_moments, moments
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
@@ -158,7 +158,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
                 pairs[DENSE_BLOCK] = eigh(sums.div_(weight), "the curvature")
             else:
                 eigenvalues, U = all_pairs(torch.cat(sums))
-                pairs[DENSE_BLOCK] = eigenvalues / weight, U
+                pairs[DENSE_BLOCK] = Eigenpairs(eigenvalues / weight, U)
         return self.context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 

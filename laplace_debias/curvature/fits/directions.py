@@ -15,43 +15,39 @@ from laplace_debias.operators import eigh as decomposition
 from laplace_debias.operators.structures.directions import Directions
 
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
-# Eigenvalues and eigenvectors; None for the coordinate axes.
-Eigenpairs = tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"] | None]
 
 
-class Eigenbasis(NamedTuple):
-    """The directions of a block, and the curvature of its factors along them.
+class Eigenpairs(NamedTuple):
+    """The directions of a Kronecker factor, and its curvature along them.
 
     Eigenvectors are columns, by descending eigenvalue; None means the coordinate axes. Thin
     directions (r < d) do not span the null space. There are then r + 1 eigenvalues, and the last
     one is the mean eigenvalue of the remaining directions.
     """
 
-    U_G: Float[Tensor, "*groups d_out r_G"] | None
-    U_A: Float[Tensor, "*groups d_in r_A"] | None
-    eigenvalues_G: Float[Tensor, "*groups rows"]
-    eigenvalues_A: Float[Tensor, "*groups columns"]
+    eigenvalues: Float[Tensor, "*groups values"]
+    U: Float[Tensor, "*groups d r"] | None
 
     @property
-    def output_directions(self) -> Directions:
-        """The directions of G."""
-        return Directions.from_columns_or_axes(self.U_G, self.eigenvalues_G.shape[-1])
+    def directions(self) -> Directions:
+        """The directions, with which coordinates are computed."""
+        return Directions.from_columns_or_axes(self.U, self.eigenvalues.shape[-1])
 
-    @property
-    def input_directions(self) -> Directions:
-        """The directions of A."""
-        return Directions.from_columns_or_axes(self.U_A, self.eigenvalues_A.shape[-1])
+    def to(self, dtype: torch.dtype) -> "Eigenpairs":
+        """Convert the directions and the eigenvalues to another dtype."""
+        U = None if self.U is None else self.U.to(dtype)
+        return Eigenpairs(self.eigenvalues.to(dtype), U)
+
+
+class Eigenbasis(NamedTuple):
+    """The directions of a block, and the curvature of its factors G and A along them."""
+
+    G: Eigenpairs
+    A: Eigenpairs
 
     def to(self, dtype: torch.dtype) -> "Eigenbasis":
         """Convert the directions and the eigenvalues to another dtype."""
-        U_G = None if self.U_G is None else self.U_G.to(dtype)
-        U_A = None if self.U_A is None else self.U_A.to(dtype)
-        return Eigenbasis(U_G, U_A, self.eigenvalues_G.to(dtype), self.eigenvalues_A.to(dtype))
-
-    @property
-    def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Return the eigenvalues and eigenvectors of G, and then of A."""
-        return (self.eigenvalues_G, self.U_G), (self.eigenvalues_A, self.U_A)
+        return Eigenbasis(self.G.to(dtype), self.A.to(dtype))
 
     def pooled(
         self, measured: Float[Tensor, "*groups rows columns"], dtype: torch.dtype
@@ -67,15 +63,15 @@ class Eigenbasis(NamedTuple):
                 eigenvalues coincide.
         """
         # Eigenvalues of the block are products of the eigenvalues of G and A.
-        largest_G = self.eigenvalues_G.amax(-1, keepdim=True)
-        largest_A = self.eigenvalues_A.amax(-1, keepdim=True)
-        if self.U_G is not None:
-            eigenvalues = self.eigenvalues_G * largest_A
-            multiplicity = self.output_directions.multiplicity
+        largest_G = self.G.eigenvalues.amax(-1, keepdim=True)
+        largest_A = self.A.eigenvalues.amax(-1, keepdim=True)
+        if self.G.U is not None:
+            eigenvalues = self.G.eigenvalues * largest_A
+            multiplicity = self.G.directions.multiplicity
             measured = average_degenerate(measured, eigenvalues, dtype, multiplicity)
-        if self.U_A is not None:
-            eigenvalues = self.eigenvalues_A * largest_G
-            multiplicity = self.input_directions.multiplicity
+        if self.A.U is not None:
+            eigenvalues = self.A.eigenvalues * largest_G
+            multiplicity = self.A.directions.multiplicity
             measured = average_degenerate(measured.mT, eigenvalues, dtype, multiplicity).mT
         # A file stores magnitudes contiguously. The rounding of sums of products depends on the
         # layout in memory. With the same layout, a posterior and its file give the same bits.
@@ -106,18 +102,20 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
     a positive product with one fixed vector, so that samples are the same on other machines.
     """
     if isinstance(factors[0], Tensor):
-        if factors[0].ndim == 1:
-            return [(factor, None) for factor in factors]  # type: ignore[misc]
         matrices = cast("list[Tensor]", list(factors))
+        if matrices[0].ndim == 1:
+            return [Eigenpairs(diagonal, None) for diagonal in matrices]
         # A single matrix is not copied.
         stacked = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
         values, vectors = decomposition.eigh(stacked, description)
         # Values below zero are rounding errors.
-        return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
+        values = values.flip(-1).clamp_min(0)
+        return list(map(Eigenpairs, values, _signed(vectors.flip(-1))))
     gram_factors = cast("Sequence[GramFactor]", factors)
     columns = torch.stack([factor.rows for factor in gram_factors]).movedim(1, -1)
     if not factors[0].has_thin_directions:
-        return list(zip(*_complete_pairs(columns, description), strict=True))
+        values, vectors = _complete_pairs(columns, description)
+        return list(map(Eigenpairs, values, vectors))
     d = columns.shape[-2]
     Q, R = torch.linalg.qr(columns)
     values, vectors = decomposition.eigh(R @ R.mT, description)
@@ -128,7 +126,7 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
         rank = max(1, numerical_rank(factor_values))
         eigenvalues = F.pad(factor_values[:rank], (0, 1))
         eigenvalues[-1] = factor.residual_trace / (d - rank)
-        pairs.append((eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
+        pairs.append(Eigenpairs(eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
     return pairs
 
 

@@ -56,12 +56,12 @@ def eigenbases(
             pairs.update(_decompose(keys[start : start + step], factors, totals))
     for key, weight_key in repeated.items():
         eigenvalues, U = pairs[weight_key]
-        pairs[key] = (eigenvalues.clone(), None if U is None else U.clone())
+        pairs[key] = Eigenpairs(eigenvalues.clone(), None if U is None else U.clone())
     bases = {}
     for block in blocks:
-        eigenvalues_G, U_G = pairs.pop(FactorKey(block, Side.G))
-        eigenvalues_A, U_A = pairs.pop(FactorKey(block, Side.A))
-        bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
+        pairs_G = pairs.pop(FactorKey(block, Side.G))
+        pairs_A = pairs.pop(FactorKey(block, Side.A))
+        bases[block] = Eigenbasis(pairs_G, pairs_A)
     return share_bases(context, bases)
 
 
@@ -84,7 +84,7 @@ def _decompose(
     mean_pairs: dict[FactorKey, Eigenpairs] = {}
     for key, (eigenvalues, U) in zip(keys, pairs, strict=True):
         weight = totals.weight if key.side is Side.G else totals.input_divisor(key.block)
-        mean_pairs[key] = eigenvalues / weight, U
+        mean_pairs[key] = Eigenpairs(eigenvalues / weight, U)
     return mean_pairs
 
 
@@ -92,5 +92,11 @@ def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Blo
     """Return the eigenbases of all blocks on every process, from those that each process owns."""
     if context.ranks.size == 1:
         return bases
-    shared = context.ranks.share(bases, owners_of_blocks(context))
-    return {block: Eigenbasis(*tensors) for block, tensors in shared.items()}  # type: ignore[arg-type]
+    owned = {block: (*basis.G, *basis.A) for block, basis in bases.items()}
+    shared: dict[Block, Eigenbasis] = {}
+    for block, tensors in context.ranks.share(owned, owners_of_blocks(context)).items():
+        eigenvalues_G, U_G, eigenvalues_A, U_A = tensors
+        assert eigenvalues_G is not None
+        assert eigenvalues_A is not None
+        shared[block] = Eigenbasis(Eigenpairs(eigenvalues_G, U_G), Eigenpairs(eigenvalues_A, U_A))
+    return shared

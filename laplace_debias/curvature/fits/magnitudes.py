@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.block_tensors import (
 )
 from laplace_debias.curvature.fits.context import FactorScales, FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
-from laplace_debias.curvature.fits.directions import Eigenbasis, outer
+from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs, outer
 from laplace_debias.curvature.fits.factor_keys import Side
 from laplace_debias.curvature.fits.factor_sums import SidedAccumulator, SideSums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
@@ -59,7 +59,7 @@ def curvature_along(
         if block in along_A:
             A = along_A[block] / totals.input_divisor(block)
         values[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
-        trace_A = bases[block].input_directions.trace(A).to(context.dtype)
+        trace_A = bases[block].A.directions.trace(A).to(context.dtype)
         scales[block.name] = FactorScales(trace_A, totals.input_share(block))
     return ProductMagnitudes(values, scales, totals)
 
@@ -120,8 +120,8 @@ class DirectionalCurvature(SidedAccumulator[ProjectedSums]):
     """An accumulator of the factors' curvature along directions from other data."""
 
     def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
-        output_directions = {block: basis.output_directions for block, basis in bases.items()}
-        input_directions = {block: basis.input_directions for block, basis in bases.items()}
+        output_directions = {block: basis.G.directions for block, basis in bases.items()}
+        input_directions = {block: basis.A.directions for block, basis in bases.items()}
         G = ProjectedSums(context, Side.G, output_directions)
         A = ProjectedSums(context, Side.A, input_directions)
         super().__init__(context, G, A)
@@ -174,7 +174,7 @@ class SquaredGradients(Accumulator):
         self._directions: dict[Block, tuple[Directions, Directions]] = {}
         for block, basis in bases.items():
             converted_basis = basis.to(context.dtype)
-            directions = converted_basis.output_directions, converted_basis.input_directions
+            directions = converted_basis.G.directions, converted_basis.A.directions
             self._directions[block] = directions
         self.squares: BlockTensors = {}
 
@@ -260,7 +260,7 @@ def coordinate_axes(block: Block) -> Eigenbasis:
     """Return the coordinate axes of a block as directions, with eigenvalues of one."""
     d_out, d_in = block.shape
     one = torch.ones(())  # Expanded, because a vector may have as many entries as a network.
-    return Eigenbasis(None, None, one.expand(d_out), one.expand(d_in))
+    return Eigenbasis(Eigenpairs(one.expand(d_out), None), Eigenpairs(one.expand(d_in), None))
 
 
 def assemble(
@@ -296,9 +296,9 @@ def assemble_eigenvalues(
     for block in context.blocks:
         basis = bases.pop(block)
         blocks[block.name] = _kronecker(
-            basis, outer(basis.eigenvalues_G, basis.eigenvalues_A), context.dtype
+            basis, outer(basis.G.eigenvalues, basis.A.eigenvalues), context.dtype
         )
-        trace_A = basis.input_directions.trace(basis.eigenvalues_A).to(context.dtype)
+        trace_A = basis.A.directions.trace(basis.A.eigenvalues).to(context.dtype)
         scales[block.name] = FactorScales(trace_A, totals.input_share(block))
     return BlockDiagonal(blocks), scales
 
@@ -308,4 +308,4 @@ def _kronecker(
 ) -> EigenKronecker:
     """Build the curvature of a block, in the dtype of the posterior."""
     converted_basis = basis.to(dtype)
-    return EigenKronecker(converted_basis.U_G, converted_basis.U_A, magnitudes.to(dtype))
+    return EigenKronecker(converted_basis.G.U, converted_basis.A.U, magnitudes.to(dtype))

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.crossfit import (
     total_factors,
     total_of,
 )
-from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
@@ -134,4 +134,5 @@ def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
     traces_A = curvature.output_directions.trace(magnitudes.mT)
     # Products of the two sides' eigenvalues then have the unit of the curvature.
     trace = curvature.output_directions.trace(traces_G).unsqueeze(-1)
-    return Eigenbasis(curvature.U_G, curvature.U_A, traces_G, (traces_A / trace).nan_to_num(0.0))
+    traces_A = (traces_A / trace).nan_to_num(0.0)
+    return Eigenbasis(Eigenpairs(traces_G, curvature.U_G), Eigenpairs(traces_A, curvature.U_A))
