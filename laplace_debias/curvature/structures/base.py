@@ -230,23 +230,6 @@ class CurvatureStructure(ABC):
         """Rebuild a block from its `tensors`."""
         return EigenKronecker(tensors.get("U_G"), tensors.get("U_A"), tensors["magnitudes"])
 
-    def restore(
-        self,
-        tensors: Mapping[str, Tensor],
-        network: nn.Module,
-        blocks: Sequence[Block],
-        memory_bound: int | None,
-    ) -> CurvatureBlock:
-        """Return the block that a file holds for a network.
-
-        Args:
-            tensors: The block's `tensors`.
-            network: A copy of the network, for directions that the network computes.
-            blocks: The blocks of the network's Bayesian parameters.
-            memory_bound: Bytes of working memory.
-        """
-        return self.from_tensors(tensors)
-
     def restore_all(
         self,
         tensors: Sequence[Mapping[str, Tensor]],
@@ -265,6 +248,6 @@ class CurvatureStructure(ABC):
             memory_bound: Bytes of working memory.
         """
         return {
-            name: self.restore(block_tensors, network, blocks, memory_bound)
+            name: self.from_tensors(block_tensors)
             for name, block_tensors in zip(names, tensors, strict=True)
         }

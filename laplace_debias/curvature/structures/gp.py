@@ -348,17 +348,6 @@ class GpCurvature(DenseCurvature):
             tensors["inputs"] = inputs
         return tensors
 
-    def restore(
-        self,
-        tensors: Mapping[str, Tensor],
-        network: nn.Module,
-        blocks: Sequence[Block],
-        memory_bound: int | None,
-    ) -> CurvatureBlock:
-        """Rebuild a block from its `tensors`; the network's Jacobian spans the directions."""
-        inducing = InducingInputs(network, blocks, tensors["inputs"], memory_bound)
-        return _restored_block(tensors, inducing, None)
-
     def restore_all(
         self,
         tensors: Sequence[Mapping[str, Tensor]],
@@ -367,27 +356,27 @@ class GpCurvature(DenseCurvature):
         blocks: Sequence[Block],
         memory_bound: int | None,
     ) -> dict[str, CurvatureBlock]:
-        """Return the block of all outputs, or one block per independent output, by name."""
-        if not self.independent_outputs:
-            return super().restore_all(tensors, names, network, blocks, memory_bound)
+        """Return the block of all outputs, or one block per independent output, by name.
+
+        The network's Jacobian at the inducing inputs spans the directions.
+        """
         inducing = InducingInputs(network, blocks, tensors[0]["inputs"], memory_bound)
-        return {
-            _block_name(output): _restored_block(block_tensors, inducing, output)
-            for output, block_tensors in enumerate(tensors)
-        }
+        outputs: list[int | None] = [None]
+        if self.independent_outputs:
+            outputs = list(range(len(tensors)))
+        restored: dict[str, CurvatureBlock] = {}
+        for output, block_tensors in zip(outputs, tensors, strict=True):
+            U = InducingDirections(inducing, block_tensors["coefficients"], output)
+            restored[_block_name(output)] = LowRankPlusDiagonal(
+                U, block_tensors["magnitudes"], block_tensors["remainder"]
+            )
+        return restored
 
 
 def _num_outputs(context: FitContext) -> int:
     """Return C, which is known from the first batch of a fit."""
     assert context.num_outputs is not None
     return context.num_outputs
-
-
-def _restored_block(
-    tensors: Mapping[str, Tensor], inducing: InducingInputs, output: int | None
-) -> LowRankPlusDiagonal:
-    U = InducingDirections(inducing, tensors["coefficients"], output)
-    return LowRankPlusDiagonal(U, tensors["magnitudes"], tensors["remainder"])
 
 
 def _block_name(output: int | None) -> str:
