@@ -15,27 +15,27 @@ This module does not import torch, so that help and errors are printed quickly.
 import dataclasses
 import difflib
 import inspect
-import json
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from laplace_debias.commands.values import (
+    UnexpectedValueError,
+    converted,
+    members,
+    parsed_yaml,
+    plain,
+)
 
 Settings = TypeVar("Settings")
 
 _COLUMN = 26
 _MOST_COLUMNS = 100
-_WORDS: Mapping[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    Path: "a path",
-}
 _METAVARS: Mapping[Any, str] = {
     int: "N",
     float: "NUMBER",
@@ -48,11 +48,6 @@ _COMMON = {
     "--config FILE": "A YAML file of these options. Options on the command line override it.",
     "--print_config": "Print the settings in the form of a settings file, and do nothing else.",
 }
-_BOOLEANS = {"true": True, "false": False}
-
-
-class UnexpectedValueError(ValueError):
-    """An error for a value of the wrong type; its text is the expected form."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Option:
     @property
     def container(self) -> Any:
         """`dict`, `list` or `tuple` for containers, otherwise the type itself."""
-        kinds = [kind for kind in _members(self.kind) if kind is not NoneType]
+        kinds = [kind for kind in members(self.kind) if kind is not NoneType]
         return get_origin(kinds[0]) or kinds[0]
 
 
@@ -220,7 +215,7 @@ class CommandLine(Generic[Settings]):
             raise FileNotFoundError(
                 f"The file of --config, {path}, does not exist. Check the path."
             )
-        content = _yaml(path.read_text(encoding="utf-8"), str(path))
+        content = parsed_yaml(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(content, Mapping):
             raise ValueError(
                 f"{path} must contain options, but contains {str(content)[:60]!r}. Write "
@@ -285,7 +280,7 @@ class CommandLine(Generic[Settings]):
         import yaml
 
         content = {
-            option.field: _plain(values.get(option.field, option.default))
+            option.field: plain(values.get(option.field, option.default))
             for option in self._options
             if option.field in values or option.default is not dataclasses.MISSING
         }
@@ -421,7 +416,7 @@ def _metavar(kind: Any, default: Any = None) -> str:
     """Return the placeholder of a value in the help; empty for a flag that is off by default."""
     if kind is bool and default is False:
         return ""
-    (first, *_) = [member for member in _members(kind) if member is not NoneType]
+    (first, *_) = [member for member in members(kind) if member is not NoneType]
     origin = get_origin(first) or first
     if origin is Literal:
         return "|".join(map(str, get_args(first)))
@@ -431,150 +426,3 @@ def _metavar(kind: Any, default: Any = None) -> str:
         metavar = _metavar(get_args(first)[0])
         return f"{metavar},…" if origin is tuple else metavar
     return _METAVARS[first]
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the type itself if it is not a union."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def converted(value: Any, kind: Any) -> Any:
-    """Convert a string of the command line, or a value from a file, to a type.
-
-    Raises:
-        UnexpectedValueError: If the value cannot be converted. The text says what was expected.
-    """
-    members = _members(kind)
-    if len(members) > 1:
-        return _as_member(value, members)
-    origin = get_origin(kind)
-    if origin is Literal:
-        if value not in get_args(kind):
-            raise UnexpectedValueError(f"one of {', '.join(map(repr, get_args(kind)))}")
-        return value
-    if origin in (tuple, list):
-        return origin(_as_sequence(value, kind))
-    if origin is dict:
-        _, kind_of_values = get_args(kind)
-        return {
-            str(key): converted(entry, kind_of_values) for key, entry in _as_mapping(value).items()
-        }
-    if dataclasses.is_dataclass(kind):
-        return _as_dataclass(value, kind)
-    return _as_scalar(value, kind)
-
-
-def _as_member(value: Any, members: Sequence[Any]) -> Any:
-    if NoneType in members and value in (None, "null"):
-        return None
-    expected = []
-    for member in members:
-        if member is NoneType:
-            continue
-        try:
-            return converted(value, member)
-        except UnexpectedValueError as error:
-            expected.append(str(error))
-    raise UnexpectedValueError(" or ".join(dict.fromkeys(expected)))
-
-
-def _as_sequence(value: Any, kind: Any) -> list[Any]:
-    """Return the entries of `1,2`, of `[1, 2]`, or of a list in a file."""
-    entries = value
-    if isinstance(value, str):
-        entries = _yaml(value) if value.lstrip().startswith("[") else value.split(",")
-    elif not isinstance(value, Sequence):
-        entries = [value]
-    kinds = get_args(kind)
-    if Ellipsis in kinds or len(kinds) == 1:
-        return [converted(entry, kinds[0]) for entry in entries]
-    if len(entries) != len(kinds):
-        raise UnexpectedValueError(f"{len(kinds)} values")
-    return [converted(entry, each) for entry, each in zip(entries, kinds, strict=True)]
-
-
-def _as_mapping(value: Any) -> Mapping[Any, Any]:
-    content = _yaml(value) if isinstance(value, str) else value
-    if not isinstance(content, Mapping):
-        raise UnexpectedValueError("a mapping, such as {key: value}")
-    return content
-
-
-def _as_dataclass(value: Any, kind: Any) -> Any:
-    content = _as_mapping(value)
-    kinds = get_type_hints(kind)
-    unknown = [str(name) for name in content if name not in kinds]
-    if unknown:
-        nearest = difflib.get_close_matches(unknown[0], kinds, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise UnexpectedValueError(
-            f"only the keys {', '.join(kinds)} ({unknown[0]} is not one of them){hint}"
-        )
-    values = {}
-    for name, entry in content.items():
-        try:
-            values[name] = converted(entry, kinds[name])
-        except UnexpectedValueError as error:
-            raise UnexpectedValueError(f"{error} for {name}") from error
-    return kind(**values)
-
-
-def _as_scalar(value: Any, kind: Any) -> Any:
-    """Convert a value to a text, number, path or truth value."""
-    if kind is Any:
-        return _number_or_value(_yaml(value) if isinstance(value, str) else value)
-    if kind is bool:
-        value = _BOOLEANS.get(str(value).lower())
-        if value is None:
-            raise UnexpectedValueError(_WORDS[bool])
-        return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_text = isinstance(value, str | Path) or (is_number and kind in (str, int, float))
-    if not is_text or (kind is int and isinstance(value, float)):
-        raise UnexpectedValueError(_WORDS[kind])
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise UnexpectedValueError(_WORDS[kind]) from error
-
-
-def _number_or_value(value: Any) -> Any:
-    """Convert texts such as 1e-3 to numbers, because YAML takes them for texts."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    if isinstance(value, list):
-        return [_number_or_value(entry) for entry in value]
-    return value
-
-
-def _yaml(text: str, path: str | None = None) -> Any:
-    """Parse YAML, which includes JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        if path is None:
-            raise UnexpectedValueError(f"YAML or JSON ({reason})") from error
-        raise ValueError(
-            f"{path} is not a valid YAML file ({reason}). Correct the file."
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value of settings to plain YAML data."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
