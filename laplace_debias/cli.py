@@ -4,6 +4,7 @@ A command reads its options and checks its files before torch is imported, which
 """
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import json
@@ -174,12 +175,13 @@ def _run(words: Sequence[str]) -> int:
 
 def _check_inputs(settings: Any) -> None:
     """Require the files, folders and modules that are named by options."""
-    for field in settings.input_paths:
-        value = getattr(settings, field)
-        option = getattr(settings, "option_names", {}).get(field, field)
+    for field in dataclasses.fields(settings):
+        if not field.metadata.get("is_input"):
+            continue
+        value = getattr(settings, field.name)
         for path in value if isinstance(value, list) else [value]:
             if path is not None:
-                check_input(path, option)
+                check_input(path, field.metadata["name"] or field.name)
 
 
 def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
@@ -199,7 +201,7 @@ def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
 
 def _how_to_resume(settings: Any) -> str:
     """Return the advice after Ctrl-C."""
-    if getattr(settings, "resumes", False) or getattr(settings, "resume", None):
+    if settings.resumes or getattr(settings, "resume", None):
         return "To resume, run the same command again."
     restart = "Nothing was saved. To start again, run the same command"
     return f"{restart} with --resume FOLDER." if hasattr(settings, "resume") else f"{restart}."

@@ -19,6 +19,7 @@ from examples.paper.problems import Problem, Recipe, get_problem, train
 from laplace_debias.report.style import save
 from laplace_debias.report.tables import print_table, write_csv
 from laplace_debias.sources.weights import load_weights
+from laplace_debias.system.settings import CommandSettings
 
 Row = dict[str, Any]
 Batch = tuple[Tensor, Tensor]
@@ -34,7 +35,7 @@ MAP, MINI, DEBIASED, CROSSFIT, FULL = METHODS = (
 
 
 @dataclass(kw_only=True)
-class Settings:
+class Settings(CommandSettings):
     """Settings of every experiment.
 
     Attributes:
@@ -43,7 +44,7 @@ class Settings:
             `val/` for ImageNet, nothing for the digits.
         checkpoint: The trained network. If None, the published network, or a network that is
             trained here.
-        recipe: Changes of the problem's recipe: `--recipe.KEY=VALUE`.
+        recipe: Changes of the problem's recipe. The option may be repeated.
         output: Folder of tables and pictures.
         seed: The seed of all random choices.
         device: The device to run on.

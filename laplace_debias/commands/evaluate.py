@@ -2,13 +2,13 @@
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.system.settings import check_at_least
+from laplace_debias.system.settings import check_at_least, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,13 @@ class Settings(SourceSettings):
             default, it is limited so that the predictions take about ten minutes.
     """
 
-    input_paths: ClassVar = (*SourceSettings.input_paths, "posterior")
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "What to compare": ("posterior", "examples", "ood", "ood_examples", "corruptions"),
-    }
+    heading: ClassVar = "What to compare"
     usage: ClassVar = (
         "laplace-debias evaluate --model my_pkg.models:build --checkpoint net.pt --data images "
         "--posterior posterior.safetensors",
     )
 
-    posterior: list[Path] = field(default_factory=list)
+    posterior: list[Path] = field(default_factory=list, metadata=option(is_input=True))
     examples: int | None = None
 
     def __post_init__(self) -> None:

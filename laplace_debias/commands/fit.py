@@ -1,7 +1,6 @@
 """`laplace-debias fit`: fit the posterior of a trained network and save it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -9,6 +8,7 @@ from laplace_debias.commands.network import check_output, not_for, print_notes, 
 from laplace_debias.curvature.structures import CurvatureName
 from laplace_debias.laplace.fitting.modes import ModeName, check_mode
 from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.system.settings import option
 
 if TYPE_CHECKING:
     from laplace_debias.laplace import Laplace, Plan
@@ -45,23 +45,7 @@ class Settings(SourceSettings):
         plan: Print the memory and time that the fit would need, and fit nothing.
     """
 
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Posterior": (
-            "mode",
-            "curvature",
-            "params",
-            "fisher",
-            "joint",
-            "inducing",
-            "sharing",
-            "prior_precision",
-            "sigma",
-            "folds",
-            "plan",
-        ),
-        "Output": ("output", "overwrite"),
-        "Running": ("resume",),
-    }
+    heading: ClassVar = "Posterior"
     unused: ClassVar = not_for("fit", "validation_examples", "test_examples")
     usage: ClassVar = (
         "laplace-debias fit --model my_pkg.models:build --checkpoint net.pt --data images "
@@ -70,7 +54,7 @@ class Settings(SourceSettings):
         "--params all --mode auto --output posterior.safetensors",
     )
 
-    output: Path
+    output: Path = field(metadata=option(heading="Output"))
     mode: ModeName = "full"
     curvature: CurvatureName = "kfac"
     params: Literal["all", "weights", "supported", "last_layer"] = "last_layer"
@@ -81,8 +65,8 @@ class Settings(SourceSettings):
     prior_precision: float = 1.0
     sigma: float | None = None
     folds: int | None = None
-    overwrite: bool = False
-    resume: Path | None = None
+    overwrite: bool = field(default=False, metadata=option(heading="Output"))
+    resume: Path | None = field(default=None, metadata=option(heading="Output"))
     plan: bool = False
 
     def __post_init__(self) -> None:

@@ -1,13 +1,12 @@
 """`laplace-debias predict`: write the predictions of a posterior as a table."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.system.settings import check_at_least
+from laplace_debias.system.settings import check_at_least, option
 
 _SUFFIXES = (".parquet", ".csv")
 
@@ -29,22 +28,17 @@ class Settings(SourceSettings):
             `nn` use 100 samples.
     """
 
-    input_paths: ClassVar = (*SourceSettings.input_paths, "posterior", "inputs")
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Predictions": ("posterior", "inputs", "method", "samples"),
-        "Output": ("output", "overwrite"),
-    }
-    metavars: ClassVar = {**SourceSettings.metavars, "inputs": "PATH"}
+    heading: ClassVar = "Predictions"
     unused: ClassVar = not_for("predict", "train_examples", "validation_examples")
     usage: ClassVar = (
         "laplace-debias predict --model my_pkg.models:build --checkpoint net.pt --data images "
         "--posterior posterior.safetensors --inputs new_images --output new.parquet",
     )
 
-    posterior: Path
-    output: Path
-    inputs: str | Path | None = None
-    overwrite: bool = False
+    posterior: Path = field(metadata=option(is_input=True))
+    output: Path = field(metadata=option(heading="Output"))
+    inputs: str | Path | None = field(default=None, metadata=option(metavar="PATH", is_input=True))
+    overwrite: bool = field(default=False, metadata=option(heading="Output"))
     method: Literal["glm", "glm-mc", "nn", "map"] = "glm"
     samples: int | None = None
 

@@ -1,14 +1,13 @@
 """`laplace-debias report`: assess a network's uncertainty on one page."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.system.settings import check_at_least
+from laplace_debias.system.settings import check_at_least, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +35,8 @@ class Settings(SourceSettings):
         overwrite: Replace an earlier run in the folder.
     """
 
-    option_names: ClassVar = {"from_run": "from"}
-    repeated: ClassVar = {"checkpoint": "more_checkpoints"}
+    heading: ClassVar = "What to compare"
     resumes: ClassVar = True
-    """The same command resumes a run that was interrupted."""
-    input_paths: ClassVar = (*SourceSettings.input_paths, "more_checkpoints", "from_run")
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "What to compare": ("methods", "posteriors", "examples"),
-        "Output": ("output", "from_run", "title", "overwrite"),
-    }
-    metavars: ClassVar = {**SourceSettings.metavars, "posteriors": ".NAME JSON", "from_run": "RUN"}
     usage: ClassVar = (
         "laplace-debias report --model my_pkg.models:build --checkpoint net.safetensors "
         "--data images --ood digits=builtin:digits --output runs/mine",
@@ -53,14 +44,21 @@ class Settings(SourceSettings):
         "--methods network,temperature,last-layer,laplace --output runs/two",
     )
 
-    output: Path = Path("results/report")
-    from_run: Path | None = None
-    title: str = ""
-    more_checkpoints: list[Path] = field(default_factory=list)
+    output: Path = field(default=Path("results/report"), metadata=option(heading="Output"))
+    from_run: Path | None = field(
+        default=None, metadata=option(heading="Output", metavar="RUN", name="from", is_input=True)
+    )
+    title: str = field(default="", metadata=option(heading="Output"))
+    more_checkpoints: list[Path] = field(
+        default_factory=list,
+        metadata=option(heading="Network", is_input=True, repeats="checkpoint"),
+    )
     methods: tuple[str, ...] | None = None
-    posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
+    posteriors: dict[str, PosteriorChoice] = field(
+        default_factory=dict, metadata=option(metavar="NAME=JSON")
+    )
     examples: int | None = None
-    overwrite: bool = False
+    overwrite: bool = field(default=False, metadata=option(heading="Output"))
 
     def __post_init__(self) -> None:
         if self.from_run is None:

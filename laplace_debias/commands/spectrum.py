@@ -1,13 +1,12 @@
 """`laplace-debias spectrum`: measure the spectrum of a network's curvature."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import not_for, print_notes
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.system.settings import check_at_least
+from laplace_debias.system.settings import check_at_least, option
 
 if TYPE_CHECKING:
     from laplace_debias.assessment.spectrum import Spectrum
@@ -37,22 +36,7 @@ class Settings(SourceSettings):
         output: The folder of the tables and the figure.
     """
 
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Spectrum": (
-            "matrix",
-            "examples",
-            "eigenpairs",
-            "tolerance",
-            "max_matvecs",
-            "trace_matvecs",
-            "density_probes",
-            "density_steps",
-            "density_width",
-            "density_floor",
-            "memory_bound",
-        ),
-        "Output": ("output",),
-    }
+    heading: ClassVar = "Spectrum"
     unused: ClassVar = not_for("spectrum", "validation_examples", "test_examples")
     usage: ClassVar = (
         "laplace-debias spectrum --model my_pkg.models:build --checkpoint net.pt --data images "
@@ -71,7 +55,7 @@ class Settings(SourceSettings):
     density_width: float = 0.1
     density_floor: float = 1e-5
     memory_bound: int = 4 * 2**30
-    output: Path = Path("results/spectrum")
+    output: Path = field(default=Path("results/spectrum"), metadata=option(heading="Output"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

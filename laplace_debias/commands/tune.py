@@ -1,12 +1,12 @@
 """`laplace-debias tune`: tune the prior precision of a saved posterior."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.system.settings import option
 
 if TYPE_CHECKING:
     from laplace_debias.laplace.tuning.result import Tuning
@@ -31,20 +31,16 @@ class Settings(SourceSettings):
             block (`block`). By default, all parameters have the same one.
     """
 
-    input_paths: ClassVar = (*SourceSettings.input_paths, "posterior")
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Tuning": ("posterior", "method", "metric", "prior_precisions", "sigma", "per"),
-        "Output": ("output", "overwrite"),
-    }
+    heading: ClassVar = "Tuning"
     unused: ClassVar = not_for("tune", "train_examples", "test_examples")
     usage: ClassVar = (
         "laplace-debias tune --model my_pkg.models:build --checkpoint net.pt --data images "
         "--posterior posterior.safetensors",
     )
 
-    posterior: Path
-    output: Path | None = None
-    overwrite: bool = False
+    posterior: Path = field(metadata=option(is_input=True))
+    output: Path | None = field(default=None, metadata=option(heading="Output"))
+    overwrite: bool = field(default=False, metadata=option(heading="Output"))
     method: Literal["grid", "marglik"] = "grid"
     metric: Literal["nll", "brier"] = "nll"
     prior_precisions: tuple[float, ...] | None = None

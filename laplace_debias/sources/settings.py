@@ -5,13 +5,13 @@ This module does not import torch, so that the command line starts quickly.
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, LikelihoodName
-from laplace_debias.system.settings import check_at_least
+from laplace_debias.system.settings import CommandSettings, check_at_least, option
 
 AnySettings = TypeVar("AnySettings", bound="SourceSettings")
 
@@ -25,7 +25,7 @@ _LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_exampl
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceSettings:
+class SourceSettings(CommandSettings):
     """Settings that name a trained network, its data and the device.
 
     Attributes:
@@ -33,7 +33,7 @@ class SourceSettings:
             `nn.Module`. The working directory is on the import path. Exactly one of --model, --timm
             and --torchvision is required.
         model_args: Arguments of that callable, of `timm.create_model` or of
-            `torchvision.models.get_model`.
+            `torchvision.models.get_model`. The option may be repeated.
         timm: A timm architecture, with the number of classes of the data.
         torchvision: A torchvision architecture, with the number of classes of the data.
         pretrained: Download the published weights of timm or torchvision.
@@ -85,65 +85,42 @@ class SourceSettings:
             not belong to the others.
     """
 
+    heading: ClassVar = "Data"
     needed_by_most: ClassVar = ("data", "checkpoint")
-    input_paths: ClassVar[tuple[str, ...]] = ("model", "checkpoint", "data")
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "Network": ("model", "model_args", "timm", "torchvision", "pretrained", "checkpoint"),
-        "Data": (
-            "data",
-            "target",
-            "features",
-            "standardise",
-            "task",
-            "held_out",
-            "image_size",
-            "mean",
-            "std",
-            "train_examples",
-            "validation_examples",
-            "test_examples",
-            "batch_size",
-            "workers",
-        ),
-        "What to compare": ("ood", "ood_examples", "corruptions"),
-        "Output": ("json",),
-        "Running": ("seed", "device", "progress"),
-    }
-    metavars: ClassVar[Mapping[str, str]] = {
-        "model": "MODULE:NAME",
-        "ood": "NAME=PATH",
-        "data": "PATH",
-        "features": "COLUMN,…",
-        "target": "COLUMN",
-    }
+    resumes: ClassVar[bool] = False
+    """Whether the same command resumes a run that was interrupted."""
 
-    model: str | None = None
-    model_args: dict[str, Any] = field(default_factory=dict)
-    timm: str | None = None
-    torchvision: str | None = None
-    pretrained: bool = False
-    checkpoint: Path | None = None
-    data: str | Path | None = None
-    target: str | None = None
-    features: tuple[str, ...] | None = None
+    model: str | None = field(
+        default=None, metadata=option(heading="Network", metavar="MODULE:NAME", is_input=True)
+    )
+    model_args: dict[str, Any] = field(default_factory=dict, metadata=option(heading="Network"))
+    timm: str | None = field(default=None, metadata=option(heading="Network"))
+    torchvision: str | None = field(default=None, metadata=option(heading="Network"))
+    pretrained: bool = field(default=False, metadata=option(heading="Network"))
+    checkpoint: Path | None = field(default=None, metadata=option(heading="Network", is_input=True))
+    data: str | Path | None = field(default=None, metadata=option(metavar="PATH", is_input=True))
+    target: str | None = field(default=None, metadata=option(metavar="COLUMN"))
+    features: tuple[str, ...] | None = field(default=None, metadata=option(metavar="COLUMN,…"))
     standardise: bool = True
     task: LikelihoodName | str | None = None
     held_out: float = 0.2
-    ood: dict[str, str] = field(default_factory=dict)
-    corruptions: tuple[int, ...] = ()
+    ood: dict[str, str] = field(
+        default_factory=dict, metadata=option(heading="What to compare", metavar="NAME=PATH")
+    )
+    corruptions: tuple[int, ...] = field(default=(), metadata=option(heading="What to compare"))
     image_size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     train_examples: int | None = None
     validation_examples: int | None = None
     test_examples: int | None = None
-    ood_examples: int | None = None
+    ood_examples: int | None = field(default=None, metadata=option(heading="What to compare"))
     batch_size: int | None = None
     workers: int = 0
-    seed: int = 0
-    device: str = "auto"
-    progress: bool = True
-    json: bool = False
+    seed: int = field(default=0, metadata=option(heading="Running"))
+    device: str = field(default="auto", metadata=option(heading="Running"))
+    progress: bool = field(default=True, metadata=option(heading="Running"))
+    json: bool = field(default=False, metadata=option(heading="Output"))
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *_LIMITS, "batch_size", "image_size")
@@ -200,15 +177,6 @@ class SourceSettings:
     def without_comparison(self: AnySettings) -> AnySettings:
         """Return the settings without OOD and corrupted data."""
         return replace(self, ood={}, corruptions=())
-
-    def without_effect(self) -> dict[str, str]:
-        """Return the options that have no effect under these settings, and the reasons.
-
-        A settings file may contain such options, because several commands may share the file. On
-        the command line, they raise an error. Options that never have an effect on a command are
-        listed in its `unused`.
-        """
-        return {}
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

@@ -1,4 +1,67 @@
-"""Checks of settings that a command makes before torch is imported."""
+"""Settings of commands: what they declare for the command line, and checks of their values.
+
+This module does not import torch, so that the command line starts quickly.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class CommandSettings:
+    """A base class for a command's settings, which are a dataclass with a field per option.
+
+    The type and the default of an option are those of its field, and its help text is the entry of
+    the field in the docstring's `Attributes`. `option` declares the other properties.
+    """
+
+    heading: ClassVar[str] = "Options"
+    """The heading of the help under which the fields of a class are listed."""
+
+    usage: ClassVar[tuple[str, ...]] = ()
+    """Examples that end the help."""
+
+    needed_by_most: ClassVar[tuple[str, ...]] = ()
+    """Optional fields that most calls need."""
+
+    unused: ClassVar[Mapping[str, str]] = {}
+    """Fields that the command does not use, with the reasons. The help leaves them out."""
+
+    def without_effect(self) -> dict[str, str]:
+        """Return the options that have no effect under these settings, and the reasons.
+
+        A settings file may contain such options, because several commands may share the file. On
+        the command line, they raise an error. Options that never have an effect on a command are
+        listed in its `unused`.
+        """
+        return {}
+
+
+def option(
+    *,
+    heading: str | None = None,
+    metavar: str | None = None,
+    name: str | None = None,
+    is_input: bool = False,
+    repeats: str | None = None,
+) -> dict[str, Any]:
+    """Return a field's metadata for the command line: `field(metadata=option(metavar="PATH"))`.
+
+    Args:
+        heading: The heading of the help under which the option is listed. By default, it is the
+            heading of the class.
+        metavar: The placeholder of its value in the help. By default, it follows from the type.
+        name: The name on the command line, if it differs from the field.
+        is_input: Whether the value names a file, folder or module that must exist.
+        repeats: The field of another option. If that option is repeated, this field, a list, takes
+            the further values.
+    """
+    return {
+        "heading": heading,
+        "metavar": metavar,
+        "name": name,
+        "is_input": is_input,
+        "repeats": repeats,
+    }
 
 
 def check_at_least(settings: object, least: int, *names: str) -> None:

@@ -38,7 +38,7 @@ ANSWERED = [
     (
         ["fit", "--output=p", "--batch_size=x"],
         2,
-        "`--batch_size x` is not valid. Pass a whole number.",
+        "--batch_size: expected a whole number, got 'x'. Use --batch_size N.",
     ),
     (["fit", "--output=p"], 2, "No network was specified"),
     (["fit", "--output=p", "--model=m:b"], 2, "no module m"),

@@ -72,9 +72,9 @@ def test_printed_config_can_be_read_again(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--examples=all", "`--examples all` is not valid. Pass a whole number"),
-        ("--workers=1.5", "`--workers 1.5` is not valid. Pass a whole number"),
-        ("--corruptions=x", "`--corruptions x` is not valid. Pass a whole number"),
+        ("--examples=all", "--examples: expected a whole number, got 'all'. Use --examples N."),
+        ("--workers=1.5", "--workers: expected a whole number, got '1.5'"),
+        ("--corruptions=x", "--corruptions: expected a whole number, got 'x'"),
         ("--task=foo", "task is foo. Use classification, regression"),
     ],
 )
@@ -105,6 +105,65 @@ def test_several_values_need_no_brackets(given, expected, capsys):
     found = yaml.safe_load(capsys.readouterr().out)
     assert tuple(found["corruptions"]) == expected
     assert found["mean"] == [-0.5]
+
+
+REPORT = ["report", "--model=a:b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # argparse takes words that begin with a dash for options, except for a single number.
+        (["--mean", "-0.5,1"], {"mean": [-0.5, 1.0]}),
+        (["--mean", "-1e-3"], {"mean": [-1e-3]}),
+        (["--title", "-x"], {"title": "-x"}),
+        (["--title", "50 % (a)"], {"title": "50 % (a)"}),
+        (["--json", "--overwrite", "false"], {"json": True, "overwrite": False}),
+        (["--progress=false", "--standardise"], {"progress": False, "standardise": True}),
+        (["--seed=1", "--seed", "2"], {"seed": 2}),
+        (
+            ["--model_args.depth", "3", "--model_args.rate=1e-3", "--model_args", "wide=true"],
+            {"model_args": {"depth": 3, "rate": 1e-3, "wide": True}},
+        ),
+        (["--model_args", '{"a": [1, 2]}'], {"model_args": {"a": [1, 2]}}),
+        (["--ood", "x=y", "--ood=z=a=b"], {"ood": {"x": "y", "z": "a=b"}}),
+    ],
+)
+def test_words_of_the_command_line_set_fields(words, expected, capsys):
+    found = yaml.safe_load(printed_config([*REPORT, *words], capsys))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_options_add_to_the_entries_of_files_and_replace_other_values(capsys, tmp_path):
+    first = {"seed": 1, "workers": 1, "ood": {"x": "y"}, "corruptions": [1]}
+    second = {"workers": 2, "more_checkpoints": ["b.pt"]}
+    words = ["--ood.z=a", "--corruptions=5", "--checkpoint=a.pt", "--checkpoint", "c.pt"]
+    for name, content in (("first.yaml", first), ("second.yaml", second)):
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+        words += ["--config", str(tmp_path / name)]
+    found = yaml.safe_load(printed_config([*REPORT, *words], capsys))
+    assert found["seed"] == 1
+    assert found["workers"] == 2
+    assert found["ood"] == {"x": "y", "z": "a"}
+    assert found["corruptions"] == [5]
+    assert found["checkpoint"] == "a.pt"
+    assert found["more_checkpoints"] == ["b.pt", "c.pt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stray"], "'stray' is not an option. Options begin with --."),
+        (["--see=3"], "has no option --see. Did you mean --seed?"),
+        (["--model_arg.depth=3"], "has no option --model_arg.depth. Did you mean --model_args?"),
+        (["--seed"], "--seed: expected one argument. Use --seed N."),
+        (["--json=maybe"], "--json: expected true or false, got 'maybe'. Use --json true|false."),
+        (["--posteriors.a", '{"pars": "all"}'], "did you mean params?"),
+    ],
+)
+def test_wrong_words_are_named_with_a_remedy(words, message, capsys):
+    assert main([*REPORT, *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys):
