@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.network import fingerprints as watch
-from laplace_debias.curvature.network.fingerprints import ChangeDetector, fingerprint
+from laplace_debias.curvature.network import change_detector, fingerprints
+from laplace_debias.curvature.network.change_detector import ChangeDetector
+from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.laplace.state import prediction_cache
 
 LARGE = 100
@@ -146,21 +147,37 @@ def test_every_way_to_change_a_model_is_found_by_the_next_prediction(way):
 
 def test_what_did_not_change_is_read_in_full_once(monkeypatch):
     read = []
-    full = watch.sum_of_bits
-    monkeypatch.setattr(watch, "sum_of_bits", lambda x: read.append(x.numel()) or full(x))
+    full = fingerprints.sum_of_bits
+    monkeypatch.setattr(change_detector, "sum_of_bits", lambda x: read.append(x.numel()) or full(x))
     model = network()
-    sums, watching = fingerprint(model, []), ChangeDetector()
+    sums, detector = fingerprint(model, []), ChangeDetector()
 
     def entries_read():
         read.clear()
-        assert watching.changed(model, [], sums) == []
+        assert detector.changed_tensor(model, [], sums) is None
         return sum(read)
 
-    assert entries_read() == sum(x.numel() for x in model.state_dict().values())
-    assert entries_read() == 0
-    moved = model[2].weight
-    moved.data = moved.data.clone()
-    assert entries_read() == moved.numel()
+    num_entries = sum(x.numel() for x in model.state_dict().values())
+    assert (entries_read(), entries_read()) == (num_entries, 0)
+    model[2].weight.data = model[2].weight.data.clone()
+    assert (entries_read(), entries_read()) == (num_entries, 0)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize(
+    "convert", [{"dtype": torch.bfloat16}, {"memory_format": torch.channels_last}]
+)
+def test_changes_are_found_in_half_precision_and_in_every_memory_format(convert, layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 40, 3), nn.ReLU(), nn.Flatten(), nn.Linear(160, 3))
+    model.eval().to(**convert)
+    x = torch.randn(6, 3, 4, 4).to(model[0].weight.dtype)
+    la = Laplace(model, params="last_layer").fit_batches([(x, torch.arange(6) % 3)])
+    for _ in range(3):
+        la.predict(x)
+    model[layer].weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.predict(x)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -185,7 +202,9 @@ def test_a_copy_watches_its_own_model(copied):
         torch.randn(3, 4).T,
         torch.randn(3).expand(2, 3),
         torch.randn(4, 4)[:, :2],
+        torch.randn(3000, 2)[:, 1],
         torch.randn(3, dtype=torch.complex128),
+        torch.randn(3000, dtype=torch.complex128),
         torch.tensor([torch.nan, 1.0]),
         torch.tensor([True, True, False]),
         torch.tensor(3),
@@ -197,13 +216,13 @@ def test_a_copy_watches_its_own_model(copied):
 def test_tensors_of_every_kind_are_watched(tensor):
     model = nn.Module()
     model.register_buffer("held", tensor)
-    sums, watching = fingerprint(model, []), ChangeDetector()
+    sums, detector = fingerprint(model, []), ChangeDetector()
     for _ in range(3):
-        assert watching.changed(model, [], sums) == []
+        assert detector.changed_tensor(model, [], sums) is None
     if tensor.numel():
         tensor = tensor.to_dense() if tensor.is_sparse else tensor
         model.held = ~tensor if tensor.dtype == torch.bool else tensor + 1
-        assert watching.changed(model, [], sums) == ["held"]
+        assert detector.changed_tensor(model, [], sums) == "held"
 
 
 class Net(nn.Module):
@@ -475,7 +494,7 @@ def test_a_posterior_loads_whatever_the_original_of_a_trained_head_is(
     la = Laplace(model).fit_batches([(x, y)])
     with monkeypatch.context() as patch:
         if of_an_earlier_version:  # Its files also describe the original head.
-            patch.setattr(watch, "unused_originals", lambda model: ())
+            patch.setattr(fingerprints, "unused_originals", lambda model: ())
             la = Laplace(model).fit_batches([(x, y)])
         la.save(tmp_path / "posterior.safetensors")
         expected = la.predict(x).probs

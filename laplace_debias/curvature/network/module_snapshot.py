@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.frozen_tensors import place
 from laplace_debias.curvature.network.quantised import is_kept
 
 # Values of these types never change, and `copy.deepcopy` returns them unchanged.
@@ -39,7 +40,7 @@ _NOTES_OF_TORCH = ("training", "_is_full_backward_hook")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class UncomparableAttributeError(Exception):
+class _UncomparableAttributeError(Exception):
     """A module has an attribute whose changes cannot be detected."""
 
 
@@ -53,15 +54,23 @@ class ModuleSnapshot:
     module.
 
     Args:
-        model: The model.
+        model: The model. `of` accepts models whose changes cannot be detected.
 
     Attributes:
         buffers: The model's buffers.
-
-    Raises:
-        UncomparableAttributeError: If a module has an attribute other than numbers, strings,
-            functions and containers of them, or a tensor that is not plain.
     """
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModuleSnapshot | None":
+        """Take a snapshot; None if changes of the modules cannot be detected.
+
+        Changes can be detected if the attributes of all modules are numbers, strings, functions,
+        containers of them, and plain tensors.
+        """
+        try:
+            return cls(model)
+        except _UncomparableAttributeError:
+            return None
 
     def __init__(self, model: nn.Module) -> None:
         self.buffers = list(model.buffers())
@@ -89,7 +98,7 @@ class ModuleSnapshot:
                 self._tensors.append(entry)
         # The copy keeps the tensors' storage alive, so that no new tensor can have the same
         # address.
-        self._places = list(map(_place, self._tensors))
+        self._places = list(map(place, self._tensors))
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether the model's modules are unchanged."""
@@ -100,11 +109,11 @@ class ModuleSnapshot:
             return False
         if not self._registries.are_in(self._registries.dictionaries):
             return False
-        if list(map(_place, self._tensors)) != self._places:
+        if list(map(place, self._tensors)) != self._places:
             return False
         try:
             return all(_constant(value) == contents for value, contents in self._contents)
-        except UncomparableAttributeError:
+        except _UncomparableAttributeError:
             return False
 
 
@@ -131,15 +140,11 @@ class Entries:
         return all(map(is_, chain.from_iterable(map(dict.values, dictionaries)), self._values))
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def _check_comparable(tensor: Tensor) -> None:
     """Require a plain tensor, whose changes are visible in its place or its values."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_leaf
     if not is_plain or tensor.layout != torch.strided or is_kept(tensor):
-        raise UncomparableAttributeError
+        raise _UncomparableAttributeError
 
 
 def _constant(value: Any) -> Hashable:
@@ -155,7 +160,7 @@ def _constant(value: Any) -> Hashable:
         return (kind, value)  # 1, 1.0 and True compare equal.
     if isinstance(value, _CONSTANTS):
         return value
-    raise UncomparableAttributeError
+    raise _UncomparableAttributeError
 
 
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.backends import uses_backpack
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.adapters import AdapterState, adapter_states
-from laplace_debias.curvature.network.fingerprints import ChangeDetector
+from laplace_debias.curvature.network.change_detector import ChangeDetector
 from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
@@ -260,10 +260,10 @@ class FittedPosterior:
                 "The model's parameters have changed since the fit, so the posterior is no "
                 "longer valid. Fit again."
             )
-        changed_names = self.change_detector.changed(plain, names, self.frozen_fingerprint)
-        if changed_names:
+        changed = self.change_detector.changed_tensor(plain, names, self.frozen_fingerprint)
+        if changed is not None:
             raise RuntimeError(
-                f"{changed_names[0]} has changed since the fit, so the posterior is no longer "
+                f"{changed} has changed since the fit, so the posterior is no longer "
                 "valid. Fit again."
             )
         if plain is not model:

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.resolve import differing_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.module_snapshot import (
-    ModuleSnapshot,
-    UncomparableAttributeError,
-)
+from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.shared_copy import are_constant, refuse_calls
@@ -49,7 +46,7 @@ class PreparedModel:
         self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
     ) -> None:
         model = spec.plain_model
-        self._model_snapshot = snapshot or _snapshot(model)
+        self._model_snapshot = snapshot or ModuleSnapshot.of(model)
         self.tap = Tap(spec.network(parameters.names), parameters.blocks)
         is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
@@ -57,7 +54,7 @@ class PreparedModel:
         # A copy of a model in half precision does not share the values of the model, so it is not
         # kept.
         if not (self.tap.learns_dims or is_narrow or self._model_snapshot is None):
-            self._copy_snapshot = _snapshot(self.tap.network)
+            self._copy_snapshot = ModuleSnapshot.of(self.tap.network)
             self.tap.save_attributes()
         self.is_new = True
         self.sizes: dict[Hashable, Any] = {}
@@ -270,12 +267,4 @@ def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
 def snapshot_of_modules(spec: ModelSpec) -> ModuleSnapshot | None:
     """Take a snapshot of a model's modules; None if changes of the modules cannot be detected."""
     model = without_outer_wrappers(spec.model)
-    return _snapshot(model) if spec.plain_model is model else None
-
-
-def _snapshot(model: nn.Module) -> ModuleSnapshot | None:
-    """Take a snapshot; None if changes of the modules cannot be detected."""
-    try:
-        return ModuleSnapshot(model)
-    except UncomparableAttributeError:
-        return None
+    return ModuleSnapshot.of(model) if spec.plain_model is model else None

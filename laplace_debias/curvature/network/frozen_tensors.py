@@ -1,0 +1,70 @@
+"""Detection of changes of tensors without reading all of their entries."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.network.fingerprints import as_integers
+
+# The number of entries of a tensor that are compared; the actual number is up to twice this.
+_SAMPLE_SIZE = 1024
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the address of a tensor's entries, their dtype, and their layout in memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return torch's count of the changes of each tensor; None for tensors from inference mode."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class FrozenTensors:
+    """Tensors that should not change, with their places, their versions, and some of their entries.
+
+    A tensor whose storage was replaced is in another place. torch counts changes in place in the
+    tensor's version. Writing through `.data` or NumPy changes neither of them, so a sample of the
+    entries is compared too.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._places = list(map(place, tensors))
+        self._versions = versions(tensors)
+        # The entries of all tensors are compared at once, which takes less time on a GPU. They are
+        # views, which keep the storages alive, so that no new tensor can have the same address.
+        entries = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+        for tensor in tensors:
+            sampled = _sampled_entries(tensor)
+            entries[sampled.device, sampled.dtype].append(sampled)
+        self._samples = [(views, torch.cat(views)) for views in entries.values()]
+
+    def are_current(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the given tensors are these, in the same places, and have not changed."""
+        return list(map(place, tensors)) == self._places and self.are_unchanged(tensors)
+
+    def are_unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the given tensors, which must be in these places, have not changed."""
+        if versions(tensors) != self._versions:
+            return False
+        return all(torch.cat(views).equal(values) for views, values in self._samples)
+
+
+def _sampled_entries(tensor: Tensor) -> Tensor:
+    """View entries at equal distances in a tensor's memory, as integers."""
+    integers = as_integers(tensor.detach())
+    length = 0
+    if integers.numel():
+        last = [size - 1 for size in integers.shape]
+        length = 1 + sum(i * stride for i, stride in zip(last, integers.stride(), strict=True))
+    distance = max(1, length // _SAMPLE_SIZE)
+    return integers.as_strided((-(-length // distance),), (distance,))
