@@ -326,6 +326,17 @@ def magnitudes_assigned(la):
         block.magnitudes = block.magnitudes * 0.01
 
 
+@torch.inference_mode()
+def magnitudes_in_inference_mode(la):
+    """torch does not count the changes of tensors from inference mode."""
+    x = torch.randn(1, 4, dtype=torch.float64)
+    for block in la.posterior.curvature.blocks.values():
+        block.magnitudes = block.magnitudes.clone()
+    la.predict(x)
+    for block in la.posterior.curvature.blocks.values():
+        block.magnitudes.mul_(0.01)
+
+
 def tune(la):
     torch.manual_seed(1)
     batch = (torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,)))
@@ -344,6 +355,7 @@ POSTERIOR_CHANGES = [
     set_temperature,
     magnitudes_in_place,
     magnitudes_assigned,
+    magnitudes_in_inference_mode,
     tune,
     thin,
 ]

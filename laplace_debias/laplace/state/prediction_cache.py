@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.resolve import differing_blocks
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.frozen_tensors import versions
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -45,22 +45,23 @@ class PreparedModel:
     def __init__(
         self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
     ) -> None:
-        model = spec.plain_model
-        self._model_snapshot = snapshot or ModuleSnapshot.of(model)
+        self._model_snapshot = snapshot
         self.tap = Tap(spec.network(parameters.names), parameters.blocks)
-        is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
+        is_narrow = any(parameter.dtype in NARROW for parameter in spec.plain_model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
         self._is_constant = are_constant(self.tap.network.modules())
         # A copy of a model in half precision does not share the values of the model, so it is not
         # kept.
-        if not (self.tap.learns_dims or is_narrow or self._model_snapshot is None):
+        if not (self.tap.learns_dims or is_narrow or snapshot is None):
             self._copy_snapshot = ModuleSnapshot.of(self.tap.network)
             self.tap.save_attributes()
         self.is_new = True
         self.sizes: dict[Hashable, Any] = {}
         self._ends_in_layer = True
         self._values: dict[Hashable, Any] = {}
-        self._posterior_snapshot: _PosteriorSnapshot | None = None
+        self._posterior: GaussianPosterior | None = None
+        self._posterior_tensors: list[Tensor] = []
+        self._ids_and_versions: list[int | None] = []
 
     def is_current(self, model: nn.Module, snapshot: ModuleSnapshot | None) -> bool:
         """Whether the user's modules have not changed since they were copied.
@@ -69,8 +70,7 @@ class PreparedModel:
             model: The model.
             snapshot: A snapshot of the current modules of the model, if there is one.
         """
-        if self._model_snapshot is None:
-            return False
+        assert self._model_snapshot is not None
         return self._model_snapshot is snapshot or self._model_snapshot.is_current(model)
 
     @property
@@ -98,10 +98,17 @@ class PreparedModel:
         """
         if posterior.mean.nbytes > _MOST_KEPT:
             return compute()
-        snapshot = self._posterior_snapshot
-        if snapshot is None or not snapshot.is_current(posterior):
+        tensors = _tensors(posterior)
+        ids_and_versions = list(map(id, tensors)) + versions(tensors)
+        if None in ids_and_versions:
+            # torch does not count the changes of a tensor from inference mode.
+            return compute()
+        if posterior is not self._posterior or ids_and_versions != self._ids_and_versions:
             self._values.clear()
-            self._posterior_snapshot = _PosteriorSnapshot(posterior)
+            self._posterior = posterior
+            # While the tensors are kept, no new tensor can have the `id` of one of them.
+            self._posterior_tensors = tensors
+            self._ids_and_versions = ids_and_versions
         if key not in self._values:
             self._values[key] = compute()
         return self._values[key]
@@ -230,30 +237,6 @@ class PredictionCache:
             if prepared.is_current(without_outer_wrappers(spec.model), snapshot):
                 prepared.refresh_buffers()
                 return prepared
-
-
-class _PosteriorSnapshot:
-    """A posterior, and the versions of its tensors, which users may change in place.
-
-    Args:
-        posterior: The posterior.
-    """
-
-    def __init__(self, posterior: GaussianPosterior) -> None:
-        self._posterior = posterior
-        self._tensors = _tensors(posterior)
-        self._has_versions = not any(tensor.is_inference() for tensor in self._tensors)
-        if self._has_versions:
-            self._versions = [tensor._version for tensor in self._tensors]
-
-    def is_current(self, posterior: GaussianPosterior) -> bool:
-        """Whether a posterior is the same object, and its tensors have not changed."""
-        if posterior is not self._posterior or not self._has_versions:
-            return False
-        tensors = _tensors(posterior)
-        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
-            return False
-        return [tensor._version for tensor in tensors] == self._versions
 
 
 def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
