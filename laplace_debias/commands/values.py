@@ -31,7 +31,7 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def converted(value: Any, kind: Any) -> Any:
-    """Convert a text of the command line, or a value of a file, to a type.
+    """Convert a string of the command line, or a value from a file, to a type.
 
     Raises:
         UnexpectedValueError: If the value cannot be converted. The text says what was expected.
