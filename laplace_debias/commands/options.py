@@ -207,7 +207,7 @@ class CommandLine(Generic[Settings]):
             "--config",
             action="append",
             default=[],
-            type=Path,
+            type=_path,
             metavar="FILE",
             help="A YAML file of these options. Options on the command line override it.",
         )
@@ -252,6 +252,8 @@ class CommandLine(Generic[Settings]):
     def _unknown(self, name: str, dashes: str) -> str:
         """Return the message for an unknown option, with the nearest name."""
         names = [dashes + option.name for option in self._options]
+        if dashes:
+            names += ["--help", "--config", "--print_config"]
         nearest = difflib.get_close_matches(name, names, n=1)
         advice = f"Did you mean {nearest[0]}?" if nearest else "--help lists the options."
         return f"{self._program} has no option {name}. {advice}"
@@ -326,6 +328,13 @@ class CommandLine(Generic[Settings]):
         return [
             f"Not used: {', '.join(names)} ({reason})." for reason, names in names_by_reason.items()
         ]
+
+
+def _path(text: str) -> Path:
+    """Convert a text of the command line to a path."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty")
+    return Path(text)
 
 
 def _merge(option: Option, given: Sequence[Any], values: dict[str, Any]) -> None:
