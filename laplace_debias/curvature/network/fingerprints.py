@@ -54,7 +54,7 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(model: nn.Module) -> str:
-    """Hash a model's state."""
+    """Hash the fingerprint of a model; this identifies the model of a run in its `run.json`."""
     return hashlib.sha256(json.dumps(fingerprint(model, ())).encode()).hexdigest()[:16]
 
 
