@@ -146,7 +146,7 @@ def test_data_on_the_device_is_asked_for_ignored_targets_where_positions_share_w
 # ------------------------------------------------------------------------------------- errors
 
 WRONG = {
-    "labels": ("mlp", 1, lambda x, y: (x, y + 7), r"between 0 and 2, got 7 to 9\. .* \(Batch 3"),
+    "labels": ("mlp", 1, lambda x, y: (x, y + 7), r"between 0 and 2, got 9\. .* \(Batch 3"),
     "inputs": ("mlp", 0, lambda x, y: (x * torch.nan, y), r"outputs contain NaN or Inf.*\(Batch 3"),
     "targets": ("regression", 1, lambda x, y: (x, y * torch.inf), r"contain NaN or Inf.*\(Batch 3"),
     "bits": ("binary", 1, lambda x, y: (x, y + 0.5), r"must be 0 or 1\. .* \(Batch 3"),

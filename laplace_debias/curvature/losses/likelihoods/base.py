@@ -16,6 +16,7 @@ Weights = Sequence[float] | Tensor
 
 _DERIVED_METHODS = {
     "nll": ("gradient",),
+    "sample": ("drawn_gradient",),
     "hessian_root": ("signed_root", "hessian_trace", "drawn_gradient"),
 }
 """Methods, and the methods whose faster forms in a class belong to them."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
@@ -126,17 +126,14 @@ class Categorical(Likelihood):
             return
         # There is no indexing by a mask, because the host would wait for the device.
         labels = targets.long()
-        # Ignored labels are replaced by numbers that are neither the lowest nor the highest label.
-        limits = torch.iinfo(torch.int64)
-        is_ignored = labels == self.ignore_index
-        low = labels.masked_fill(is_ignored, limits.max).amin()
-        high = labels.masked_fill(is_ignored, limits.min).amax()
+        # Ignored labels are replaced by a label that is in range.
+        low, high = labels.masked_fill(labels == self.ignore_index, 0).aminmax()
         require(
             (low >= 0) & (high < num_classes),
             lambda: ValueError(
                 f"The model has {num_classes} outputs, so class labels must be between 0 "
-                f"and {num_classes - 1}, got {int(low)} to {int(high)}. Renumber the "
-                "classes, or use a model with more outputs."
+                f"and {num_classes - 1}, got {int(high if high >= num_classes else low)}. Renumber "
+                "the classes, or use a model with more outputs."
             ),
         )
 
@@ -262,15 +259,13 @@ class Categorical(Likelihood):
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
         """Draw class indices from the softmax, with one uniform number per example."""
-        cumulative = outputs.softmax(-1).cumsum(-1)
-        # The cumulative distribution is inverted at the first number of each example.
-        above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
-        return (cumulative[:, :-1] <= above).sum(-1)
+        return _drawn_labels(outputs.softmax(-1), uniforms)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
         """Compute p − e_y for labels y that are drawn from the softmax."""
-        labels = self.sample(outputs, uniforms)
-        return outputs.softmax(-1).scatter(-1, labels.unsqueeze(-1), -1.0, reduce="add")
+        p = outputs.softmax(-1)
+        labels = _drawn_labels(p, uniforms)
+        return p.scatter(-1, labels.unsqueeze(-1), -1.0, reduce="add")
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Return the categorical distribution of the label, by the probit approximation."""
@@ -298,6 +293,15 @@ def _normalised_distribution(log_probs: Tensor) -> CategoricalDistribution:
     # torch then checks only the values at which the distribution is evaluated.
     del distribution._validate_args
     return distribution
+
+
+def _drawn_labels(
+    probabilities: Float[Tensor, "batch classes"], uniforms: Float[Tensor, "batch classes"]
+) -> Int[Tensor, " batch"]:
+    """Draw class indices by inverting the cumulative distribution at the first uniform number."""
+    cumulative = probabilities.cumsum(-1)
+    above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
+    return (cumulative[:, :-1] <= above).sum(-1)
 
 
 def _are_soft(targets: Tensor) -> bool:
