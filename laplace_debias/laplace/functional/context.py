@@ -1,9 +1,8 @@
 """A network and inputs, prepared for a prediction of the outputs at the requested positions."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -154,33 +153,37 @@ def prediction_context(
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
         cache = fitted.prediction_cache
-        first_use = partial(cache.first_use, fitted.spec, fitted.parameters)
+        kept_copy: AbstractContextManager[PreparedModel | None]
         if positions is None and not keeps_graph:
-            borrowed = cache.borrow(fitted.spec, fitted.parameters, snapshot)
-            with borrowed as prepared:
-                network = prepared.tap.network
-                try:
-                    with first_use(network, x) if prepared.is_new else nullcontext():
-                        yield PredictionContext(network, x, prepared=prepared)
-                except Exception as error:
-                    explain_unbatched(error, network, x)
-                    raise
-            return
-        network = fitted.network()
-        try:
-            with first_use(network, x):
-                if positions is None:
-                    yield PredictionContext(network, x)
-                    return
-                chosen = choose_positions(network, x, positions)
-                head = chosen.head
-                if head is not None and not restricts_head(head):
-                    head = None
-                at_positions = chosen.network(network, before_head=head is not None)
-                yield PredictionContext(at_positions, chosen.inputs(x), chosen, head)
-        except Exception as error:
-            explain_unbatched(error, network, x)
-            raise
+            kept_copy = cache.borrow(fitted.spec, fitted.parameters, snapshot)
+        else:
+            kept_copy = nullcontext()
+        with kept_copy as prepared:
+            network = fitted.network() if prepared is None else prepared.tap.network
+            checked: AbstractContextManager[None] = nullcontext()
+            if prepared is None or prepared.is_new:
+                checked = cache.first_use(fitted.spec, fitted.parameters, network, x)
+            try:
+                with checked:
+                    context = PredictionContext(network, x, prepared=prepared)
+                    if positions is not None:
+                        context = _at_positions(network, x, positions, restricts_head)
+                    yield context
+            except Exception as error:
+                explain_unbatched(error, network, x)
+                raise
+
+
+def _at_positions(
+    network: nn.Module, x: Inputs, positions: Positions, restricts_head: Callable[[str], bool]
+) -> PredictionContext:
+    """Make a network that returns the outputs at the requested positions, and its inputs."""
+    chosen = choose_positions(network, x, positions)
+    head = chosen.head
+    if head is not None and not restricts_head(head):
+        head = None
+    network_at_positions = chosen.network(network, before_head=head is not None)
+    return PredictionContext(network_at_positions, chosen.inputs(x), chosen, head)
 
 
 def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
