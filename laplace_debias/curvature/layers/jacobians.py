@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,39 +77,39 @@ def _rotated_slice(
     block = record.block
     layer = record.layer
     rule = block.rule
+    d_out, d_in = block.shape
     num_columns = record.num_columns
-    num_positions = record.num_positions
-    # For many positions, their sum is rotated; for few positions, each one is rotated. Coordinate
-    # axes need no rotation.
+    num_rows = num_columns * record.num_positions
+    # All rows of an example must be in one call.
     is_apart = apart and len(record.inputs) == 1
-    num_rows = num_columns * num_positions
-    has_few_rows = (
-        is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < block.shape[0]
-    )
-    is_rotated = not (isinstance(output_directions, Axes) and isinstance(input_directions, Axes))
-    is_summed_first = not has_few_rows and (num_positions > block.shape[1] or not is_rotated)
+    are_axes = isinstance(output_directions, Axes) and isinstance(input_directions, Axes)
+    # The rotation of the rows of each position; None if only their sum is rotated.
+    rotate_rows: Callable[[Tensor], Tensor] | None
+    if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < d_out:
+        rotate_rows = partial(_few_gradients, directions=output_directions)
+    elif record.num_positions > d_in or are_axes:
+        rotate_rows = None
+    else:
+        rotate_rows = partial(_coordinates_of_columns, directions=output_directions)
     total: Tensor | None = None
     for all_inputs, all_gradients in record.calls():
         x = all_inputs[examples]
         g = all_gradients[:, examples]
-        summed = rule.summed_products(layer, block, x, g) if is_summed_first else None
+        summed = rule.summed_products(layer, block, x, g) if rotate_rows is None else None
         if summed is not None:
             product = input_directions.coordinates(summed)
         else:
             a = _activations_along(record, x, input_directions, is_apart)
             rows = rule.output_gradients(layer, block, x, g).movedim(0, -3)
-            if has_few_rows:
-                assert isinstance(output_directions, ThinBasis)
-                rows = _few_gradients(rows, output_directions)
-            elif not is_summed_first:
-                rows = _coordinates_of_columns(rows, output_directions)
+            if rotate_rows is not None:
+                rows = rotate_rows(rows)
             # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
             # column.
             product = rows.flatten(-3, -2) @ a.movedim(1, -2)
         total = product if total is None else total.add_(product)
     assert total is not None
     J = total.unflatten(-2, (num_columns, -1))
-    if is_summed_first:
+    if rotate_rows is None:
         J = _coordinates_of_columns(J, output_directions)
     return J.movedim(-3, 1)
 
