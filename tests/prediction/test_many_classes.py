@@ -146,8 +146,7 @@ def test_the_variances_of_many_classes_need_one_forward_pass_of_all_examples():
     la.fit_batches([(x, y)], num_data=100)
     batch_sizes.clear()
     la.functional(x, diagonal=True)
-    # The first example decides how many more go together.
-    assert batch_sizes == [1, len(x)]
+    assert batch_sizes == [len(x)]
 
 
 def test_no_tensor_of_a_search_has_pairs_of_classes_by_example_or_weights_by_prior_precision():

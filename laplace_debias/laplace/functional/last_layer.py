@@ -2,22 +2,16 @@ r"""The part of the last layer in the moments of the outputs, which needs no bac
 
 If the outputs `[B, C]` of the network come from a linear layer with inputs φ, then φ determines the
 Jacobian with respect to this layer's parameters (see `linear_head`). If no other parameter is
-Bayesian, one forward pass yields everything that a prediction needs. The number of outputs C
-determines which function is used:
+Bayesian, one forward pass without a graph yields everything that a prediction needs:
 
-| C        | function                 | what it computes                                           |
-|----------|--------------------------|------------------------------------------------------------|
-| up to 32 | `moments_of_few_outputs` | moments, by a product with those that each direction adds  |
-| over 32  | `linearised.moments`     | moments, of a few examples at a time                       |
-| over 100 | `factored_outputs`       | for draws and scores: variances along directions, no C × C |
-| any      | `recorded_inputs`        | for `tune`: inputs that suffice at any prior precision     |
+| function               | what it computes                                                 |
+|------------------------|------------------------------------------------------------------|
+| `last_layer_moments`   | moments of the outputs, for `linearised.moments`                 |
+| `difference_variances` | variances of the differences between every two of few outputs    |
+| `factored_outputs`     | for draws and scores of many outputs: variances along directions |
+| `recorded_inputs`      | for `tune`: inputs that suffice at any prior precision           |
 
-The limits are `FEW_OUTPUTS`, and `links.MOST_CLASSES`, the largest number of classes for which a
-softmax uses covariances.
-
-`linearised.moments` also computes moments at several prior precisions, at requested outputs and
-positions, and for posteriors with further parameters. It uses `LastLayer` to add the part of the
-last layer.
+If further parameters are Bayesian, `linearised` uses `LastLayer` to add the part of the last layer.
 """
 
 from collections.abc import Sequence
@@ -29,13 +23,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Site
-from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
 from laplace_debias.laplace.functional.context import PredictionContext, prediction_context
 from laplace_debias.laplace.functional.gaussian_outputs import CovarianceFactor, FactoredOutputs
 from laplace_debias.laplace.functional.linear_head import HeadMomentKind, LinearHead
-from laplace_debias.laplace.functional.request import check_covariance
+from laplace_debias.laplace.functional.request import CovarianceRequest, check_covariance
 from laplace_debias.laplace.pairwise import pairs_of_outputs
 from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.prediction_cache import PreparedModel
 from laplace_debias.operators import EigenKronecker
 
 FEW_OUTPUTS = 32
@@ -60,6 +55,7 @@ class LastLayer:
     ) -> None:
         self.heads = heads
         self._prior_precisions = prior_precisions
+        self._num_points = len(prior_precisions[0])
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior) -> "LastLayer":
@@ -78,15 +74,30 @@ class LastLayer:
         phi: Float[Tensor, "batch d"],
         chosen: Int[Tensor, "batch k"] | None,
         kind: HeadMomentKind,
-    ) -> Float[Tensor, "batch columns *again"]:
-        """Compute moments of the outputs due to the layer's blocks, at a single prior precision.
+    ) -> Float[Tensor, "grid batch columns *again"]:
+        """Compute moments of the outputs due to the layer's blocks, at every grid point.
 
         Args:
             phi: The layer's inputs.
             chosen: Indices of the outputs; None for all.
             kind: The moments to compute. Variances of differences are supported only for all
-                outputs of a layer with at most `FEW_OUTPUTS` outputs.
+                outputs of a layer with at most `FEW_OUTPUTS` outputs, at a single grid point.
         """
+        if self._num_points == 1:
+            return self._moments_at_point(phi, chosen, kind).unsqueeze(0)
+        num_outputs = self.heads[0].block.shape[0] if chosen is None else chosen.shape[1]
+        columns = [num_outputs] if kind == "variances" else [num_outputs, num_outputs]
+        total = phi.new_zeros(self._num_points, len(phi), *columns)
+        self.add(total, phi, chosen, kind == "variances")
+        return total
+
+    def _moments_at_point(
+        self,
+        phi: Float[Tensor, "batch d"],
+        chosen: Int[Tensor, "batch k"] | None,
+        kind: HeadMomentKind,
+    ) -> Float[Tensor, "batch columns *again"]:
+        """Compute the moments at the single prior precision."""
         moments = [head.moments(phi, chosen, kind) for head in self._head_moments]
         if len(moments) > 1:
             return sum(moments[1:], moments[0])
@@ -110,7 +121,7 @@ class LastLayer:
         """
         if len(into) == 1:
             total = into[0]
-            total += self.moments(phi, chosen, "variances" if diagonal else "covariance")
+            total += self._moments_at_point(phi, chosen, "variances" if diagonal else "covariance")
             return
         for index, head in enumerate(self.heads):
             squares = head.rotated_inputs(phi).square()
@@ -239,40 +250,85 @@ class LastLayerInputs:
         return FactoredOutputs(self.mean, factors)
 
 
-def moments_of_few_outputs(
-    fitted: FittedPosterior, x: Inputs | Record, kind: HeadMomentKind
-) -> (
-    tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]
-    | tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]]
-    | None
-):
-    """Compute moments of the outputs if only a last layer with few outputs is Bayesian.
+def last_layer_moments(
+    fitted: FittedPosterior,
+    context: PredictionContext,
+    request: CovarianceRequest,
+    prior_precisions: Float[Tensor, "grid blocks"] | None = None,
+) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "grid batch outputs *again"]] | None:
+    """Compute the requested moments of the outputs if only the last layer is Bayesian.
+
+    If the layer has many outputs, some examples at a time pass through the network, so that their
+    covariances fit into the memory bound.
+
+    Args:
+        fitted: The fit.
+        context: The network and its inputs.
+        request: The requested moments.
+        prior_precisions: δ of every block at every grid point; None for δ of the fit.
+
+    Returns:
+        The requested outputs, and their moments at every grid point; or None if other parameters
+        are Bayesian, or if further operations follow the layer.
+
+    Raises:
+        ValueError: If the outputs are not finite, or if an example's covariance does not fit into
+            memory.
+    """
+    num_classes = _num_classes(fitted)
+    prepared = context.prepared
+    if num_classes is None or prepared is None:
+        return None
+    layer = _last_layer(fitted, prepared)
+    if prior_precisions is not None:
+        layer = LastLayer(layer.heads, prior_precisions.unbind(1))
+    # The covariances of few outputs take little memory.
+    chunks = [(context.x, request.outputs)]
+    if num_classes > FEW_OUTPUTS:
+        chunks = _chunks(fitted, context.x, request, num_classes)
+    means = []
+    moments = []
+    for x, chosen in chunks:
+        recorded = prepared.forward_of_last_layer(x)
+        if recorded is None:
+            return None
+        outputs, phi = recorded
+        mean = outputs if chosen is None else outputs.gather(1, chosen)
+        request.check_size(mean.shape[1], mean, free_positions=0)
+        means.append(mean)
+        moments.append(layer.moments(phi, chosen, request.kind))
+    if len(means) == 1:
+        return means[0], moments[0]
+    return torch.cat(means), torch.cat(moments, dim=1)
+
+
+def difference_variances(
+    fitted: FittedPosterior, x: Inputs | Record
+) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
+    """Compute the outputs, and the variances of the differences between every two of them.
 
     Args:
         fitted: The fit.
         x: Inputs, `[B, ...]`.
-        kind: The moments.
 
     Returns:
-        The mean, and the moments; or None if there are more than `FEW_OUTPUTS` outputs, or if other
-        parameters are Bayesian.
+        The outputs and the variances; or None if there are more than `FEW_OUTPUTS` outputs, or if
+        not only the last layer is Bayesian.
 
     Raises:
-        ValueError: If the outputs, or the moments, are not finite.
+        ValueError: If the outputs, or the variances, are not finite.
     """
-    num_outputs = _num_outputs(fitted)
-    if num_outputs is None or num_outputs > FEW_OUTPUTS:
+    num_classes = _num_classes(fitted)
+    if num_classes is None or num_classes > FEW_OUTPUTS:
         return None
+    request = CovarianceRequest("difference variances", None, fitted.config.memory_bound)
     with prediction_context(fitted, x) as context:
-        recorded = _recorded(fitted, context)
-        if recorded is None:
-            return None
-        last_layer, outputs, phi = recorded
-        second_moments = last_layer.moments(phi, None, kind)
-    if kind in ("covariance", "differences"):
-        second_moments = (second_moments + second_moments.mT) / 2
-    check_covariance(second_moments, fitted.posterior.prior_precision)
-    return outputs, second_moments
+        moments = last_layer_moments(fitted, context, request)
+    if moments is None:
+        return None
+    outputs, variances = moments
+    check_covariance(variances, fitted.posterior.prior_precision)
+    return outputs, variances[0]
 
 
 def factored_outputs(
@@ -316,16 +372,18 @@ def recorded_inputs(
     Raises:
         ValueError: If the outputs are not finite.
     """
-    num_outputs = _num_outputs(fitted)
-    if num_outputs is None or num_outputs < min_outputs:
+    num_classes = _num_classes(fitted)
+    if num_classes is None or num_classes < min_outputs:
         return None
     with prediction_context(fitted, x) as context:
-        recorded = _recorded(fitted, context)
+        assert context.prepared is not None
+        recorded = context.prepared.forward_of_last_layer(context.x)
         if recorded is None:
             return None
-    last_layer, outputs, phi = recorded
-    squares = [head.rotated_inputs(phi).square() for head in last_layer.heads]
-    return LastLayerInputs(outputs, last_layer.heads, squares)
+        heads = _last_layer(fitted, context.prepared).heads
+    outputs, phi = recorded
+    squares = [head.rotated_inputs(phi).square() for head in heads]
+    return LastLayerInputs(outputs, heads, squares)
 
 
 def distinct_directions(
@@ -355,34 +413,49 @@ def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pair
     return (U[:, first] - U[:, second]).square_()
 
 
-def _num_outputs(fitted: FittedPosterior) -> int | None:
+def _num_classes(fitted: FittedPosterior) -> int | None:
     """Return the number of outputs of the linear layer that has all Bayesian parameters.
 
     The result is None if other parameters are Bayesian.
     """
     if not fitted.parameters.is_linear_layer:
         return None
+    block = fitted.parameters.blocks[0]
     # Some posteriors have a single block of all parameters instead of the layer's blocks.
-    operator = fitted.posterior.curvature.blocks.get(fitted.parameters.blocks[0].name)
-    return operator.sizes[0] if isinstance(operator, EigenKronecker) else None
+    is_by_block = isinstance(fitted.posterior.curvature.blocks.get(block.name), EigenKronecker)
+    return block.shape[0] if is_by_block else None
 
 
-def _recorded(
-    fitted: FittedPosterior, context: PredictionContext
-) -> tuple[LastLayer, Float[Tensor, "batch classes"], Float[Tensor, "batch d"]] | None:
-    """Run the network; return the only Bayesian layer, its outputs and its inputs.
+def _chunks(
+    fitted: FittedPosterior, x: Inputs, request: CovarianceRequest, num_classes: int
+) -> list[tuple[Inputs, Int[Tensor, "part k"] | None]]:
+    """Split inputs, and indices of their requested outputs, so that the moments fit into memory."""
+    mean = fitted.posterior.mean
+    chosen = request.outputs
+    num_outputs = num_classes if chosen is None else chosen.shape[1]
+    size = request.chunk_size(
+        # Variances need no square matrix per example.
+        num_columns=1 if request.diagonal else request.num_columns(num_outputs),
+        gradient_bytes=num_classes * mean.element_size(),
+        num_blocks=len(fitted.parameters.blocks),
+        bytes_per_column=None,
+        device=mean.device,
+    )
+    batch = num_examples(x)
+    if size.examples >= batch:
+        return [(x, chosen)]
+    chunks = []
+    for begin in range(0, batch, size.examples):
+        examples = slice(begin, begin + size.examples)
+        chunks.append((take(x, examples), None if chosen is None else chosen[examples]))
+    return chunks
 
-    The result is None if the outputs of the network are not the outputs of this layer.
-    """
-    prepared = context.prepared
-    assert prepared is not None
-    recorded = prepared.forward_of_last_layer(context.x)
-    if recorded is None:
-        return None
-    last_layer = prepared.compute_once(
+
+def _last_layer(fitted: FittedPosterior, prepared: PreparedModel) -> LastLayer:
+    """Return the blocks of the only Bayesian layer, at δ of the fit."""
+    return prepared.compute_once(
         fitted.posterior, "last layer", partial(LastLayer.from_fit, fitted)
     )
-    return last_layer, *recorded
 
 
 def _with_shared_directions(heads: Sequence[LinearHead]) -> list[LinearHead]:

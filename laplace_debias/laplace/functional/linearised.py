@@ -23,7 +23,7 @@ from laplace_debias.laplace.functional.context import (
     prediction_context,
 )
 from laplace_debias.laplace.functional.dense import dense_accumulator
-from laplace_debias.laplace.functional.last_layer import LastLayer, moments_of_few_outputs
+from laplace_debias.laplace.functional.last_layer import last_layer_moments
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead
 from laplace_debias.laplace.functional.request import (
     ChunkSize,
@@ -74,33 +74,25 @@ def moments(
         ValueError: If the outputs are not finite or have no batch dimension, or if the requested
             covariance does not fit into the memory bound.
     """
-    if prior_precisions is None and outputs is None and positions is None:
-        few_outputs = moments_of_few_outputs(fitted, x, kind)
-        if few_outputs is not None:
-            mean, second_moments = few_outputs
-            return mean, second_moments.unsqueeze(0)
     posterior = fitted.posterior
-    blocks = fitted.parameters.blocks
-    restricts_head = partial(acts_through_head, blocks, posterior)
     if kind == "differences" and accumulator_class(posterior).separates_outputs:
         kind = "covariance"  # A difference belongs to neither output's posterior.
+    restricts_head = partial(acts_through_head, fitted.parameters.blocks, posterior)
     with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)
         request = CovarianceRequest(kind, indices, fitted.config.memory_bound)
-
-        def new_accumulator() -> CovarianceAccumulator:
+        deltas = None
+        if prior_precisions is not None:
             deltas = _deltas_per_block(fitted, prior_precisions)
-            return accumulator_class(posterior)(blocks, posterior, deltas, request.diagonal)
-
-        if prior_precisions is None and context.prepared is not None:
-            accumulator = context.prepared.compute_once(
-                posterior, request.diagonal, new_accumulator
-            )
-        else:
-            accumulator = new_accumulator()
-        mean, covariances = _moments_in_chunks(context, accumulator, request)
+        moments = last_layer_moments(fitted, context, request, deltas)
+        if moments is None:
+            accumulator = _accumulator(fitted, context, request, deltas)
+            moments = _moments_in_chunks(context, accumulator, request)
+    mean, covariances = moments
+    if kind == "covariance":
+        _symmetrise(covariances)
     if not may_overflow:
-        check_covariance(covariances, accumulator.prior_precisions)
+        check_covariance(covariances, posterior.prior_precision if deltas is None else deltas)
     num_outputs = None if indices is None else indices.shape[1]
     if request.diagonal:
         covariances = context.by_position(covariances, num_outputs)
@@ -109,14 +101,35 @@ def moments(
 
 def _deltas_per_block(
     fitted: FittedPosterior,
-    prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | None,
+    prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"],
 ) -> Float[Tensor, "grid blocks"]:
-    """Return δ of every block at every grid point; None stands for δ of the fit."""
-    posterior = fitted.posterior
-    if prior_precisions is None:
-        prior_precisions = posterior.prior_precision.unsqueeze(0)
-    deltas = prior_precisions.reshape(len(prior_precisions), -1).to(posterior.mean)
+    """Return δ of every block at every grid point."""
+    deltas = prior_precisions.reshape(len(prior_precisions), -1).to(fitted.posterior.mean)
     return deltas.expand(-1, len(fitted.parameters.block_names))
+
+
+def _accumulator(
+    fitted: FittedPosterior,
+    context: PredictionContext,
+    request: CovarianceRequest,
+    deltas: Float[Tensor, "grid blocks"] | None,
+) -> CovarianceAccumulator:
+    """Make the sums over blocks at every grid point; δ of None stands for δ of the fit.
+
+    The sums at δ of the fit contain weights that are kept between predictions.
+    """
+    posterior = fitted.posterior
+
+    def new_accumulator() -> CovarianceAccumulator:
+        grid = deltas
+        if grid is None:
+            grid = _deltas_per_block(fitted, posterior.prior_precision.unsqueeze(0))
+        new = accumulator_class(posterior)
+        return new(fitted.parameters.blocks, posterior, grid, request.diagonal)
+
+    if deltas is not None or context.prepared is None:
+        return new_accumulator()
+    return context.prepared.compute_once(posterior, request.diagonal, new_accumulator)
 
 
 def accumulator_class(posterior: GaussianPosterior) -> type[CovarianceAccumulator]:
@@ -165,16 +178,19 @@ def _moments_in_chunks(
         covariance = torch.cat(covariances, dim=1)
     del covariances
     if request.diagonal:
-        return mean, covariance.reshape(len(covariance), *mean.shape)
-    if request.kind == "differences":
-        return mean, covariance
-    # Prior precisions are processed one after the other, since a copy of all covariances may not
-    # fit into memory.
-    for index in range(len(covariance)):
-        point = covariance[index]
-        point += point.mT.clone()
-        point /= 2
+        covariance = covariance.reshape(len(covariance), *mean.shape)
     return mean, covariance
+
+
+def _symmetrise(covariances: Float[Tensor, "grid batch columns columns"]) -> None:
+    """Replace covariances by their symmetric parts.
+
+    Prior precisions are processed one after the other, since a copy of all covariances may not fit
+    into memory.
+    """
+    for covariance in covariances.unbind():
+        covariance += covariance.mT.clone()
+        covariance /= 2
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,7 @@ def _forward_in_chunks(
     for begin in range(start, batch, size.examples):
         examples = slice(begin, begin + size.examples)
         chunk = x if size.examples >= batch else take(x, examples)
-        forward_pass = method.forward(chunk, size)
+        forward_pass = tap.forward(chunk)
         check_outputs(forward_pass.outputs)
         yield _chunk(context, request, forward_pass, examples, size)
 
@@ -257,9 +273,6 @@ class _Differentiation(Protocol):
     def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
         """Decide how much is differentiated together, from a forward pass of one example."""
 
-    def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
-        """Run the network on a chunk of examples, whose outputs can then be differentiated."""
-
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances of a chunk's requested outputs, or their variances."""
 
@@ -281,7 +294,7 @@ class _OfOutputs:
         self._request = request
 
     def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
-        """Decide the size; nothing is differentiated if only the last layer is Bayesian."""
+        """Decide the size by the memory that differentiation needs."""
         request = self._request
         outputs = forward_pass.outputs
         num_outputs = outputs.numel() if request.outputs is None else request.outputs.shape[1]
@@ -292,28 +305,13 @@ class _OfOutputs:
         row_bytes = self._accumulator.kept_row_bytes
         if row_bytes:
             return request.kept_rows(num_columns, gradient_bytes + row_bytes, outputs.device)
-        column_bytes = None
-        needs_graph = not self._has_all_blocks(self._accumulator.last_layer(forward_pass))
-        if needs_graph:
-            column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())
-        elif request.diagonal:
-            num_columns = 1  # Variances need no backward pass and no square matrix per example.
-        size = request.chunk_size(
+        return request.chunk_size(
             num_columns=num_columns,
             gradient_bytes=gradient_bytes,
             num_blocks=len(blocks),
-            bytes_per_column=column_bytes,
+            bytes_per_column=bytes_per_column(gradient_bytes, blocks, outputs.element_size()),
             device=outputs.device,
         )
-        return replace(size, needs_graph=needs_graph)
-
-    def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
-        """Run the network, without a graph if only the layer of the outputs is Bayesian."""
-        forward_pass = self._tap.forward(x, graph=size.needs_graph)
-        if size.needs_graph or self._has_all_blocks(self._accumulator.last_layer(forward_pass)):
-            return forward_pass
-        # This forward pass differs from the pass that determined the chunk size: it needs a graph.
-        return self._tap.forward(x)
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute covariances from output gradients, which the last layer does not need."""
@@ -323,22 +321,14 @@ class _OfOutputs:
         outputs = forward_pass.outputs
         indices = chunk.indices
         num_points = len(accumulator.prior_precisions)
-        recorded = accumulator.last_layer(forward_pass)
-        has_all_blocks = self._has_all_blocks(recorded)
-        if recorded is not None and has_all_blocks and num_points == 1:
-            forward_pass.release()
-            last_layer, phi = recorded
-            return last_layer.moments(phi, indices, request.kind).unsqueeze(0)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
         total = request.zeros(outputs, num_outputs, num_points)
         skipped = None
+        recorded = accumulator.last_layer(forward_pass)
         if recorded is not None:
             last_layer, phi = recorded
             last_layer.add(total, phi, indices, request.diagonal)
             skipped = last_layer.site
-        if has_all_blocks:
-            forward_pass.release()
-            return total
         num_columns = request.num_columns(num_outputs)
         for begin in range(0, num_columns, chunk.columns_at_once):
             columns = slice(begin, min(begin + chunk.columns_at_once, num_columns))
@@ -350,10 +340,6 @@ class _OfOutputs:
             records = forward_pass.backward(vectors, keep_graph, skipped)
             accumulator.add(into, records, chunk.model_indices[:, columns])
         return total
-
-    def _has_all_blocks(self, recorded: tuple[LastLayer, Tensor] | None) -> bool:
-        """Whether all Bayesian parameters belong to the last layer."""
-        return recorded is not None and len(recorded[0].heads) == len(self._accumulator.blocks)
 
 
 class _ThroughHead:
@@ -408,10 +394,6 @@ class _ThroughHead:
             device=outputs.device,
             remedy=", or request fewer outputs",
         )
-
-    def forward(self, x: Inputs, size: ChunkSize) -> ForwardPass:
-        """Run the network on a chunk of examples, and record the graph."""
-        return self._tap.forward(x)
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute covariances from gradients of h; the part of the head needs no gradients."""

@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.outputs import (
     are_finite,
     granted,
 )
-from laplace_debias.laplace.links import SecondMoments
+from laplace_debias.laplace.functional.linear_head import HeadMomentKind
 from laplace_debias.system.memory import ROOM
 
 # The output gradients of a chunk may use the whole memory bound; the forward pass and slices of
@@ -29,13 +29,10 @@ class ChunkSize:
     Attributes:
         examples: The number of examples.
         columns: The number of outputs of each example.
-        needs_graph: Whether outputs are differentiated. This is false if only a last layer is
-            Bayesian, since its inputs determine the Jacobian.
     """
 
     examples: int
     columns: int
-    needs_graph: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,14 @@ class CovarianceRequest:
 
     Attributes:
         kind: Which part of the covariance is requested. For `"differences"`, one output fewer is
-            differentiated, and the matrix is symmetric only up to rounding.
+            differentiated, and the matrix is symmetric only up to rounding. Only a last layer
+            supports `"difference variances"`.
         outputs: Indices of the requested outputs of each example, `[B, k]`; None for all.
         memory_bound: Bytes for output gradients, or for the Jacobian of one block; None for the
             default of `granted`.
     """
 
-    kind: SecondMoments
+    kind: HeadMomentKind
     outputs: Int[Tensor, "batch k"] | None
     memory_bound: int | None
 

@@ -210,7 +210,7 @@ class LinkedFit:
         is_pairwise = self.link is not None and self.link.name == "pairwise"
         if not (is_softmax and is_pairwise and method.positions is None):
             return None
-        return last_layer.moments_of_few_outputs(self.fitted, x, "difference variances")
+        return last_layer.difference_variances(self.fitted, x)
 
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution of each target of a regression on its own."""

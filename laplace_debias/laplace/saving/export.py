@@ -149,6 +149,7 @@ class _Predictive(nn.Module):
 
     def predict(self, inputs: Inputs) -> Answers:
         """Compute the program's results for the model's inputs."""
+        # A tap would compare numbers of examples, but torch traces this number as a symbol.
         layer_inputs: list[Tensor] = []
 
         def record(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
