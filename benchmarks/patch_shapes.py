@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import markdown_table
-from laplace_debias.curvature.fits.gram_factor import add_moments
+from laplace_debias.curvature.fits.gram_factor import add_gram
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layer_rules.patches import (
     fastest_moments,
@@ -109,7 +109,7 @@ def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
     """Compute the input factor from unfolded patches, a slice of the examples at a time."""
     factor = x.new_zeros(block.factor_shapes[1])
     for examples in block.rule.slices(layer, block, x):
-        add_moments(factor, block.rule.activation_rows(layer, block, x[examples]))
+        add_gram(factor, block.rule.activation_rows(layer, block, x[examples]))
     return factor
 
 

@@ -37,7 +37,7 @@ from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.links import Link, SecondMoments
 from laplace_debias.laplace.prediction.predictive import (
-    LinkedFit,
+    FitWithLink,
     PredictionMethod,
     default_link_of_fit,
 )
@@ -953,7 +953,7 @@ class Laplace(Predictor):
                 'or "nn".'
             )
         sampled = PredictionMethod(method, n, generator, positions)
-        fit = LinkedFit(self.fitted, None)
+        fit = FitWithLink(self.fitted, None)
         with torch.inference_mode(False):
             if not (joint and sampled.name == "glm"):
                 return fit.draws(x, sampled)
@@ -991,7 +991,7 @@ class Laplace(Predictor):
             TypeError: If the likelihood is not for regression. Also raises the errors of `predict`.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
-        return LinkedFit(self.fitted, None).marginals(x, prediction)
+        return FitWithLink(self.fitted, None).marginals(x, prediction)
 
     @torch.inference_mode(False)
     def thin(
@@ -1352,14 +1352,14 @@ class Laplace(Predictor):
             )
         return self._state.parameters
 
-    def _linked_fits(
+    def _fits_with_links(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
-    ) -> list[LinkedFit]:
+    ) -> list[FitWithLink]:
         fitted = self.fitted
         link = link or fitted.link
-        if method.is_closed and link is None:
+        if method.is_closed_form and link is None:
             link = default_link_of_fit(fitted, x)
-        return [LinkedFit(fitted, link)]
+        return [FitWithLink(fitted, link)]
 
 
 def _with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:

@@ -7,7 +7,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
+from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
 from laplace_debias.laplace.prediction.predictor import Predictor
 from laplace_debias.laplace.saving.file import likelihood_to_json
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
@@ -69,12 +69,12 @@ class Mixture(Predictor):
     def _states(self) -> Sequence[FitSetup | FittedPosterior]:
         return [member.state for member in self.members]
 
-    def _linked_fits(
+    def _fits_with_links(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
-    ) -> list[LinkedFit]:
+    ) -> list[FitWithLink]:
         fits = []
         for member in self.members:
-            fits += member._linked_fits(x, method, link)
+            fits += member._fits_with_links(x, method, link)
         return fits
 
 

@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.quantised import is_kept
-from laplace_debias.curvature.network.repeatable_data import Data
+from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -70,7 +70,7 @@ def objective(
         batch=batch,
     )
     ranks = process_group()
-    batches = Data(network.stream(data), network.device, num_data, ranks)
+    batches = RepeatableBatches(network.stream(data), network.device, num_data, ranks)
     output = output_loss(loss, reduction, network.returns_vector(batches.first().inputs))
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)

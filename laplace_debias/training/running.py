@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.degenerate import average_degenerate
 from laplace_debias.curvature.fits.directions import Eigenbasis, outer
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
-from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, gram
 from laplace_debias.curvature.fits.magnitudes import SquaredGradients, directional_curvature
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
@@ -78,7 +78,7 @@ def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
             if rows is not None and torch.equal(rows, factor.rows):
                 matrices[block].append(products_of_weights[block.layer])
                 continue
-            product = moments(factor.rows)
+            product = gram(factor.rows)
             if not matrices[block]:
                 rows_of_weights[block.layer] = factor.rows
                 products_of_weights[block.layer] = product

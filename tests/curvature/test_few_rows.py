@@ -227,16 +227,16 @@ def test_products_of_rows_are_those_of_dense_matrices(shape):
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     by_group = rows.reshape(len(rows), -1, shape[-1]).unbind(1)
     expected = torch.stack([group.T @ group for group in by_group])
-    products = gram_factor.moments(rows)
+    products = gram_factor.gram(rows)
     torch.testing.assert_close(products, expected.view_as(products), rtol=1e-12, atol=1e-12)
     total = torch.ones_like(products)
-    gram_factor.add_moments(total, rows)
+    gram_factor.add_gram(total, rows)
     torch.testing.assert_close(total, expected.view_as(total) + 1, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("shape", "has_strips"), [((64, 256), False), ((512, 256), True)])
 def test_only_large_products_of_rows_are_computed_in_strips(shape, has_strips):
     with torch.profiler.profile() as profile:
-        gram_factor.moments(torch.randn(shape))
+        gram_factor.gram(torch.randn(shape))
     products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm_")]
     assert (len(products) > 1) == has_strips

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias.curvature.fits.factors import input_factors
-from laplace_debias.curvature.fits.gram_factor import GramFactor, moments
+from laplace_debias.curvature.fits.gram_factor import GramFactor, gram
 from laplace_debias.curvature.layer_rules import convolution, patches, row_products
 from laplace_debias.curvature.layer_rules.patches import (
     fastest_moments,
@@ -53,7 +53,7 @@ def unfolded(layer, x, group):
 def input_factor(layer, block, *inputs):
     """A of one block as a matrix, also where there are few rows, or one factor for each use."""
     matrices = [
-        moments(factor.rows) if isinstance(factor, GramFactor) else factor
+        gram(factor.rows) if isinstance(factor, GramFactor) else factor
         for factor in input_factors(layer, block, inputs)
     ]
     return torch.stack(matrices).sum(0)

@@ -147,10 +147,10 @@ def test_a_thousand_classes_take_no_jacobian(monkeypatch):
     assert mean.shape == variances.shape == (3, 1100)
     weight, bias = la.posterior.curvature.blocks.values()
     phi = torch.tanh(model[0](x[:1]))[0].detach()
-    along = weight.input_directions.coordinates(phi).square() / (3 * weight.in_frame + 1)
+    along = weight.input_directions.coordinates(phi).square() / (3 * weight.expanded_magnitudes + 1)
     frames = weight.output_directions.frame(), bias.output_directions.frame()
     expected = frames[0].square() @ along.sum(1) + frames[1].square() @ (
-        1 / (3 * bias.in_frame[:, 0] + 1)
+        1 / (3 * bias.expanded_magnitudes[:, 0] + 1)
     )
     torch.testing.assert_close(variances[0], expected, rtol=1e-4, atol=1e-5)
 

@@ -167,7 +167,7 @@ def test_samples_at_positions_are_those_of_all(fitted):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_large_vocabulary_of_a_shared_weight_is_refused_with_the_remedy(tied, monkeypatch):
     la = Laplace(build("gpt2", tied), fisher="mc").fit([batch_of()])
-    monkeypatch.setattr(covariance_request, "MOST_GRANTED", 100)
+    monkeypatch.setattr(covariance_request, "LARGEST_DEFAULT_BYTES", 100)
     x = inputs_of(batch_of())
     assert la.functional(x, positions=-1, outputs=3)[0].shape == (B, 3)
     if not tied:

@@ -14,7 +14,7 @@ from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import tempered_probit
 from laplace_debias.laplace.pairwise import _PAIRS_AT_ONCE, pairwise
-from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
+from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
 from laplace_debias.laplace.tuning import tune
 
 TEMPERATURES = [0.5, 1.0, 1.7, 4.0]
@@ -260,7 +260,7 @@ def test_draws_of_many_classes_have_the_moments_of_the_dense_posterior(curvature
     la, model, x, _ = classifier(num_classes=4, curvature=curvature)
     x = x[:2]
     num_samples = 40_000
-    fit = LinkedFit(la.fitted, Link("probit"))
+    fit = FitWithLink(la.fitted, Link("probit"))
     generator = torch.Generator().manual_seed(0)
     draws = fit.draws(x, PredictionMethod(samples=num_samples, generator=generator))
     covariance = dense_covariances(la, model, x, float(la.prior_precision))

@@ -35,7 +35,7 @@ from laplace_debias.curvature.network.subnetwork import Subnetwork
 from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod
+from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
@@ -278,7 +278,7 @@ class Laplace:
         if pred_type == "gp":
             pred_type = "glm"
         method = PredictionMethod(pred_type, n_samples, generator)
-        fit = LinkedFit(self.posterior.fitted, None)
+        fit = FitWithLink(self.posterior.fitted, None)
         if pred_type == "nn" or not diagonal_output:
             return fit.draws(x, method)
         mean, variances = fit.mean_and_variances(x, method)

@@ -22,7 +22,11 @@ from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import has_python_functions
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
-from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
+from laplace_debias.curvature.network.outputs import (
+    LARGEST_DEFAULT_BYTES,
+    check_outputs,
+    checked_memory_bound,
+)
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -139,7 +143,7 @@ class ChunkRunner:
         context = self._context
         num_columns = _num_columns(context, forward_pass.outputs)
         column_bytes = forward_pass.output_bytes + self._accumulator.row_bytes
-        bound = granted(
+        bound = checked_memory_bound(
             context.memory_bound,
             column_bytes,
             "a column of output gradients of one example",
@@ -378,7 +382,7 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     num_outputs = outputs[0].numel()
     num_columns = context.cotangents.num_columns(num_outputs)
     num_bytes = num_columns * num_outputs * outputs.element_size()
-    if num_bytes > MOST_GRANTED:
+    if num_bytes > LARGEST_DEFAULT_BYTES:
         raise ValueError(
             f"The outputs of one example have shape {tuple(outputs.shape[1:])}. The "
             f"square root of the loss Hessian consists of {num_columns} columns, each "

@@ -30,7 +30,7 @@ class FitContext:
         backend: The backend that runs the network forward and back, BackPACK or the layer tap.
         factor_dtype: The dtype in which factors are summed and decomposed.
         memory_bound: The limit of the bytes of one chunk's output gradients; None for the default
-            of `granted`.
+            of `checked_memory_bound`.
         ranks: The processes that share the data.
         checkpoint: The folder that saves passes over the data; None if they are not saved.
         example: The inputs of one example of the data.

@@ -34,7 +34,7 @@ from laplace_debias.curvature.fits.directions import (
 from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
-from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, gram
 from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
@@ -406,7 +406,7 @@ class _Subspace:
     def project(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
         """Express a factor in coordinates of the subspace."""
         if isinstance(factor, GramFactor):
-            return moments(factor.rows if self._basis is None else factor.rows @ self._basis)
+            return gram(factor.rows if self._basis is None else factor.rows @ self._basis)
         return factor if self._basis is None else self._basis.T @ factor @ self._basis
 
     def eigenpairs(

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.degenerate import average_degenerate, resolution
 from laplace_debias.curvature.fits.directions import Eigenpairs, eigh, eigh_in_full
-from laplace_debias.curvature.fits.gram_factor import add_moments, moments
+from laplace_debias.curvature.fits.gram_factor import add_gram, gram
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import dense_jacobians
@@ -114,7 +114,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
     def add_rows(self, rows: Rows) -> None:
         """Add the products of rows, or keep the rows while they are few."""
         if isinstance(self.sums, Tensor):
-            add_moments(self.sums, rows)
+            add_gram(self.sums, rows)
             return
         self.sums.append(rows)
         if not are_few(sum(map(len, self.sums)), self.num_parameters):
@@ -132,7 +132,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
         )
         if self.sums:
             # The rows are joined first, because a resumed fit has the same rows in different parts.
-            add_moments(matrix, torch.cat(self.sums))
+            add_gram(matrix, torch.cat(self.sums))
         self._sums[DENSE_BLOCK] = matrix
         return matrix
 
@@ -299,7 +299,7 @@ def leading_pairs(
     if rank is None:
         return all_pairs(rows)
     is_tall = rows.shape[0] > rows.shape[1]
-    products = moments(rows) if is_tall else moments(rows.mT)
+    products = gram(rows) if is_tall else gram(rows.mT)
     description = "the curvature" if is_tall else "the products of Jacobian rows"
     values, vectors = _largest_pairs(_finite(products), rank, description)
     # If all rows are zero, as for a saturated network, there are no directions, and the posterior
@@ -314,7 +314,7 @@ def leading_pairs(
 def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
     """Compute all eigenpairs of `rowsᵀ rows`, including the null space."""
     if not are_few(*rows.shape):
-        return eigh(moments(rows), "the curvature")  # type: ignore[return-value]
+        return eigh(gram(rows), "the curvature")  # type: ignore[return-value]
     _finite_squares(rows.square().sum(0))
     return eigh_in_full(rows, "the curvature")
 

@@ -22,7 +22,7 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
-from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, moments
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, gram
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -87,7 +87,7 @@ class SideSums:
         rows.append(factor.rows)
         num_rows_of_matrix = key.size if self.side is Side.G else key.size // 2 + 1
         if sum(map(len, rows)) >= num_rows_of_matrix:
-            self._add_matrix(block, moments(torch.cat(self.rows.pop(block))))
+            self._add_matrix(block, gram(torch.cat(self.rows.pop(block))))
 
     def _add_matrix(self, block: Block, matrix: Tensor) -> None:
         """Add a matrix, or a diagonal."""
@@ -151,7 +151,7 @@ def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFacto
             no_rows = torch.zeros(0, *block.groups, key.size, device=context.device)
             joined.append(torch.cat([no_rows.to(context.dtype), *rows.pop(block, [])]))
         elif block in rows:
-            sums.add(block, moments(torch.cat(rows.pop(block))))
+            sums.add(block, gram(torch.cat(rows.pop(block))))
     factors = {}
     rows_of_all = context.ranks.on_all(joined) if traces else []
     for (block, trace), block_rows in zip(traces.items(), rows_of_all or [], strict=True):

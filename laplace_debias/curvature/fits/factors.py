@@ -37,7 +37,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_moments, moments
+from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_gram, gram
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, select_positions
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -68,7 +68,7 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
             G = (columns @ columns.mT).sum(0)
         else:
             rows = columns.movedim(-1, 1).flatten(0, 1)
-            G = rows.square().sum(0) if block.has_diagonal_G else moments(rows)
+            G = rows.square().sum(0) if block.has_diagonal_G else gram(rows)
         total = G if total is None else total + G
     assert total is not None
     return total if divisor == 1 else total / divisor
@@ -151,9 +151,9 @@ def input_factors(
             squares = rows.square().sum(0)
             A = squares if A is None else A.add_(squares)
         elif A is None:
-            A = moments(rows)
+            A = gram(rows)
         else:
-            add_moments(A, rows)
+            add_gram(A, rows)
     assert A is not None
     return [A]
 

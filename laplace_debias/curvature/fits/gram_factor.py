@@ -40,12 +40,12 @@ class GramFactor:
     def __add__(self, other: "Factor") -> "Factor":
         """Add two factors; the sum is a matrix if one factor is, or if there are many rows."""
         if isinstance(other, Tensor):
-            return moments(self.rows) + other
+            return gram(self.rows) + other
         rows = torch.cat([self.rows, other.rows])
         trace = self.residual_trace + other.residual_trace
         total = GramFactor(rows, trace, self.max_rows).compressed()
         are_few = self.max_rows is not None or 2 * len(rows) <= rows.shape[-1]
-        return total if are_few else moments(rows)
+        return total if are_few else gram(rows)
 
     __radd__ = __add__
 
@@ -82,16 +82,16 @@ class GramFactor:
 Factor = Tensor | GramFactor
 
 
-def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
+def gram(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
     """Compute `rowsᵀ rows`."""
     if rows.ndim == 2 and not _takes_strips(rows):
         return rows.T @ rows
     total = rows.new_zeros(*rows.shape[1:], rows.shape[-1])
-    add_moments(total, rows)
+    add_gram(total, rows)
     return total
 
 
-def add_moments(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]) -> None:
+def add_gram(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]) -> None:
     """Add `rowsᵀ rows` to a sum; only one of two symmetric halves is computed if this is faster."""
     size = rows.shape[-1]
     if rows.ndim == 3:

@@ -20,7 +20,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import Uniforms
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
-from laplace_debias.curvature.network.outputs import check_outputs, granted
+from laplace_debias.curvature.network.outputs import check_outputs, checked_memory_bound
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.operators import LinearOperator
 from laplace_debias.operators import eigh as decomposition
@@ -48,7 +48,7 @@ class InducingInputs:
         network: The network, whose copies run the passes.
         blocks: The blocks of the network's Bayesian parameters, in the order of the columns.
         inputs: Z.
-        memory_bound: The limit of the bytes of rows; None for the default of `granted`.
+        memory_bound: The limit of the bytes of rows; None for the default.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class InducingInputs:
                 yield from _rows_of_output(indices, rows, self.num_outputs, output)
             return
         row_bytes = _DOUBLE_BYTES * self.num_parameters
-        bound = granted(
+        bound = checked_memory_bound(
             self.memory_bound,
             row_bytes,
             "a row of the Jacobian at the inducing inputs",

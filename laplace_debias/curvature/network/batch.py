@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.network.inputs import (
     Inputs,
+    digest_of_examples,
     join,
-    mark_of,
     take,
     tensors_of,
     with_tensors,
@@ -78,7 +78,7 @@ class Batch:
     @property
     def mark(self) -> str:
         """A text that depends on the order and on every entry of the examples."""
-        return mark_of(self.inputs, self.targets, self.weights)
+        return digest_of_examples(self.inputs, self.targets, self.weights)
 
     def take(self, examples: slice | Tensor) -> "Batch":
         """Select examples by a slice, by their positions in the batch, or by a mask.

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.inputs import Inputs, mark_of, move
+from laplace_debias.curvature.network.inputs import Inputs, digest_of_examples, move
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.threads import Randomness
 
@@ -192,7 +192,7 @@ def _of_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterato
     for number, batch in enumerate(batches, start=1):
         if number <= 2 and num_workers > 1:
             # These are the first batches of the workers, which take turns.
-            marks.add(mark_of(batch.inputs, batch.targets))
+            marks.add(digest_of_examples(batch.inputs, batch.targets))
             if len(marks) < number:
                 raise ValueError(
                     f"The {num_workers} workers that read the stream start with the same "

@@ -162,7 +162,7 @@ def without_subclass(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
 
 
-def mark_of(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> str:
+def digest_of_examples(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> str:
     """Return a string that changes if any entry or the order of the examples changes."""
     tensors = [*tensors_of(inputs), targets]
     if weights is not None:

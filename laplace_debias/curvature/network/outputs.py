@@ -23,9 +23,9 @@ from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import ROOM, is_out_of_memory
 from laplace_debias.system.shown import warn
 
-MEMORY_BOUND = 2**27
+PASS_BYTES = 2**27
 """Memory limit on a CPU, in bytes, if the user sets none."""
-MOST_GRANTED = 2**32
+LARGEST_DEFAULT_BYTES = 2**32
 """If one example needs more than the default limit, up to this many bytes are used."""
 # The number of answers that are kept before they are read. It is bounded so that a pass over wrong
 # data ends early, and because an answer takes half a kilobyte of the device's memory.
@@ -93,21 +93,21 @@ def _with_batch_number(error: Exception, number: int | None) -> Exception:
     return type(error)(f"{error} (Batch {number} of the pass over the data.)")
 
 
-def granted(
+def checked_memory_bound(
     bound: int | None, needed: int, subject: str, device: torch.device, remedy: str = ""
 ) -> int:
     """Return the number of bytes that may be used, which must be at least `needed`.
 
     A bound of None means 128 MiB (2 GiB on a GPU), or up to 4 GiB if one example needs more.
     """
-    available = MEMORY_BOUND * ROOM[device.type] if bound is None else bound
+    available = PASS_BYTES * ROOM[device.type] if bound is None else bound
     if needed <= available:
         return available
-    if bound is None and needed <= MOST_GRANTED:
+    if bound is None and needed <= LARGEST_DEFAULT_BYTES:
         return needed
     reason = f"but `memory_bound={bound}` is smaller"
     if bound is None:
-        reason = f"which is more than the default limit of {MOST_GRANTED} bytes"
+        reason = f"which is more than the default limit of {LARGEST_DEFAULT_BYTES} bytes"
     subject = subject[:1].upper() + subject[1:]
     raise ValueError(
         f"{subject} needs {needed} bytes, {reason}. Pass `memory_bound={needed}`{remedy}."

@@ -23,7 +23,7 @@ _NO_PART = (
 )
 
 
-class Data:
+class RepeatableBatches:
     """Batches of inputs and targets that must be the same in every pass.
 
     A batch's index, the labels drawn for it and a linearised network always belong to the same

@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.repeatable_data import Data
+from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shared_copy import refuse_calls
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -283,7 +283,7 @@ class LossData:
         ranks = process_group()
         ranks.require_same(model=lambda: checksum(network.working_copy()))
         stream = network.stream(batches, generator, takes_weights=True)
-        self.data = Data(stream, network.device, num_data, ranks)
+        self.data = RepeatableBatches(stream, network.device, num_data, ranks)
         self.first = self.data.first()
         self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))
         outputs = network.first_outputs(self.first.inputs, self.first.num_examples)

@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (
-    MEMORY_BOUND,
+    LINEARISATION_BYTES,
     Item,
     NetworkOperator,
     check_product,
@@ -88,7 +88,7 @@ class CurvatureOperator(NetworkOperator):
         num_data: int | None = None,
         *,
         reduction: str | None = None,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int = LINEARISATION_BYTES,
         chunk_size: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
@@ -267,7 +267,7 @@ class Fisher(CurvatureOperator):
         mc_samples: int | None = None,
         generator: torch.Generator | None = None,
         reduction: str | None = None,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int = LINEARISATION_BYTES,
         chunk_size: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.repeatable_data import Data
+from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
@@ -27,7 +27,7 @@ from laplace_debias.system.threads import Lock
 
 Result = TypeVar("Result")
 
-MEMORY_BOUND = 2**31
+LINEARISATION_BYTES = 2**31
 # If activations have more bytes than this, it gains nothing on a CPU to multiply several columns at
 # once: one column already uses the whole CPU, and several do not fit into its caches.
 CPU_CHUNK_BYTES = 2**22
@@ -35,7 +35,7 @@ CPU_CHUNK_BYTES = 2**22
 FEW_COLUMNS = 8
 
 
-def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
+def loss_scale(loss: OutputLoss, data: RepeatableBatches, outputs: Tensor) -> float:
     """Check all targets, and return the factor that scales the summed loss."""
     total = 0.0
     like_first: torch.Size | None = None
@@ -127,7 +127,7 @@ class NetworkOperator(LinearOperator):
         self._ranks = process_group()
         self._ranks.require_same(model=lambda: checksum(network.working_copy()))
         stream = network.stream(data, self._generator, takes_weights=self._takes_weights)
-        self._data = Data(stream, network.device, num_data, self._ranks)
+        self._data = RepeatableBatches(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
         self._lock = Lock()
@@ -271,7 +271,7 @@ class Jacobian(NetworkOperator):
         params: ParameterSelection | None = None,
         num_data: int | None = None,
         *,
-        memory_bound: int = MEMORY_BOUND,
+        memory_bound: int = LINEARISATION_BYTES,
         chunk_size: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:

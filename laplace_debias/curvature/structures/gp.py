@@ -28,8 +28,14 @@ from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, num_examples, take
-from laplace_debias.curvature.network.outputs import MEMORY_BOUND
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    digest_of_examples,
+    move,
+    num_examples,
+    take,
+)
+from laplace_debias.curvature.network.outputs import PASS_BYTES
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.structures.base import (
     EIGH_MATRICES,
@@ -102,7 +108,7 @@ class GpCurvature(DenseCurvature):
     def inducing_mark(self) -> int | str | None:
         """The number of inducing inputs, or a string that identifies them."""
         if isinstance(self.inducing, Tensor):
-            return mark_of(self.inducing, self.inducing)
+            return digest_of_examples(self.inducing, self.inducing)
         return self.inducing
 
     @property
@@ -326,7 +332,7 @@ class GpCurvature(DenseCurvature):
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
         """Count the bytes of the kernel's decomposition, and of the passes over the data."""
         num_rows = self._num_rows(context) or 0
-        bound = context.memory_bound or MEMORY_BOUND * ROOM[context.device.type]
+        bound = context.memory_bound or PASS_BYTES * ROOM[context.device.type]
         row_bytes = min(_DOUBLE_BYTES * num_rows * num_parameters(context), bound // 2)
         return {
             "kernel": row_bytes + self._decomposition_bytes(context),

@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
-from laplace_debias.curvature.network.inputs import mark_of
+from laplace_debias.curvature.network.inputs import digest_of_examples
 from laplace_debias.curvature.network.shards import check_all_different, first_indices_of_stream
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
@@ -231,7 +231,7 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
 
 def _check_different_data(ranks: Ranks, first: Batch | None) -> None:
     """Raise an error if two processes begin with the same batch."""
-    mark = None if first is None else mark_of(first.inputs, first.targets)
+    mark = None if first is None else digest_of_examples(first.inputs, first.targets)
     check_all_different(ranks.exchange(mark), "starts with the same batch")
 
 

@@ -101,7 +101,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             index = self._indices[record.block]
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
-            curvature = self.posterior.curvature_weight * operator.in_frame
+            curvature = self.posterior.curvature_weight * operator.expanded_magnitudes
             directions = self._directions[index]
             products = self._single_products(record, *directions)
             if products is not None:
@@ -144,7 +144,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             index = self._indices[record.block]
             operator = self._operators[index]
             if index not in self._weights:
-                precisions = self.posterior.curvature_weight * operator.in_frame
+                precisions = self.posterior.curvature_weight * operator.expanded_magnitudes
                 precisions += self.prior_precisions[0, index]
                 self._weights[index] = precisions.reciprocal_()
             block_weights = self._weights[index]

@@ -148,7 +148,7 @@ class LinearHead:
             U_G = output_directions.frame()
         return cls(
             block,
-            operator.in_frame,
+            operator.expanded_magnitudes,
             posterior.curvature_weight,
             U_G,
             operator.input_directions,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.outputs import (
-    MEMORY_BOUND,
-    MOST_GRANTED,
+    LARGEST_DEFAULT_BYTES,
+    PASS_BYTES,
     are_finite,
-    granted,
+    checked_memory_bound,
 )
 from laplace_debias.laplace.functional.linear_head import HeadMomentKind
 from laplace_debias.system.memory import ROOM
@@ -45,7 +45,7 @@ class CovarianceRequest:
             supports `"difference variances"`.
         outputs: Indices of the requested outputs of each example, `[B, k]`; None for all.
         memory_bound: Bytes for output gradients, or for the Jacobian of one block; None for the
-            default of `granted`.
+            default of `checked_memory_bound`.
     """
 
     kind: HeadMomentKind
@@ -87,7 +87,7 @@ class CovarianceRequest:
             if self.diagonal:
                 remedy = ""
         needed = bytes_per_column if self.diagonal else num_columns * bytes_per_column
-        return granted(self.memory_bound, needed, subject, device, remedy)
+        return checked_memory_bound(self.memory_bound, needed, subject, device, remedy)
 
     def chunk_size(
         self,
@@ -112,7 +112,7 @@ class CovarianceRequest:
             ValueError: As in `granted_bytes`.
         """
         columns = num_columns
-        bound = self.memory_bound or MEMORY_BOUND * ROOM[device.type]
+        bound = self.memory_bound or PASS_BYTES * ROOM[device.type]
         if bytes_per_column is not None:
             bound = self.granted_bytes(num_columns, bytes_per_column, device, remedy=remedy)
             columns = min(num_columns, bound // bytes_per_column)
@@ -149,7 +149,7 @@ class CovarianceRequest:
                 hours to differentiate all outputs at all positions.
         """
         num_bytes = num_outputs**2 * outputs.element_size()
-        if num_bytes <= MOST_GRANTED:
+        if num_bytes <= LARGEST_DEFAULT_BYTES:
             return
         if outputs.ndim > 2 and outputs.shape[1] > free_positions and self.outputs is None:
             raise ValueError(

@@ -19,7 +19,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.functional.gaussian_outputs import GaussianOutputs
 from laplace_debias.laplace.prediction.predictive import (
-    LinkedFit,
+    FitWithLink,
     PredictionMethod,
     check_same_shape,
     equal_mixture,
@@ -33,11 +33,11 @@ from laplace_debias.metrics.uncertainties import (
 
 
 def uncertainty(
-    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+    fits: Sequence[FitWithLink], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
     """Decompose the uncertainty of an equal mixture of one or more fits."""
     likelihood = fits[0].likelihood
-    if method.is_closed and likelihood.has_marginals:
+    if method.is_closed_form and likelihood.has_marginals:
         return _closed_variances(fits, x, method)
     with torch.inference_mode(False):
         if method.name == "glm" and likelihood.activation is not None:
@@ -47,7 +47,7 @@ def uncertainty(
 
 
 def _closed_variances(
-    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+    fits: Sequence[FitWithLink], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
     """Decompose the variance of a regression by the law of total variance over the fits."""
     means = []
@@ -68,7 +68,7 @@ def _closed_variances(
 
 
 def _uncertainty_of_gaussian_logits(
-    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+    fits: Sequence[FitWithLink], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
     """Decompose the entropy over draws of Gaussian logits, and compute scores from their moments.
 
@@ -81,7 +81,7 @@ def _uncertainty_of_gaussian_logits(
     for fit in fits:
         outputs = fit.gaussian_outputs(x, method)
         draws.append(fit.draws_of_outputs(outputs, method))
-        if method.is_closed:
+        if method.is_closed_form:
             predictives.append(fit.predictive_of_outputs(outputs))
         members.append(outputs.divided_by(fit.temperature))
     decomposed = uncertainty_of_draws([fit.likelihood for fit in fits], draws)

@@ -56,7 +56,7 @@ class PredictionMethod:
         samples: Number of draws; None for the closed form or the default number.
         generator: Seeds the draws; None for torch's global generator.
         positions: Positions of the outputs; None for all.
-        is_closed: Whether the predictive has a closed form.
+        is_closed_form: Whether the predictive has a closed form.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PredictionMethod:
         self.samples = samples
         self.generator = generator
         self.positions = positions
-        self.is_closed = name == "glm" and samples is None
+        self.is_closed_form = name == "glm" and samples is None
 
     @property
     def num_samples(self) -> int:
@@ -93,7 +93,7 @@ class PredictionMethod:
 
 
 @dataclass(frozen=True, eq=False)
-class LinkedFit:
+class FitWithLink:
     """A fit, and the link that converts its logits to probabilities.
 
     One of the link's temperatures divides the logits of each method: of the trained network, of
@@ -183,7 +183,7 @@ class LinkedFit:
 
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution."""
-        if method.is_closed:
+        if method.is_closed_form:
             moments = self._difference_variances(x, method)
             if moments is not None:
                 assert self.link is not None
@@ -214,7 +214,7 @@ class LinkedFit:
 
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution of each target of a regression on its own."""
-        if method.is_closed:
+        if method.is_closed_form:
             return self.likelihood.marginals(*self.mean_and_variances(x, method))
         with torch.inference_mode(False):
             if method.name == "map":

@@ -20,7 +20,11 @@ from laplace_debias.laplace.prediction.evaluation import (
     check_held_out,
     evaluate_predictions,
 )
-from laplace_debias.laplace.prediction.predictive import LinkedFit, PredictionMethod, equal_mixture
+from laplace_debias.laplace.prediction.predictive import (
+    FitWithLink,
+    PredictionMethod,
+    equal_mixture,
+)
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.wrong_names import check_settable, explains_laplace_torch_arguments
 from laplace_debias.metrics import Report, Uncertainty
@@ -41,9 +45,9 @@ class Predictor(ABC):
         """The state of every posterior."""
 
     @abstractmethod
-    def _linked_fits(
+    def _fits_with_links(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
-    ) -> list[LinkedFit]:
+    ) -> list[FitWithLink]:
         """Return each fit with its link: `link` if passed, else its own link, else the default."""
 
     def _require_same(self, **marks: Any) -> None:
@@ -152,13 +156,13 @@ class Predictor(ABC):
     def _differentiable_predictive(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        if not method.is_closed or method.positions is not None:
+        if not method.is_closed_form or method.positions is not None:
             raise ValueError(
                 '`differentiable=True` supports only the closed form of `method="glm"`. Use '
                 '`method="glm"`, and remove `samples=` and `positions=`.'
             )
         predictives = []
-        for fit in self._linked_fits(x, method, link):
+        for fit in self._fits_with_links(x, method, link):
             mean, covariance = differentiable_moments(fit.fitted, x)
             predictives.append(predictive(fit.likelihood, fit.link, mean, covariance))
         return equal_mixture(predictives)
@@ -167,13 +171,13 @@ class Predictor(ABC):
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
         """Predict like `predict`, with a method and a link that have been checked."""
-        fits = self._linked_fits(x, method, link)
+        fits = self._fits_with_links(x, method, link)
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
         """Check a user's link, which is only for the closed form; None is returned as None."""
         checked = link_from(link, self.likelihood)
-        if checked is not None and not method.is_closed:
+        if checked is not None and not method.is_closed_form:
             raise ValueError(
                 f"`link={link!r}` applies only to the closed form, without `method=` and "
                 "`samples=`. Remove these two arguments, or remove `link=`. (The temperature of "
@@ -240,7 +244,7 @@ class Predictor(ABC):
                 '`method="map"` predicts with a single value of the parameters, so it has no '
                 'parameter uncertainty. Use "glm", "glm-mc" or "nn".'
             )
-        return uncertainty(self._linked_fits(x, method, link), x, method)
+        return uncertainty(self._fits_with_links(x, method, link), x, method)
 
     @collective("evaluate")
     def evaluate(

@@ -30,7 +30,7 @@ from laplace_debias.curvature.network.inputs import (
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import Link, link_from, required_moments
 from laplace_debias.laplace.prediction.predictive import (
-    LinkedFit,
+    FitWithLink,
     PredictionMethod,
     default_link_of_fit,
 )
@@ -92,7 +92,7 @@ def export(
                 'this operation cannot be exported. Use `link="pairwise"`.'
             )
         program = _trace(_Predictive(fitted, inputs, chosen_link), inputs)
-        expected = LinkedFit(fitted, chosen_link).predictive(inputs, PredictionMethod())
+        expected = FitWithLink(fitted, chosen_link).predictive(inputs, PredictionMethod())
         names, args, kwargs = _arguments(inputs)
         with torch.no_grad():
             answers = program.module()(*args, **kwargs)

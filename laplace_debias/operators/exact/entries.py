@@ -73,7 +73,7 @@ def _diagonal(operator: LinearOperator) -> Tensor:
         case Dense():
             return operator.matrix.diagonal().clone()
         case EigenKronecker():
-            entries = operator.in_frame
+            entries = operator.expanded_magnitudes
             output_directions = operator.output_directions
             input_directions = operator.input_directions
             if isinstance(output_directions, Basis | ThinBasis):

@@ -33,7 +33,7 @@ class EigenKronecker(Symmetric):
     A side may have a reduced rank ("thin"): U has r < d columns, and the last of r + 1 magnitudes
     belongs to all directions orthogonal to these columns. In the formula, U is then replaced by the
     frame $F = [U, I - U U^\top]$, `[d, r + d]`, with $F F^\top = I$, and Λ repeats the last
-    magnitude d times (`in_frame`).
+    magnitude d times (`expanded_magnitudes`).
 
     Args:
         U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`; None
@@ -120,7 +120,7 @@ class EigenKronecker(Symmetric):
         )
 
     @property
-    def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
+    def expanded_magnitudes(self) -> Float[Tensor, "*groups rows columns"]:
         """The eigenvalues, in the same shape as the result of `to_eigenbasis`."""
         rows = self.output_directions.repeat_last(self.magnitudes, -2)
         return self.input_directions.repeat_last(rows, -1)
@@ -129,7 +129,7 @@ class EigenKronecker(Symmetric):
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
         """The eigenvalues, with multiplicity: one for each eigenvector."""
         *_, d_out, d_in = self.sizes
-        return self.in_frame[..., :d_out, :d_in]
+        return self.expanded_magnitudes[..., :d_out, :d_in]
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -138,7 +138,11 @@ class EigenKronecker(Symmetric):
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         columns = matrix.T.unflatten(1, self.sizes)
-        return self.from_eigenbasis(self.in_frame * self.to_eigenbasis(columns)).flatten(1).T
+        return (
+            self.from_eigenbasis(self.expanded_magnitudes * self.to_eigenbasis(columns))
+            .flatten(1)
+            .T
+        )
 
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
