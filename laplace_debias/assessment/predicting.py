@@ -159,14 +159,19 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
     predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
     per_label = getattr(predictive, "base_dist", predictive)
     log_probs = per_label.logits.reshape(mean.shape).double().cpu()
-    # The link divides the logits by its temperature, and the scores are computed from the divided
-    # logits.
-    mean, covariance = links.tempered_moments(link, mean.double(), covariance.double())
+    # Scores are computed from logits divided by a temperature, as by `Laplace.uncertainty`.
+    moments = mean.double(), covariance.double()
+    temperature = 1.0 if link is None else link.temperature
+    tempered_mean, tempered_covariance = links.tempered_moments(*moments, temperature)
     if not has_covariance:
-        return ClassPredictions(log_probs, {"variance": covariance.mean(1).cpu()})
-    scores = scores_of_logits(la.likelihood, [DenseOutputs(mean, covariance)])
-    scores = {name: score.cpu() for name, score in scores.items()}
-    return ClassPredictions(log_probs, scores | _information_scores(la, mean, covariance))
+        return ClassPredictions(log_probs, {"variance": tempered_covariance.mean(1).cpu()})
+    outputs = DenseOutputs(tempered_mean, tempered_covariance)
+    scores = {
+        name: score.cpu() for name, score in scores_of_logits(la.likelihood, [outputs]).items()
+    }
+    draw_temperature = 1.0 if link is None else link.draw_temperature
+    moments_of_draws = links.tempered_moments(*moments, draw_temperature)
+    return ClassPredictions(log_probs, scores | _information_scores(la, *moments_of_draws))
 
 
 def _information_scores(

@@ -23,7 +23,7 @@ class Settings(SourceSettings):
             order of `inputs`.
         overwrite: Replace an existing file.
         method: The prediction method, as in `Laplace.predict`. With `map`, it is the trained
-            network itself.
+            network itself, at the temperature that `tune` chose for it.
         samples: The number of samples. By default, `glm` uses its closed form, and `glm-mc` and
             `nn` use 100 samples.
     """

@@ -248,17 +248,17 @@ class Link:
         self, likelihood: Likelihood, mean: Logits, covariance: Float[Tensor, "..."]
     ) -> Logits:
         """Compute the logarithms of the probabilities."""
-        mean, covariance = tempered_moments(self, mean, covariance)
+        mean, covariance = tempered_moments(mean, covariance, self.temperature)
         return FORMULAS[self.name].logits(likelihood, mean, covariance, [1.0])[0]
 
 
 def tempered_moments(
-    link: Link | None, mean: Float[Tensor, "..."], covariance: Float[Tensor, "..."]
+    mean: Float[Tensor, "..."], covariance: Float[Tensor, "..."], temperature: float
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Divide the mean and the covariance of Gaussian logits by a link's temperature."""
-    if link is None or link.temperature == 1:
+    """Compute the mean and the covariance of Gaussian logits divided by a temperature."""
+    if temperature == 1:
         return mean, covariance
-    return mean / link.temperature, covariance / link.temperature**2
+    return mean / temperature, covariance / temperature**2
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
