@@ -235,6 +235,29 @@ def test_factors_of_few_examples_are_added_as_rows_or_as_matrices(second_size):
     assert (updated.posterior.curvature.blocks["0.weight"].U_A.shape[1] < 300) == has_few_rows
 
 
+@pytest.mark.parametrize(("groups", "channels", "rank"), [(2, 4, 3), (4, 16, 1), (2, 64, 2)])
+def test_an_ekfac_update_of_groups_along_few_directions(groups, channels, rank):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(channels, channels, 2, groups=groups), nn.Flatten(), nn.Linear(channels, 3)
+    model = nn.Sequential(nn.Unflatten(1, (channels, 2, 2)), *layers).double().eval()
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(24, 4 * channels, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (24,), generator=g)
+    la = Laplace(model, curvature="ekfac", params=["1.weight"], rank=rank).fit([(x[:12], y[:12])])
+    earlier = la.posterior.curvature.blocks["1.weight"]
+    updated = la.update([(x[12:], y[12:])]).posterior.curvature.blocks["1.weight"]
+    ggn = oracle.ggn_block(model, x, "classification", "1.weight")
+    trace = (updated.magnitudes * updated.multiplicities).sum()
+    torch.testing.assert_close(trace, ggn.trace(), rtol=1e-10, atol=0)
+    # The leading direction of each group is not part of an eigenspace.
+    size = len(ggn) // groups
+    for group in range(groups):
+        part = slice(group * size, (group + 1) * size)
+        leading = torch.kron(earlier.U_G[group, :, 0], earlier.U_A[group, :, 0])
+        exact = leading @ ggn[part, part] @ leading
+        oracle.close(updated.magnitudes[group, 0, 0], exact, 1e-10)
+
+
 @pytest.mark.parametrize("rank", [2, 0.9])
 def test_a_rank_keeps_the_trace_of_all_data(rank):
     g = torch.Generator().manual_seed(4)

@@ -65,8 +65,8 @@ def average_degenerate(
     is_one_space = largest.squeeze(-1) <= least
     mean = measured.mean(eigenvalues.ndim - 1, keepdim=True).expand_as(measured)
     if remaining > 1:
-        weighted = torch.tensordot(counts / counts.sum(), measured.to(eigenvalues), 1)
-        mean = weighted.to(measured).expand_as(measured)
+        shares = (counts / counts.sum(-1, keepdim=True)).unsqueeze(-2)
+        mean = (shares @ measured.to(eigenvalues)).to(measured).expand_as(measured)
     if bool(is_one_space.all()):
         return mean
     width = resolution(dtype) * largest
