@@ -50,8 +50,10 @@ def test_draws_have_the_best_temperature_of_the_pairwise_link_beside_a_probit(pa
     probs = la.predict(x, link=Link("probit", 0.5)).probs
     labels = torch.multinomial(probs, 50, replacement=True, generator=generator).flatten()
     inputs = x.repeat_interleave(50, 0)
-    la.tune([(inputs, labels)], grid=[0.05])
+    tuned = la.tune([(inputs, labels)], grid=[0.05])
     assert la.link.name == "probit"
+    assert "probit: +" in tuned.message
+    assert "probit, tempered" not in tuned.message  # the choice itself
     expected = best_temperature(
         lambda T: la.predict(inputs, link=Link("pairwise", T)).logits.log_softmax(1), labels
     )
@@ -63,8 +65,8 @@ def test_draws_have_the_best_temperature_of_the_pairwise_link_beside_a_probit(pa
         predictive = la.predict(x, samples=2000, generator=torch.Generator().manual_seed(3))
         log_probs = predictive.logits.log_softmax(1).repeat_interleave(50, 0)
         nlls[link] = float(F.nll_loss(log_probs, labels))
-    tuned, same_everywhere = nlls.values()
-    assert tuned < same_everywhere
+    with_own, same_everywhere = nlls.values()
+    assert with_own < same_everywhere
 
 
 @pytest.mark.parametrize("method", ["glm", "glm-mc", "nn"])

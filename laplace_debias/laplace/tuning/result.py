@@ -179,6 +179,13 @@ class Tuning:
             )
         return sentence
 
+    def _is_choice(self, other: Alternative) -> bool:
+        """Whether an alternative, which has only the closed form's temperature, is the choice."""
+        link = self.link
+        assert link is not None
+        choice = (self.prior_precision, link.name, link.temperature)
+        return (other.prior_precision, other.link.name, other.link.temperature) == choice
+
     @property
     def message(self) -> str:
         """The result as a sentence."""
@@ -186,11 +193,10 @@ class Tuning:
         if self._flatness:
             sentences.append(self._flatness)
         if self.alternatives:
-            choice = (self.prior_precision, self.link)
             differences = [
                 f"{other.name}: {other.difference:+.2g} ± {other.half_width:.2g}"
                 for other in self.alternatives
-                if (other.prior_precision, other.link) != choice
+                if not self._is_choice(other)
             ]
             sentences.append(
                 "Scores of the alternatives minus the score of this choice, with 95 % intervals: "
