@@ -173,6 +173,16 @@ def mlp_factors(model, loss, x, y):
     return factors
 
 
+@pytest.mark.parametrize("operator", [GGN, KFAC, EKFAC])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weights_of_labels_are_not_rounded_to_the_dtype_of_the_targets(operator, dtype):
+    weight, pos_weight = WEIGHTS / 3, WEIGHTS / 7
+    loss = nn.BCEWithLogitsLoss(weight=weight, pos_weight=pos_weight)
+    x = randn(N, 4, seed=5)
+    found, expected = (operator(mlp(), loss, [(x, y)]).to_dense() for y in (BITS.to(dtype), BITS))
+    oracle.close(found, expected, 1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name, (make, _, _) in CASES.items() if make is mlp])
 def test_kfac_has_the_factors_of_torchs_loss(name):
     make, loss, y = CASES[name]

@@ -246,12 +246,14 @@ class BinaryCrossEntropy(OutputLoss):
         targets = columns_of(targets, ndim)
         if self._weight is None and self._pos_weight is None:
             return Labels(targets)
-        total, _ = self._weights(targets, targets.dtype)
+        total, _ = self._weights(targets, torch.float64)
         counted = None if self._weight is None else total != 0
         return Labels(targets, counted, total)
 
     def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute T and w π of every entry in the targets' dtype, and convert them."""
+        """Compute T and w π of every entry in float64, and convert them."""
+        # Targets may be in half precision, to which torch does not round the weights either.
+        targets = targets.double()
         weight = _expanded(self._weight, targets)
         positive = weight * _expanded(self._pos_weight, targets)
         total = weight + (positive - weight) * targets
