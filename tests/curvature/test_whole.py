@@ -173,7 +173,7 @@ def test_all_pairs_of_few_rows_are_those_of_their_matrix(monkeypatch):
     """The matrix `[D, D]` is not decomposed, and the eigenvectors are a complete basis."""
     eigenvalues = torch.logspace(0, -6, 30, dtype=torch.float64)
     rows, U = rows_of_spectrum(30, eigenvalues)
-    monkeypatch.setattr(whole, "moments", None)
+    monkeypatch.setattr(whole, "gram", None)
     values, vectors = whole.leading_pairs(rows, None, torch.float64)
     assert values.shape == (900,)
     torch.testing.assert_close(values[:30], eigenvalues, rtol=1e-9, atol=0)

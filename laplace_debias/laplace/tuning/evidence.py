@@ -224,7 +224,7 @@ def _notes_on_groups(
 
 @dataclass(frozen=True, eq=False)
 class _GroupSpectrum:
-    """What the optimum of a group of blocks depends on.
+    """The spectrum of a group of blocks, and the other numbers on which its optimum depends.
 
     Attributes:
         h: The precisions of the data, N Λ, along the directions.
