@@ -10,10 +10,10 @@ _MOST_SHOWN_BLOCKS = 4
 
 
 def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
-    """Collect a few facts by name; the size of the text does not depend on the model."""
+    """Collect a few facts by name; the amount of text does not depend on the model."""
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())
-    # A subnetwork holds copies of its selected entries.
+    # A subnetwork holds copies of its selected entries, which must not be counted twice.
     subnetworks = [module for module in model.modules() if isinstance(module, Subnetwork)]
     total -= sum(subnetwork.entries.numel() for subnetwork in subnetworks)
     lines = {

@@ -128,8 +128,8 @@ class Laplace(Predictor):
             mappings and dataclasses with the targets under `labels`, `label`, `label_ids`,
             `targets`, `target` or `y`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
-            (those of supported layers), `"last_layer"` (the layer that the outputs come from, which
-            the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
+            (parameters of supported layers), `"last_layer"` (the layer that the outputs come from,
+            which the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never Bayesian. Parameters of
             unsupported layers have an exact curvature block: a full matrix for up to 1,024 entries,
             and its diagonal for more.
@@ -387,8 +387,8 @@ class Laplace(Predictor):
                 Default: the same batches.
             num_data: N. Default: the number of examples in `directions` and `magnitudes` (for
                 `"diag"`, which has no directions, only in `magnitudes`).
-            folds: If given, split `directions` into this many folds (at least two), and cross-fit
-                them. Cannot be combined with `magnitudes`.
+            folds: The number of folds (at least two) into which `directions` are split for
+                cross-fitting. Default: no cross-fitting. Cannot be combined with `magnitudes`.
             generator: Seeds sampled labels (`fisher="mc"`) and the shuffling of loaders. Default:
                 torch's global generator.
             resume: A folder for checkpoints; see `fit`.
@@ -1065,7 +1065,7 @@ class Laplace(Predictor):
         evaluation: Report | None = None,
         own_likelihood: bool = False,
     ) -> None:
-        """Write the posterior and a model card into a folder, which is created if needed.
+        """Write the posterior and a model card into a folder, which is created if it is missing.
 
         The posterior is the file `posterior.safetensors`; see `save`. The card is the file
         `README.md`. The card describes the posterior, states how to load it, and contains a table
@@ -1141,7 +1141,7 @@ class Laplace(Predictor):
 
     @staticmethod
     def _check_card(card: bool, evaluation: Report | None) -> None:
-        """Require that an evaluation is a report, for a card."""
+        """Require that the evaluation for a card is a report."""
         check_is(evaluation, "evaluation", Report, type(None))
         if evaluation is not None and not card:
             raise ValueError("`evaluation=` has no effect with `card=False`. Remove one of them.")
@@ -1171,7 +1171,8 @@ class Laplace(Predictor):
 
         Args:
             path: The file, in a folder that exists. Its suffix is `.pt2` for a program that torch
-                runs, or `.onnx` for one that onnxruntime and others run (extra `onnx`).
+                runs, or `.onnx` for a program that onnxruntime and other runtimes run (extra
+                `onnx`).
             example: Inputs for one or more examples, in any form that `predict` accepts. The
                 program takes inputs of the same sizes, except for the number of examples.
             link: The link; see `predict`.

@@ -70,7 +70,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
 
 
 def exact_sigmoid(mean: Logits, covariance: Float[Tensor, "..."]) -> Logits:
-    """Compute `exact` for each label, as a choice between the label's logit and zero."""
+    """Compute `exact` for each label by treating it as a choice between its logit and zero."""
     is_matrix = covariance.ndim > mean.ndim
     variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
     both_means = torch.stack([torch.zeros_like(mean), mean], -1)

@@ -1,4 +1,4 @@
-"""The mean-field softmax of Gaussian logits, which compares every two classes.
+"""The mean-field softmax of Gaussian logits, which compares all pairs of classes.
 
 The softmax is computed at several temperatures at once, in blocks of examples that fit into the
 processor's cache. The variances of the differences between logits may be given in several forms.
@@ -34,7 +34,7 @@ def pairwise(
 
     At T = 1, the result is
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
-    s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares every two classes by the
+    s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares each pair of classes by the
     probit of the difference of their logits. A part that all logits share cancels. For two classes,
     the result is the binary probit.
 
@@ -57,7 +57,7 @@ def pairwise_of_differences(
     variances: Float[Tensor, "batch classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `pairwise` from the variances of the differences of every two logits."""
+    """Compute `pairwise` from the variances of the differences of all pairs of logits."""
     return _pairwise_in_blocks(mean, variances, lambda block: block, temperatures)
 
 
@@ -113,7 +113,7 @@ def pairs_of_outputs(
 def difference_variances(
     covariances: Float[Tensor, "*batch classes classes"],
 ) -> Float[Tensor, "*batch classes classes"]:
-    """Compute the variances of the differences of every two logits."""
+    """Compute the variances of the differences of all pairs of logits."""
     # Double precision keeps the digits of the differences if there is a large common variance.
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
@@ -132,8 +132,8 @@ def _pairwise_in_blocks(
     Args:
         means: The means of the logits.
         moments: The second moments of each example.
-        variances: A function from the moments of some examples to the variances of the differences
-            of every two logits.
+        variances: A function from the moments of a block of examples to the variances of the
+            differences of all pairs of logits.
         temperatures: The temperatures.
     """
     # A few examples are processed at a time, so that their pairs of classes stay in the processor's
@@ -161,7 +161,7 @@ def _pairwise_block(
 
     Args:
         means: The means of the logits.
-        variances: The variances $s_{ki}$ of the differences of every two logits.
+        variances: The variances $s_{ki}$ of the differences of all pairs of logits.
         temperatures: The temperatures.
     """
     differences = means.unsqueeze(-2) - means.unsqueeze(-1)

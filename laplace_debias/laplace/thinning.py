@@ -172,7 +172,7 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
 
 
 def _compress_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
-    """Keep each side's directions above the threshold, or all if these are half of them or more.
+    """Keep each side's directions above the threshold, or all directions if half or more are above.
 
     After a fit to few examples, the rank is already reduced. If the gain of the directions that are
     orthogonal to the stored directions is above the threshold, no direction may be merged with
@@ -198,7 +198,7 @@ def _gain(ratios: Tensor) -> Tensor:
 
 
 def _curvature_ratios(fitted: FittedPosterior) -> dict[str, Tensor]:
-    """Compute x = N Λ / (T δ) for every block, in float64: sums of x can exceed float32."""
+    """Compute x = N Λ / (T δ) for every block in float64, because sums of x can exceed float32."""
     posterior = fitted.posterior
     blocks = posterior.curvature.blocks
     deltas = posterior.prior_precision.to(posterior.mean.device).double().expand(len(blocks))

@@ -73,7 +73,7 @@ def explains_laplace_torch_arguments(
 def check_settable(cls: type, name: str) -> None:
     """Reject a name that resembles the name of an attribute, or is a name of laplace-torch.
 
-    Other names are accepted, such as those of a subclass.
+    Other names are accepted, such as the attributes of a subclass.
 
     Raises:
         AttributeError: If the class has no such attribute, and the name is a likely mistake.

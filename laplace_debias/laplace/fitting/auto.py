@@ -57,7 +57,7 @@ class _Progress:
     Attributes:
         sampler: The reader of the data.
         sums: The sums over the examples that have been read.
-        clock: Returns the seconds since the start, also those of the earlier fit.
+        clock: Returns the seconds since the start, including the seconds of the earlier fit.
         last_round: The posterior after the last round, and its error; None before the first one.
         rounds: The number of examples that were drawn by the end of each round, and the error.
     """
@@ -235,7 +235,7 @@ class Auto(Scheme):
         return not has_budget and not isinstance(data.stream.source, Iterator)
 
     def _fit_all(self, prepared: PreparedFit, data: FitStream, progress: _Progress) -> CurvatureFit:
-        """Fit to all data, without sampling."""
+        """Fit to all data without sampling."""
         if isinstance(data.stream.source, Iterator):
             raise ValueError(
                 "The data ended before the first round of the fit was complete, and this "
@@ -264,7 +264,7 @@ class Auto(Scheme):
     def _reason_to_stop(
         self, num_drawn: int, error: float, started: float, ended: float
     ) -> StopReason | None:
-        """Return the reason why the fit ends after a round; None if the fit continues."""
+        """Return the reason why the fit ends after a round, or None if the fit continues."""
         if error <= self.tolerance:
             return StopReason.TOLERANCE
         if self.examples is not None and num_drawn >= self.examples:
@@ -302,7 +302,7 @@ def _seconds_since(start: float, ranks: Ranks) -> float:
 
 
 def _report(last_round: Round, progress: _Progress, stop_reason: StopReason) -> FitReport:
-    """Report on the last round, with the contribution of each block to its error."""
+    """Report the last round and the contribution of each block to its error."""
     fitted = last_round.fitted
     errors = errors_by_block(last_round, progress.sums.probes)
     continuation = None
@@ -365,8 +365,8 @@ def _report_on_all(
 ) -> FitReport:
     """Report on a fit to all the data.
 
-    The data may have fewer examples than N. Then the error relative to a fit to N examples is
-    bounded by the estimate for the last round, which used only some of the examples. If no round
+    The data may have fewer examples than N. In this case, the error relative to a fit to N examples
+    is bounded by the estimate for the last round, which used only some of the examples. If no round
     was completed, the error is unknown.
     """
     num_read = curvature_fit.totals.num_examples

@@ -50,8 +50,8 @@ def fit(
         scheme: Which data give the directions and the magnitudes.
         size: The number of training examples N, as far as N is known before the fit.
         information: The information of earlier data. The information of the new data is added to
-            it, at the noise of the earlier fit. By default, the noise is the noise of a new fit,
-            and the information of the prior, if there is any, is added.
+            it, at the noise of the earlier fit. By default, the noise is determined as for a new
+            fit, and any information of the prior is added.
         generator: Seeds sampled labels and the order of loaders.
         resume: The folder of the checkpoint; None if no checkpoint is used.
         progress: Whether to show progress bars.
@@ -87,7 +87,7 @@ def fit(
 
 
 def _prior_information(setup: FitSetup) -> Information | None:
-    """Return the information of the prior, at the temperature of the posterior."""
+    """Return the information of the prior, weighted for the temperature of the posterior."""
     information = setup.prior.information
     if information is None:
         return None
@@ -138,7 +138,7 @@ def _check_has_factors(information: Information) -> None:
 
 
 def _rounds_to_tf32() -> bool:
-    # torch 2.8 does not have this attribute.
+    # torch 2.8 does not have this attribute, so a default is needed.
     return getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
 
 
@@ -251,7 +251,7 @@ def _add_information(prepared: PreparedFit, information: Information) -> Curvatu
 
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:
-    """Build the posterior of a curvature, around the model's parameters and under its prior."""
+    """Build the posterior from a curvature, the model's parameters and its prior."""
     setup = prepared.setup
     parameters = prepared.parameters
     data = curvature_fit.totals

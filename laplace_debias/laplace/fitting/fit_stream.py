@@ -1,4 +1,4 @@
-"""Streams of batches with indices of examples, of which some targets must count."""
+"""Streams of batches with example indices; at least one target must contribute to the loss."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

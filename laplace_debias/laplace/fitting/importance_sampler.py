@@ -83,8 +83,8 @@ class SampledFold:
         gradients: G of the drawn examples, weighted by their inverse probabilities.
         inputs: A of all examples read.
         totals: The totals of all examples read, without their loss.
-        weighted_curvature: The sum of the curvatures of the drawn examples, weighted in the same
-            way.
+        weighted_curvature: The sum of the curvatures of the drawn examples, weighted like
+            `gradients`.
     """
 
     gradients: Factors = field(default_factory=dict)
@@ -93,7 +93,7 @@ class SampledFold:
     weighted_curvature: float = 0.0
 
     def factors(self, mean_curvature: float) -> FactorSums:
-        """Return factors for all examples read, with G rescaled to the folds' mean curvature."""
+        """Return factors for all examples read; G is rescaled to the folds' mean curvature."""
         if not self.weighted_curvature:
             raise ValueError(
                 "In the first round of the fit, the curvature of the loss is zero for "
@@ -133,7 +133,7 @@ class SampledSums:
 
     @classmethod
     def before_reading(cls, probes: Inputs) -> "SampledSums":
-        """Return the sums over no examples."""
+        """Return empty sums."""
         return cls(
             probes,
             folds=tuple(SampledFold() for _ in range(NUM_FOLDS)),
@@ -165,8 +165,8 @@ class _NewExamples:
     def joined_if_possible(self, needs_indices: bool) -> list[Batch]:
         """Return the drawn examples of this process, in one batch if possible.
 
-        Examples of different shapes are not joined. If `needs_indices` is true, examples with
-        examples of other processes between them are not joined either.
+        Examples of different shapes are not joined. If `needs_indices` is true, examples are also
+        not joined if examples of other processes lie between them.
         """
         shapes = {
             tuple(tensor.shape[1:] for tensor in (*tensors_of(batch.inputs), batch.targets))
@@ -209,7 +209,7 @@ class ImportanceSampler:
     def start(
         cls, context: FitContext, batches: Iterator[Batch], forward_ratio: int
     ) -> "tuple[ImportanceSampler, SampledSums]":
-        """Set the probes aside; return a reader of all other data, and sums over no examples."""
+        """Set the probes aside, and return a reader of all other data and empty sums."""
         first_batches, steps = _first_batches(batches, context.ranks)
         rank = context.ranks.rank
         num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
@@ -241,7 +241,7 @@ class ImportanceSampler:
     def read(self, sums: SampledSums, target: int) -> SampledSums:
         """Add the next examples to sums, until the number of drawn examples reaches a target.
 
-        If the data ends before, the number is less than the target.
+        If the data ends first, fewer examples are drawn.
         """
         ranks = self._context.ranks
         generator = torch.Generator()

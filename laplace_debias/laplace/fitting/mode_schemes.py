@@ -36,7 +36,7 @@ def scheme_of_mode(
     resume: Path | None,
     folds: int | None,
 ) -> tuple[Scheme, TrainingSize]:
-    """Return the scheme of a mode, with its data, and the number of training examples N."""
+    """Return the scheme of a mode with its data, and the number N of training examples."""
     check_batches(loader)
     check_mode(name, folds)
     mode = MODES[name]
@@ -62,27 +62,27 @@ def scheme_of_mode(
 
 
 def full(loader: Batches, _: int | None) -> Full:
-    """Make the scheme of `mode="full"`, from a loader."""
+    """Make the scheme of `mode="full"` from a loader."""
     return Full(loader, label="full")
 
 
 def mini(batches: Sequence[Any], _: int | None) -> Full:
-    """Make the scheme of `mode="mini"`, from a batch."""
+    """Make the scheme of `mode="mini"` from a batch."""
     return Full(batches, label="mini")
 
 
 def debiased(batches: Sequence[Any], _: int | None) -> Split:
-    """Make the scheme of `mode="debiased"`, from two batches."""
+    """Make the scheme of `mode="debiased"` from two batches."""
     return Split(batches[:1], batches[1:])
 
 
 def crossfit(batches: Sequence[Any], folds: int | None) -> CrossFit:
-    """Make the scheme of `mode="crossfit"`, from a batch."""
+    """Make the scheme of `mode="crossfit"` from a batch."""
     return CrossFit(batches, FOLDS if folds is None else folds)
 
 
 def auto(loader: Batches, _: int | None) -> Auto:
-    """Make the scheme of `mode="auto"`, from a loader."""
+    """Make the scheme of `mode="auto"` from a loader."""
     return Auto(loader)
 
 

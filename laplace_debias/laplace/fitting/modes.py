@@ -41,7 +41,7 @@ MODES = {
     "crossfit": Mode(_scheme("crossfit"), num_first_batches=1, takes_folds=True),
     "auto": Mode(_scheme("auto")),
 }
-"""The modes, by the name that a user passes as `mode`."""
+"""The modes, keyed by the name that a user passes as `mode`."""
 
 if TYPE_CHECKING:
     ModeName = str

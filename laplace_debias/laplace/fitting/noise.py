@@ -32,7 +32,7 @@ _HOW_TO_CHOOSE = (
 
 
 def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[Batch]) -> Gaussian:
-    r"""Estimate the noise of each output from its residuals, with a warning.
+    r"""Estimate the noise of each output from its residuals, and issue a warning.
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
     the trained parameters, over the examples' weights w and all positions. Tuning multiplies the
@@ -66,7 +66,7 @@ def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[B
 
 
 def _num_outputs(context: FitContext, batch: Batch | None) -> int:
-    """Count the outputs in the last dimension, from the first example of any process."""
+    """Count the outputs in the last dimension for the first example of any process."""
     size = 0
     if batch is not None:
         with torch.no_grad():

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The peak memory of the fit, in bytes: the largest over its stages."""
+        """The peak memory of the fit in bytes, which is the maximum over its stages."""
         return max(self.stages.values())
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class Plan:
         check_memory(self.peak, self.available, subject, less_memory)
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan as a dictionary for JSON, with the number of blocks instead of a list."""
+        """Return the plan as a dictionary for JSON; the number of blocks replaces their list."""
         summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
         del summary["blocks"]
         return summary
@@ -116,7 +116,7 @@ def plan_fit(
     mode: str,
     folds: int | None,
 ) -> Plan:
-    """Plan the fit of this process, without fitting.
+    """Plan the fit of this process without running it.
 
     Args:
         setup: The model and the options of the fit.
@@ -228,14 +228,14 @@ class _Reads:
 
     @property
     def num_parts(self) -> int | None:
-        """The number of parts of batches that one read of the data runs; None if unknown."""
+        """The number of batch parts that one pass over the data runs, or None if it is unknown."""
         if self.num_batches is None or not self.reads_folds_together:
             return self.num_batches
         return self.num_batches * self.num_folds
 
     @property
     def num_decompositions(self) -> int:
-        """The number of times that factors are decomposed, of all folds and of all but one."""
+        """The number of decompositions: one with all folds, and one without each single fold."""
         return self.num_folds + 1 if self.num_folds > 1 else 1
 
     def num_passes(self, num_joined: int) -> int | None:
@@ -289,7 +289,7 @@ def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequenc
 
 
 def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
-    """Extrapolate numbers of rows from one batch to all; None where a matrix needs less memory."""
+    """Extrapolate numbers of rows from one batch to all, or None if a matrix needs less memory."""
     total: dict[Block, list[int | None]] = {}
     for block, counts in num_rows.items():
         total[block] = []

@@ -74,7 +74,7 @@ def fit_identity(
     config = prepared.config
     context = prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
-    # The text of an object without its own `__repr__` contains the address of the object.
+    # The string form of an object without its own `__repr__` contains the address of the object.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),

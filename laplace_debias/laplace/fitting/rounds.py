@@ -22,7 +22,7 @@ CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 """Prior precisions at which the error is estimated, relative to the prior precision of the fit."""
 NUM_ERRORS = 1.9
 """The reported error is this many standard errors, so that the true error rarely exceeds it."""
-# For each input, the standard deviations of this many outputs are compared: the largest outputs.
+# For each input, the standard deviations of this many of its largest outputs are compared.
 _NUM_OUTPUTS = 4
 # With a prior precision that is larger by this factor, a block has practically no variance.
 _FROZEN = 1e12
@@ -77,7 +77,7 @@ def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
 
 
 def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
-    """Compute the contribution of each block to the error of a round, for the outputs at x."""
+    """Compute the contribution of each block to the error that a round makes at inputs x."""
     fitted = last_round.fitted
     deltas = fitted.posterior.deltas()
     is_own_block = torch.eye(len(deltas), device=deltas.device).bool()

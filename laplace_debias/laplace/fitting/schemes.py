@@ -26,7 +26,7 @@ FOLDS = 2
 
 
 class Scheme(ABC):
-    """A fitting scheme, with the data that it reads.
+    """A fitting scheme and the data that it reads.
 
     Attributes:
         is_resumable: Whether the passes of a fit can be saved and resumed.
@@ -49,7 +49,7 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def sources(self) -> Mapping[str, Batches]:
-        """The data that a fit reads, in the order of reading, by its name in error messages."""
+        """The data that a fit reads, in reading order and keyed by its name in error messages."""
 
     def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
         """Estimate a regression's noise from the streams of the sources."""
@@ -91,7 +91,7 @@ def prior_needs_all_data(label: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Full(Scheme):
-    """The plain fit, with eigenvectors and eigenvalues from the same examples.
+    """The plain fit, which computes eigenvectors and eigenvalues from the same examples.
 
     The magnitudes of a mini-batch are biased, because they are extreme values for this batch.
 

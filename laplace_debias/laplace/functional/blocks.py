@@ -41,7 +41,7 @@ _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 
 
 class BlockwiseAccumulator(CovarianceAccumulator):
-    """The covariance under a posterior with a block for each layer, in the block's eigenbasis."""
+    """The covariance under a block-diagonal posterior, computed in the eigenbasis of each block."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
     def _single_products(
         self, record: BlockRecord, output_directions: Directions, input_directions: Directions
     ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
-        """Compute `single_products`; None also if the Jacobians are not `rotated_jacobians`."""
+        """Return `single_products`, or None if the Jacobians are not `rotated_jacobians`."""
         if self._jacobians is not rotated_jacobians:
             return None
         return single_products(record, output_directions, input_directions)

@@ -93,7 +93,7 @@ class PredictionContext:
         """Compute the indices of requested outputs among all outputs of the model.
 
         Args:
-            outputs: The outputs of some examples, at the requested positions.
+            outputs: The outputs of the given examples at the requested positions.
             indices: Indices of the requested outputs among `outputs`; None for all.
             examples: The examples to which `outputs` belong.
         """

@@ -61,7 +61,7 @@ class DenseAccumulator(CovarianceAccumulator):
         records: Iterable[BlockRecord],
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add the covariances; they do not depend on which outputs these are."""
+        """Add the covariances, which are computed in the same way for all outputs."""
         gram, along = self._products(into, records)
         self._add_products(into, gram, along, self.posterior.curvature.blocks[DENSE_BLOCK])
 
@@ -72,7 +72,7 @@ class DenseAccumulator(CovarianceAccumulator):
         along: Float[Tensor, "batch columns k"],
         dense_block: CurvatureBlock,
     ) -> None:
-        """Add the covariances under a block, from J Jᵀ and J U."""
+        """Add the covariances under one block, which follow from J Jᵀ and J U."""
         residual = None
         magnitudes = dense_block.magnitudes.flatten().double()
         remainder = 0.0
@@ -108,7 +108,7 @@ class DenseAccumulator(CovarianceAccumulator):
         return gram, along
 
     def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
-        """Compute products of the rows' parts outside the directions; 0 for rounding errors."""
+        """Compute products of the rows' parts outside the directions; zero out rounding errors."""
         residual = gram - self._product(along, along)
         squares = gram
         residual_squares = residual
@@ -125,7 +125,7 @@ class DenseAccumulator(CovarianceAccumulator):
 
 
 class KernelAccumulator(DenseAccumulator):
-    r"""The covariance $J P^{-1} J^\top$, for directions that inducing inputs span.
+    r"""The covariance $J P^{-1} J^\top$ for directions that are spanned by inducing inputs.
 
     The coordinates along these directions are kernels, $JU = (J J_Z^\top) W$. The rows of J are
     kept until all blocks have been added.
@@ -224,14 +224,14 @@ def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None
 
 
 def inducing_directions(block: CurvatureBlock) -> InducingDirections:
-    """Return the directions of a block, which inducing inputs span."""
+    """Return the directions of a block, which are spanned by inducing inputs."""
     assert isinstance(block, LowRankPlusDiagonal)
     assert isinstance(block.U, InducingDirections)
     return block.U
 
 
 def dense_accumulator(posterior: GaussianPosterior) -> type[DenseAccumulator] | None:
-    """Return the accumulator for a dense posterior; None for a posterior with a block per layer."""
+    """Return the accumulator for a dense posterior, or None if the posterior has layer blocks."""
     block = next(iter(posterior.curvature.blocks.values()))
     if isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections):
         return KernelAccumulator if block.U.output is None else IndependentAccumulator

@@ -86,7 +86,7 @@ def differentiable_moments(
 def _independent_covariance(
     posterior: GaussianPosterior, J: Float[Tensor, "batch outputs parameters"], joint: bool
 ) -> Float[Tensor, "batch *covariance"]:
-    """Compute the covariance of outputs of which each has its own posterior."""
+    """Compute the covariance of outputs that have separate posteriors."""
     blocks = []
     for rows, covariance in zip(J.unbind(1), posterior.covariances_by_output, strict=True):
         products = (covariance @ rows.T).T

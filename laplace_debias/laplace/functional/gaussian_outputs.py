@@ -39,13 +39,13 @@ class GaussianOutputs(ABC):
 
     @abstractmethod
     def mean_variance(self) -> Float[Tensor, "batch *positions"]:
-        """Compute the mean variance of the outputs without their common part, in float64."""
+        """Compute in float64 the mean variance of the outputs without their common part."""
 
     @abstractmethod
     def difference_variances(
         self, first: Int[Tensor, "batch *positions"], second: Int[Tensor, "batch *positions"]
     ) -> Float[Tensor, "batch *positions"]:
-        """Compute the variance of the difference of two outputs at each position, in float64."""
+        """Compute in float64 the variance of the difference of two outputs at each position."""
 
     @abstractmethod
     def draws(
@@ -83,13 +83,13 @@ class DenseOutputs(GaussianOutputs):
         return within_positions(self.joint_covariance, self.mean.shape)
 
     def mean_variance(self) -> Float[Tensor, "batch *positions"]:
-        """Compute the mean variance of the outputs without their common part, in float64."""
+        """Compute in float64 the mean variance of the outputs without their common part."""
         return metrics.logit_variance(self.covariance().double())
 
     def difference_variances(
         self, first: Int[Tensor, "batch *positions"], second: Int[Tensor, "batch *positions"]
     ) -> Float[Tensor, "batch *positions"]:
-        """Compute the variance of the difference of two outputs at each position, in float64."""
+        """Compute in float64 the variance of the difference of two outputs at each position."""
         return difference_variances(self.covariance(), first, second)
 
     def draws(
@@ -147,7 +147,7 @@ class CovarianceFactor:
         return (self.directions * self.variances.unsqueeze(-2)) @ self.directions.mT
 
     def mean_variance(self) -> Float[Tensor, " batch"]:
-        """Compute the mean variance of the outputs without their common part, in float64."""
+        """Compute in float64 the mean variance of the outputs without their common part."""
         variances = self.variances.double()
         if self.directions is None:
             return variances.mean(-1) * (1 - 1 / variances.shape[-1])
@@ -157,7 +157,7 @@ class CovarianceFactor:
     def difference_variances(
         self, first: Int[Tensor, " batch"], second: Int[Tensor, " batch"]
     ) -> Float[Tensor, " batch"]:
-        """Compute the variance of the difference of two outputs of each example, in float64."""
+        """Compute in float64 the variance of the difference of two outputs of each example."""
         variances = self.variances.double()
         if self.directions is None:
             pairs = torch.stack([first, second], -1)
@@ -196,13 +196,13 @@ class FactoredOutputs(GaussianOutputs):
         return total
 
     def mean_variance(self) -> Float[Tensor, " batch"]:
-        """Compute the mean variance of the outputs without their common part, in float64."""
+        """Compute in float64 the mean variance of the outputs without their common part."""
         return torch.stack([factor.mean_variance() for factor in self.factors]).sum(0)
 
     def difference_variances(
         self, first: Int[Tensor, " batch"], second: Int[Tensor, " batch"]
     ) -> Float[Tensor, " batch"]:
-        """Compute the variance of the difference of two outputs of each example, in float64."""
+        """Compute in float64 the variance of the difference of two outputs of each example."""
         by_factor = [factor.difference_variances(first, second) for factor in self.factors]
         return torch.stack(by_factor).sum(0)
 

@@ -37,7 +37,7 @@ def joint_moments(
 
     $\mathrm{Cov}(f(x_n), f(x_m)) = J(x_n) P^{-1} J(x_m)^\top$, block by block in its eigenbasis as
     in `moments`. If the Jacobians of all inputs together exceed the memory bound, the inputs pass
-    through the network in groups, such that every two inputs are together in a group.
+    through the network in groups, such that each pair of inputs shares a group.
 
     Returns:
         The outputs at the mean, `[B, ..., C]` (`[B, k]` if outputs are requested), and the
@@ -101,7 +101,7 @@ def joint_moments(
 
 
 def _groups(batch: int, size: int) -> Iterator[Int[Tensor, " group"]]:
-    """Yield indices of at most `size` examples, such that every two examples share a group."""
+    """Yield groups of at most `size` indices of examples, such that each pair shares a group."""
     if size >= batch:
         yield torch.arange(batch)
         return

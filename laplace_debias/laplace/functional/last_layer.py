@@ -137,13 +137,13 @@ class LastLayer:
 
     @cached_property
     def _head_moments(self) -> "list[_HeadMoments]":
-        """The moments due to each block, at a single prior precision."""
+        """The moments due to each block at the single prior precision."""
         pairs = zip(self.heads, self._prior_precisions, strict=True)
         return [_HeadMoments(head, deltas[0]) for head, deltas in pairs]
 
     @cached_property
     def _grid_variances(self) -> list[Float[Tensor, "grid rows columns"]]:
-        """The posterior variances of each block in its eigenbasis, at every grid point."""
+        """The posterior variances along each block's eigenvectors for every grid point."""
         pairs = zip(self.heads, self._prior_precisions, strict=True)
         return [head.variances(deltas) for head, deltas in pairs]
 
@@ -217,7 +217,7 @@ class LastLayerInputs:
         )
 
     def take(self, examples: slice) -> "LastLayerInputs":
-        """Return some of the examples."""
+        """Return the selected examples."""
         squares = [block_squares[examples] for block_squares in self.squares]
         return LastLayerInputs(self.mean[examples], self.heads, squares)
 
@@ -242,7 +242,7 @@ class LastLayerInputs:
         return list(totals.values())
 
     def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch _"]]) -> FactoredOutputs:
-        """Return the outputs, with the factors of their covariance from the `eigen_variances`."""
+        """Return the outputs with factors of their covariance, computed from `eigen_variances`."""
         factors = []
         directions = distinct_directions(self.heads)
         for U_G, variances in zip(directions, eigen_variances, strict=True):
@@ -305,7 +305,7 @@ def last_layer_moments(
 def difference_variances(
     fitted: FittedPosterior, x: Inputs | Record
 ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
-    """Compute the outputs, and the variances of the differences between every two of them.
+    """Compute the outputs, and the variances of the differences of all pairs of outputs.
 
     Args:
         fitted: The fit.
@@ -313,7 +313,7 @@ def difference_variances(
 
     Returns:
         The outputs and the variances; or None if there are more than `FEW_OUTPUTS` outputs, or if
-        not only the last layer is Bayesian.
+        parameters outside the last layer are Bayesian.
 
     Raises:
         ValueError: If the outputs, or the variances, are not finite.
@@ -452,7 +452,7 @@ def _chunks(
 
 
 def _last_layer(fitted: FittedPosterior, prepared: PreparedModel) -> LastLayer:
-    """Return the blocks of the only Bayesian layer, at δ of the fit."""
+    """Return the blocks of the only Bayesian layer with δ of the fit."""
     return prepared.compute_once(
         fitted.posterior, "last layer", partial(LastLayer.from_fit, fitted)
     )

@@ -67,7 +67,7 @@ class HeadOutputs:
         return min(self.num_outputs, self.h[0].numel())
 
     def narrowed(self, columns: slice) -> "HeadOutputs":
-        """Return some of each example's outputs."""
+        """Return the selected columns of each example's outputs."""
         return replace(self, positions=self.positions[:, columns], classes=self.classes[:, columns])
 
     def input_gradients(self, columns: slice) -> Float[Tensor, "columns batch p d"]:
@@ -188,7 +188,7 @@ class LinearHead:
 
         The product of `eigen_variances` with this matrix is the sum over all directions, flattened.
         A row contains variances, covariances $u_i u_i^\top$, or variances of the differences
-        between every two outputs.
+        between all pairs of outputs.
         """
         num_rows = len(self.magnitudes)
         U_G = self.U_G

@@ -1,4 +1,4 @@
-"""Exact mean and covariance of a fit's linearised network, without whole Jacobians in memory."""
+"""Exact moments of a fit's linearised network, computed without whole Jacobians in memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -142,7 +142,7 @@ def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, hea
 
     A weight that the head shares with an embedding satisfies both conditions.
     """
-    # Modules whose calls are replayed may contain the head.
+    # Modules whose calls are replayed may contain the head, so their paths are compared with it.
     paths: list[str] = []
     for block in blocks:
         if block.rule.is_generic:
@@ -195,7 +195,7 @@ def _symmetrise(covariances: Float[Tensor, "grid batch columns columns"]) -> Non
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some examples whose outputs are differentiated together.
+    """A chunk of examples whose outputs are differentiated together.
 
     Attributes:
         forward_pass: The forward pass of these examples, with all outputs of the network.
@@ -225,8 +225,8 @@ def _forward_in_chunks(
 ) -> Iterator[_Chunk]:
     """Run the network on one chunk of examples after another.
 
-    The size of the chunks for inputs of a shape is determined by a pass over the first example of
-    the first inputs of this shape.
+    For each input shape, the size of the chunks is determined by a pass over one example of the
+    first inputs of this shape.
     """
     x = context.x
     batch = num_examples(x)
@@ -271,7 +271,7 @@ class _Differentiation(Protocol):
     """A method to compute covariances of the outputs of forward passes."""
 
     def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
-        """Decide how much is differentiated together, from a forward pass of one example."""
+        """Use the forward pass of one example to decide how much to differentiate together."""
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances of a chunk's requested outputs, or their variances."""
@@ -447,7 +447,7 @@ class _ThroughHead:
         return HeadOutputs.from_indices(self._weight, self._calls.x, indices)
 
     def _input_request(self, head_outputs: HeadOutputs) -> CovarianceRequest:
-        """The requested part of the covariance at h: all of Σ_h, or the same as for the outputs."""
+        """The requested part of the covariance at h: all of Σ_h, or the part that is requested."""
         if head_outputs.exceeds_inputs:
             return replace(self._request, kind="covariance")
         return self._request

@@ -98,7 +98,7 @@ class CovarianceRequest:
         device: torch.device,
         remedy: str | None = None,
     ) -> ChunkSize:
-        """Decide how many examples, and outputs of each, are differentiated together.
+        """Decide how many examples, and how many outputs of each, are differentiated together.
 
         Args:
             num_columns: Outputs of an example to differentiate.
@@ -142,7 +142,7 @@ class CovarianceRequest:
         Args:
             num_outputs: The number of requested outputs of an example.
             outputs: The network's outputs.
-            free_positions: The number of positions up to which all outputs may be requested.
+            free_positions: The maximum number of positions at which all outputs may be requested.
 
         Raises:
             ValueError: If an example's covariance does not fit into memory, or if it would take

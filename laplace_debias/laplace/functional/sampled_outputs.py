@@ -113,7 +113,7 @@ def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: I
 
     try:
         return are_adjoint(push, pull, trained)
-    # Operations without a forward derivative raise several kinds of errors.
+    # Operations without a forward derivative raise this error or one of its subclasses.
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
@@ -138,7 +138,7 @@ def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor])
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-    # Recurrent layers cannot be vectorised.
+    # Recurrent layers cannot be vectorised, so the samples are computed one after the other.
     return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
 
 

@@ -434,7 +434,7 @@ class Conformal:
     def _scores_of_classes(
         self, values: Float[Tensor, "n *classes"]
     ) -> Float[Tensor, "n all_classes"]:
-        """The scores of all classes; for two classes, `values` are probabilities of the second."""
+        """The scores of all classes; with two, `values` are the second class's probabilities."""
         probs = torch.stack([1 - values, values], -1) if values.ndim == 1 else values
         return mass_above(probs, self._penalty, self._free_rank)
 

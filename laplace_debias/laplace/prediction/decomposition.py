@@ -157,7 +157,7 @@ def scores_of_logits(
     """Compute the scores `variance` and `instability` of an equal mixture of Gaussian logits.
 
     For independent labels, the variance is the mean over the labels, and the instability is the
-    instability of the least stable label.
+    largest over the labels.
     """
     means = stacked([member.mean for member in members])
     if likelihood.activation == "softmax":
@@ -179,5 +179,5 @@ def scores_of_logits(
 
 
 def _without_event(predictive: Distribution) -> Any:
-    """Return the distributions of single labels, also if several labels form one event."""
+    """Return the distributions of single labels, even if several labels form one event."""
     return predictive.base_dist if isinstance(predictive, Independent) else predictive

@@ -28,7 +28,7 @@ from laplace_debias.system.ranks import process_group
 
 
 def check_held_out(*data: Batches) -> None:
-    """Require held-out data in which no example is repeated, also if several processes read it."""
+    """Require held-out data in which no example is repeated, even if several processes read it."""
     ranks = process_group()
     for loader in data:
         if ranks.size > 1:
@@ -88,8 +88,8 @@ class CheckedTargets:
     Attributes:
         labels: The targets, with one row per term.
         counted: Whether each term counts, that is, is not ignored.
-        with_density: The targets in the shape for `predictive.log_prob`, with zeros for targets
-            that do not count.
+        with_density: The targets in the shape for `predictive.log_prob`, with zeros for ignored
+            targets.
     """
 
     labels: Tensor
@@ -99,7 +99,7 @@ class CheckedTargets:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A predictive and its targets, with a row for each target that counts.
+    """A predictive and its targets, with a row for each target that is not ignored.
 
     Attributes:
         kind: The kind of the predictive.
@@ -131,7 +131,7 @@ class Scores:
         return cls(kind, **dict(zip(names, concatenated, strict=True)))
 
     def _columns(self) -> dict[str, Tensor]:
-        """The tensors, by name."""
+        """The tensors, keyed by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
@@ -160,7 +160,7 @@ def evaluate_predictions(
         score_inputs: A function from inputs to scores, which are larger for OOD data; None for the
             entropy, or the variance of a regression.
     """
-    # This is checked first, because the predictions may take a long time.
+    # The level is checked first, because the predictions may take a long time.
     check_level(level)
     batches_of_scores = []
     batches_of_uncertainties = []
@@ -292,7 +292,7 @@ def check_targets(
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    # A target that does not count must still have a density.
+    # An ignored target must still have a density.
     with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
     with_density = with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):
@@ -301,7 +301,7 @@ def check_targets(
 
 
 def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
-    """Score a predictive on the targets that count."""
+    """Score a predictive on the targets that are not ignored."""
     counted = checked.counted
     kind = kind_of(predictive)
     values = probabilities_or_means(predictive)
@@ -335,13 +335,13 @@ def kind_of(predictive: Distribution) -> PredictiveKind:
 
 
 def probabilities_or_means(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
-    """Return probabilities or means, with one row per term."""
+    """Return probabilities or means; each term has a row."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
     return values.flatten(0, len(predictive.batch_shape) - 1)
 
 
 def _standard_deviations(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
-    """Return standard deviations, with one row per term."""
+    """Return standard deviations; each term has a row."""
     return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
 
 
@@ -353,7 +353,7 @@ def _mean_variance(predictive: Distribution) -> Float[Tensor, " n"]:
 def classified(
     values: Float[Tensor, "n *classes"], labels: Tensor
 ) -> tuple[Float[Tensor, "m *kept"], Integer[Tensor, " m"]]:
-    """Return class probabilities and labels, with one row per label."""
+    """Return class probabilities and labels; each label has a row."""
     if labels.numel() == values.numel():
         return values.flatten(), labels.flatten().long()
     return values, labels.long()

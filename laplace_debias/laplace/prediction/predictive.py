@@ -142,7 +142,7 @@ class FitWithLink:
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
-        """Compute the outputs of the trained network, with logits divided by its temperature."""
+        """Compute the outputs of the trained network, and divide logits by its temperature."""
         with self._context(x, method.positions) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
         return outputs if self.link is None else _divided(outputs, self.link.network_temperature)
@@ -150,7 +150,7 @@ class FitWithLink:
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of the outputs, with logits divided by the temperature of draws."""
+        """Draw samples of the outputs, and divide logits by the temperature of draws."""
         if method.name == "glm":
             return self.draws_of_outputs(self.gaussian_outputs(x, method), method)
         with self._context(x, method.positions) as context:
@@ -164,7 +164,7 @@ class FitWithLink:
     def draws_of_outputs(
         self, outputs: GaussianOutputs, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of Gaussian outputs, with logits divided by the temperature of draws."""
+        """Draw samples of Gaussian outputs, and divide logits by the temperature of draws."""
         draws = outputs.draws(method.num_samples, method.generator)
         return _divided(draws, self.draw_temperature)
 
@@ -205,7 +205,7 @@ class FitWithLink:
     def _difference_variances(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
-        """Compute the moments of a last layer for `"pairwise"`; None if this link is not used."""
+        """Compute a last layer's moments for `"pairwise"`, or return None for other links."""
         is_softmax = self.likelihood.activation == "softmax"
         is_pairwise = self.link is not None and self.link.name == "pairwise"
         if not (is_softmax and is_pairwise and method.positions is None):
@@ -402,8 +402,8 @@ def default_link_of_fit(fitted: FittedPosterior, x: Inputs | Record) -> Link | N
     if fitted.likelihood.activation != "softmax":
         return links.default_link(fitted.likelihood, torch.Size())
     default_links = fitted.prediction_cache.default_links
-    # A model for inputs `[B, d]` may also accept `[B, T, d]`, and then returns outputs with
-    # positions.
+    # A model for inputs `[B, d]` may also accept `[B, T, d]`. It then returns outputs with
+    # positions, for which the default link may differ.
     num_dims = tuple(tensor.ndim for tensor in tensors_of(x))
     if num_dims not in default_links:
         with prediction_context(fitted, x) as context:

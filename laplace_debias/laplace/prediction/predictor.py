@@ -48,7 +48,7 @@ class Predictor(ABC):
     def _fits_with_links(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[FitWithLink]:
-        """Return each fit with its link: `link` if passed, else its own link, else the default."""
+        """Pair each fit with `link`; if this is None, with the fit's own or the default link."""
 
     def _require_same(self, **marks: Any) -> None:
         """Require that all processes make a collective call in the same way.
@@ -170,12 +170,12 @@ class Predictor(ABC):
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        """Predict like `predict`, with a method and a link that have been checked."""
+        """Predict like `predict` after the method and the link have been checked."""
         fits = self._fits_with_links(x, method, link)
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
-        """Check a user's link, which is only for the closed form; None is returned as None."""
+        """Check a user's link, which requires the closed form; return None for None."""
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed_form:
             raise ValueError(
@@ -238,7 +238,7 @@ class Predictor(ABC):
     def _uncertainty(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Uncertainty:
-        """Compute the uncertainty with a method and a link that have been checked."""
+        """Compute the uncertainty after the method and the link have been checked."""
         if method.name == "map":
             raise ValueError(
                 '`method="map"` predicts with a single value of the parameters, so it has no '
@@ -263,15 +263,15 @@ class Predictor(ABC):
     ) -> Report:
         """Evaluate the predictions on labelled data: accuracy, calibration, OOD detection.
 
-        Each metric has a confidence interval over the targets that count. The interval treats the
-        targets as independent.
+        Each metric has a confidence interval over the targets that are not ignored. The interval
+        treats the targets as independent.
 
         Args:
             loader: Labelled batches `(x, y)`, or `(x, y, w)` with integer weights of the examples:
                 an example of weight w counts as w examples.
             ood: Out-of-distribution batches by name. Targets are optional and ignored. A pair
                 always means inputs and targets, so pass several inputs without targets as
-                `((a, b), None)`. The report has `auroc_<name>` and the like for each name
+                `((a, b), None)`. The report has OOD metrics, such as `auroc_<name>`, for each name
                 (in-distribution = 0, OOD = 1).
             method: How to predict; see `predict`.
             samples: Number of draws; see `predict`.

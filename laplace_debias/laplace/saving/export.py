@@ -55,7 +55,7 @@ def export(
     """Write the closed-form predictive as a program; see `Laplace.export`.
 
     Args:
-        fitted: The fit, of a linear last layer.
+        fitted: The fit of a linear last layer.
         path: The file, `.pt2`.
         example: Inputs of one example or more.
         link: The link; None for the link of the fit, or the default link.
@@ -111,7 +111,7 @@ def export(
 
 
 class _Predictive(nn.Module):
-    """The closed form of a posterior over a linear last layer, as `LinearHead` computes it."""
+    """The closed form of a linear last layer's posterior, as computed by `LinearHead`."""
 
     def __init__(self, fitted: FittedPosterior, example: Inputs, link: Link | None) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Predictive(nn.Module):
 
 
 def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
-    """Record the program, for any number of examples.
+    """Record the program for any number of examples.
 
     Raises:
         NotImplementedError: If torch cannot trace the model.

@@ -112,7 +112,7 @@ class Header:
         )
 
     def to_json(self) -> str:
-        """Write the header as JSON, without fields that have their default value."""
+        """Write the header as JSON, and omit fields that have their default value."""
         values = asdict(self)
         for header_field in fields(self):
             if values[header_field.name] == header_field.default:
@@ -121,7 +121,7 @@ class Header:
 
 
 def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> None:
-    """Write a posterior; an existing file is replaced when the new file is complete.
+    """Write a posterior, and replace an existing file when the new file is complete.
 
     Equal posteriors give equal bytes. All processes must call this function, and rank 0 writes.
     """
@@ -135,7 +135,7 @@ def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> N
 
 
 def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> dict[str, Tensor]:
-    """Collect the tensors of a file, without directions that are the coordinate axes."""
+    """Collect the tensors of a file, but omit directions that are the coordinate axes."""
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
@@ -157,7 +157,7 @@ def tensors_by_block(
     curvature: BlockDiagonal[CurvatureBlock],
     factor_scales: Mapping[str, FactorScales],
 ) -> dict[str, dict[str, Tensor]]:
-    """Collect the tensors of each block, with the scales of its factors if they are known."""
+    """Collect the tensors of each block, including any known scales of its factors."""
     by_block: dict[str, dict[str, Tensor]] = {}
     for name, block in curvature.blocks.items():
         by_block[name] = dict(structure.tensors(block))
@@ -341,7 +341,7 @@ def _check_same_parameters(
 
 
 def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """Read the header and the tensors of a file, on the CPU."""
+    """Read the header and the tensors of a file into CPU memory."""
     try:
         texts, tensors = read_sealed(path)
         if texts.get("format") not in _FORMATS:

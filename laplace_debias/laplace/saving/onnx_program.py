@@ -33,7 +33,7 @@ def check_onnx_inputs(inputs: Iterable[Tensor]) -> None:
 
 
 def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str]) -> bytes:
-    """Translate a program to ONNX, for any number of examples.
+    """Translate a program to ONNX for any number of examples.
 
     Raises:
         NotImplementedError: If ONNX has no operator for a part of the program.
@@ -42,7 +42,7 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
         translated = torch.onnx.export(
             program, dynamo=True, output_names=list(output_names), verbose=False
         )
-        assert translated is not None  # None only if it is written to a file
+        assert translated is not None  # only an export to a file returns None
         return translated.model_proto.SerializeToString()
 
 

@@ -1,4 +1,4 @@
-"""A posterior in a folder or a repository of the Hugging Face Hub, with a model card."""
+"""A posterior and its model card in a folder or a repository of the Hugging Face Hub."""
 
 import re
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def _number(value: float | None) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape a text for one cell of a table."""
+    """Escape a string for one cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -159,7 +159,7 @@ def push(
     token: str | None,
     message: str | None,
 ) -> str:
-    """Upload a folder's files to a repository, which is created if needed; return its URL."""
+    """Upload a folder's files to a repository, created if it is missing, and return its URL."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)

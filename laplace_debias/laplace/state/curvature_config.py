@@ -29,7 +29,7 @@ class CurvatureConfig:
 
     structure: CurvatureStructure
     fisher: FisherType
-    # The text of a predicate differs between processes.
+    # A predicate is not shown, because its string form differs between processes.
     params: ParameterSelection = field(repr=False)
     backend: str
     factor_dtype: torch.dtype

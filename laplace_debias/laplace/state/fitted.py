@@ -207,7 +207,7 @@ class FittedPosterior:
             return None
         deltas = torch.as_tensor(prior_precision).expand(len(self.thinned_at)).tolist()
         pairs = zip(deltas, self.thinned_at, strict=True)
-        # This is the block whose prior precision is farthest below its limit.
+        # The note names the block whose prior precision is farthest below its limit.
         delta, limit = min(pairs, key=lambda pair: pair[0] / pair[1])
         if delta >= limit * (1 - _SINGLE_PRECISION):
             return None
@@ -303,7 +303,7 @@ class FittedPosterior:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None
     ) -> Float[Tensor, ""]:
-        """Compute the Laplace approximation of log p(D), float64, differentiable in δ.
+        """Compute the Laplace approximation of log p(D) in float64, differentiable in δ.
 
         Args:
             prior_precision: δ, one number or one per block; None for the precision of the prior.
@@ -396,7 +396,7 @@ def _checked_backend(backend: str, spec: ModelSpec) -> str:
 
 
 def checked_temperature(value: Any) -> float:
-    """Check and convert the temperature, one positive finite number."""
+    """Check and convert the temperature, which must be a positive finite number."""
     temperature = real(value, "temperature")
     if temperature.ndim:
         raise TypeError(f"`temperature` is {temperature.tolist()}. Pass one number.")

@@ -59,7 +59,7 @@ class ModelSpec:
         return unwrapped(self.model)
 
     def first_parameter(self, names: Sequence[str] | None) -> nn.Parameter:
-        """Return the first of some parameters.
+        """Return the first of the named parameters.
 
         If there are no names, return the first trainable parameter that is not offloaded.
 

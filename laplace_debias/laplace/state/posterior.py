@@ -48,7 +48,7 @@ class GaussianPosterior:
         layout: The names and shapes of the parameters, by which `covariance` and the other matrices
             can be indexed; None if they are not known.
         factor_scales: The scales of K-FAC's factors, by the block's name, with which an update
-            recovers the factors; empty for a different curvature, or if they are not known.
+            recovers the factors; empty for any other curvature, or if the scales are not known.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -115,7 +115,7 @@ class GaussianPosterior:
 
     @cached_property
     def largest_curvatures(self) -> Mapping[str, float]:
-        """The largest curvature of each block, by the name of the block."""
+        """The largest curvature of each block, keyed by the name of the block."""
         if self.curvature_bounds is not None:
             return self.curvature_bounds
         return largest_curvatures(self.curvature)
@@ -213,7 +213,7 @@ class GaussianPosterior:
         return deltas.expand(len(self.curvature.blocks))
 
     def by_parameter(self, values: Float[Tensor, " blocks"]) -> Float[Tensor, " parameters"]:
-        """Repeat the value of each block for all its parameters, in the model's order."""
+        """Repeat each block's value for all of its parameters, which keep the model's order."""
         sizes = torch.tensor(self.curvature.sizes, device=values.device)
         entries = values.repeat_interleave(sizes)
         if self.order is None:
@@ -259,7 +259,7 @@ class GaussianPosterior:
                 model's order, with the dtype and the device of the mean.
 
         Raises:
-            ValueError: If the vectors have a different length.
+            ValueError: If the length of the vectors is not D.
         """
         size = len(self.mean)
         if parameters.ndim == 0 or parameters.shape[-1] != size:
@@ -303,7 +303,7 @@ class GaussianPosterior:
         prior_precision: Tensor,
         log_det_precision: Float[Tensor, ""],
     ) -> Float[Tensor, ""]:
-        r"""Compute the Laplace approximation of log p(D), float64.
+        r"""Compute the Laplace approximation of log p(D) in float64.
 
         $$-\tfrac1T\ell + \log p(\theta^*) + \tfrac D2\log 2\pi - \tfrac12\log\det P$$
 
@@ -317,7 +317,7 @@ class GaussianPosterior:
         return log_joint + normaliser - 0.5 * log_det_precision
 
     def squared_distances(self) -> Float[Tensor, " blocks"]:
-        """Compute ‖θ* − μ‖² for every block, float64."""
+        """Compute ‖θ* − μ‖² for every block in float64."""
         displacements = self._in_block_order(self.displacement).repeat(self.num_copies)
         by_block = displacements.split(self.curvature.sizes)
         return torch.stack([entries.double().square().sum() for entries in by_block])
@@ -330,7 +330,7 @@ class GaussianPosterior:
 def _log_det(
     curvature: BlockDiagonal[CurvatureBlock], weight: float, deltas: Float[Tensor, " blocks"]
 ) -> Float[Tensor, ""]:
-    """Compute log det of a weighted curvature plus δ, in float64, differentiable in δ."""
+    """Compute log det of a weighted curvature plus δ in float64, differentiable in δ."""
     terms = []
     for block, delta in zip(curvature.blocks.values(), deltas, strict=True):
         eigenvalues = block.distinct_eigenvalues.double()

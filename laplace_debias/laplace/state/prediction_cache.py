@@ -248,6 +248,6 @@ def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
 
 
 def snapshot_of_modules(spec: ModelSpec) -> ModuleSnapshot | None:
-    """Take a snapshot of a model's modules; None if changes of the modules cannot be detected."""
+    """Take a snapshot of a model's modules, or return None if changes cannot be detected."""
     model = without_outer_wrappers(spec.model)
     return ModuleSnapshot.of(model) if spec.plain_model is model else None

@@ -25,8 +25,8 @@ class Prior:
     Attributes:
         precision: δ, one number or one per block, in units of one over parameter squared; float64.
         mean: μ, one number or one per Bayesian parameter, in float64; None for zero.
-        information: The part of P₀ that is added to diag(δ), at temperature 1; None if there is
-            none.
+        information: The part of P₀ that is added to diag(δ), at temperature 1; None without earlier
+            data.
     """
 
     precision: Float[Tensor, ""] | Float[Tensor, " blocks"]

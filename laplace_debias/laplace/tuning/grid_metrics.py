@@ -167,7 +167,7 @@ class GridMetrics:
 
 
 def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms links"]:
-    """Compute the negative log-density of each target that counts, with a column for each link."""
+    """Compute the negative log-density of each target that is not ignored, for every link."""
     # Class probabilities are not computed: for a thousand classes, the log-probabilities of the
     # targets need a thousandth of the memory.
     log_probs = predicted.log_prob(
@@ -179,7 +179,7 @@ def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor
 def _brier_terms(
     predicted: Distribution, targets: CheckedTargets
 ) -> Float[Tensor, "counted links"]:
-    """Compute Σ_k (p_k − y_k)² of each term that counts, with a column for each link."""
+    """Compute Σ_k (p_k − y_k)² of each term that is not ignored, for every link."""
     num_links = predicted.batch_shape[0]
     labels = targets.labels[targets.counted]
     if not len(labels):  # All targets of a batch may be ignored.
@@ -243,7 +243,7 @@ class ScoredTargets:
         return cls(rule, targets, example_indices, len(y))
 
     def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
-        """Compute the terms of the metric for the targets that count."""
+        """Compute the terms of the metric for the targets that are not ignored."""
         return self.rule(predicted, self.targets)
 
     def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
@@ -286,8 +286,8 @@ def evaluate_grid(
         The metric; infinite where the predictive of at least one batch could not be computed.
 
     Raises:
-        ValueError: If the data is empty or has no target that counts. If a batch has no predictive
-            at any prior precision, raises the error of its predictive.
+        ValueError: If the data is empty, or if all of its targets are ignored. If a batch has no
+            predictive at any prior precision, raises the error of its predictive.
     """
     sums, counts = _scores_of_examples(
         predict, data, likelihood, SCORING_RULES[metric], prior_precisions, links, class_dim

@@ -56,7 +56,7 @@ def tune_output_noise(
     Raises:
         ValueError: If the residuals of an output are zero.
     """
-    # Imported here because it takes a third of a second.
+    # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import minimize
 
     residuals, covariances = _residuals_and_covariances(fitted, data, prior_precision)

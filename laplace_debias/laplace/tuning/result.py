@@ -115,7 +115,7 @@ class Tuning:
     alternatives: tuple[Alternative, ...] = ()
 
     def __float__(self) -> float:
-        """The prior precision; a `TypeError` if there are several."""
+        """Return the prior precision, or raise a `TypeError` if there are several."""
         return float(self.prior_precision)  # type: ignore[arg-type]
 
     @property
@@ -205,7 +205,7 @@ class Tuning:
         return " ".join([*sentences, *self.notes])
 
     def __str__(self) -> str:
-        """The result as several lines, with `compared` as a table."""
+        """The result as several lines that include `compared` as a table."""
         lines = [self._summary]
         if self._flatness:
             lines.append(self._flatness)

@@ -117,7 +117,7 @@ class LastLayerBatch:
     def sums(
         self, prior_precision: float, links: Sequence[Link]
     ) -> Float[Tensor, "examples links"]:
-        """Compute the metric of each example that counts, with links of one formula.
+        """Compute the metric of each example that has terms, with links of one formula.
 
         The metric is infinite if a predictive overflows.
         """
@@ -152,7 +152,7 @@ class LastLayerBatch:
         return tempered_predictives(likelihood, inputs.mean, covariance, links)
 
     def _eigen_variances(self, prior_precision: float) -> list[Float[Tensor, "batch _"]]:
-        """Compute the variances at a prior precision, unless they are those of the last call."""
+        """Compute the variances at a prior precision, or reuse the variances of the last call."""
         if self._last_variances is None or self._last_variances[0] != prior_precision:
             heads = self.inputs.heads
             deltas = heads[0].magnitudes.new_full((len(heads),), prior_precision)
@@ -202,7 +202,7 @@ class TemperatureSearch:
                 lowest[name] = self._descend(point, indices, lowest[name])
 
     def evaluate(self, point: int, links: Iterable[int]) -> None:
-        """Compute the metric of some links at a prior precision, unless already computed."""
+        """Compute the metric of links at a prior precision unless it has been computed before."""
         missing = [index for index in sorted(links) if Setting(point, index) not in self._sums]
         if not missing:
             return
@@ -245,7 +245,7 @@ class TemperatureSearch:
         return lowest
 
     def _lowest(self, point: int, indices: list[int]) -> int:
-        """Return the link with the lowest metric among those evaluated at a prior precision."""
+        """Return the link with the lowest metric of all links evaluated at a prior precision."""
         evaluated = [index for index in indices if Setting(point, index) in self._values]
         return min(evaluated, key=lambda index: self._values[Setting(point, index)])
 

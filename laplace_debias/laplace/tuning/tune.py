@@ -48,7 +48,7 @@ from laplace_debias.system.ranks import process_group
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """Prior precisions that are tried unless a grid is passed."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))
-"""Temperatures that are tried, from 1/4 to 4."""
+"""The candidate temperatures: from 1/4 to 4."""
 PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
 _TUNE_AGAIN = "Tune again, and pass grid= (command tune: --prior_precisions) with"
@@ -209,7 +209,7 @@ def _check_per_output(sigma: str, loader: Batches) -> None:
 
 
 def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
-    """Choose the noise of each output, with the posterior at the common factor as it is."""
+    """Choose the noise of each output, but keep the posterior at the common factor."""
     fitted = tuned.fitted
     tuning = tuned.tuning
     noise = tune_output_noise(fitted, data, float(tuning))
