@@ -58,7 +58,7 @@ def assess(
     Args:
         loaded: The network and its data.
         output: The folder: a new folder, or the folder of the same run.
-        methods: Methods to compare, the network first; `default_methods` if None.
+        methods: Methods to compare, the network first. None selects `default_methods`.
         title: Title of the page.
         settings: Further settings that identify a run, as plain data; for example, the source of
             the network and its data.
@@ -105,7 +105,7 @@ def assess(
 def _identity(
     loaded: Loaded, methods: Sequence[Method], settings: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Return the settings of a run, with checksums of the network and of the data that is read."""
+    """Return the settings of a run, including checksums of the network and of the data it reads."""
     identity = {
         "task": loaded.task,
         "seed": seed,
@@ -128,7 +128,7 @@ def _identity(
 
 
 def _method_identity(method: Method) -> dict[str, Any]:
-    """Return the settings of a method, with the keys that run folders use."""
+    """Return the settings of a method under the keys that run folders use."""
     settings = dataclasses.asdict(method)
     settings["of_all"] = settings.pop("uses_all_checkpoints")
     if isinstance(method.posterior, Path):
@@ -138,7 +138,7 @@ def _method_identity(method: Method) -> dict[str, Any]:
 
 
 def _num_read(methods: Sequence[Method]) -> int | None:
-    """Return the number of training examples that a run reads; None for all."""
+    """Return the number of training examples that a run reads, or None if it reads all."""
     largest = TRAINING_EXAMPLES
     for method in methods:
         choice = method.posterior
@@ -162,7 +162,7 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
     read = BatchReader(model, needs_targets=False)
     source = batches.source if isinstance(batches, Changed) else batches
     if random_samplers_of(source):
-        # The order of the examples differs in every pass.
+        # The examples have a different order in every pass, so their checksum would differ, too.
         return "in random order"
     files = files_of(source)
     if files is not None or isinstance(batches, Changed):
@@ -180,7 +180,7 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
 
 
 def _marks(batches: Batches, read: BatchReader, limit: int | None) -> Iterator[str]:
-    """Yield a text per batch that depends on all entries, up to a number of examples."""
+    """Yield a string per batch that depends on all entries, up to a number of examples."""
     num_examples = 0
     for loaded_batch in batches:
         batch = read(loaded_batch)

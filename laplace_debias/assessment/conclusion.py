@@ -41,7 +41,7 @@ has learnt nothing."""
 
 
 def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
-    """Return the verdict on a run and its metrics, with one or two sentences per entry."""
+    """Return the verdict on a run and its metrics; each entry has one or two sentences."""
     verdict = _Verdict(record, measurements)
     doubts = list(verdict.doubts())
     if doubts:
@@ -84,13 +84,13 @@ class _Verdict:
     # ------------------------------------------------------------------------- the metrics
 
     def _metric(self, metric: str, method: str | None = None, set_name: str = "test") -> MetricRow:
-        """Return a metric of a method, by default of the network."""
+        """Return a metric of a method; the default method is the network."""
         return self._rows[method or self._network, metric, set_name, None]
 
     def _difference(
         self, method: str, reference: str, metric: str, set_name: str = "test"
     ) -> DifferenceRow:
-        """Return the difference of a method's metric from a reference, on the examples of both."""
+        """Return the difference of a method's metric from a reference on the examples of both."""
         row = self._differences.get((method, reference, metric, set_name, None))
         if row is not None:
             return row
@@ -222,14 +222,14 @@ class _Verdict:
         )
 
     def _on_coverage(self) -> str:
-        """Describe the share of targets in the intervals; empty if it was not measured."""
+        """Describe the share of targets in the intervals, or return "" if it was not measured."""
         coverage = self._rows.get((self._network, "coverage", "test", None))
         if coverage is None:
             return ""
         return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
-        """Describe whether the standard deviations match the errors; empty if one is zero."""
+        """Describe whether the standard deviations match the errors; return "" if one is zero."""
         scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
         if scaled_error is None:
             return ""
@@ -317,7 +317,7 @@ class _Verdict:
     # ------------------------------------------------------- inputs that differ from the test set
 
     def on_shifts(self, best_method: str | None) -> list[str]:
-        """Describe accuracy and confidence on the hardest shift, also for the method to use."""
+        """Describe the network on the hardest shift, and how the best method differs from it."""
         shifts = self._record.sets_of("shift")
         if not shifts:
             return []
@@ -382,7 +382,7 @@ class _Verdict:
         return self._rows[recommended.method, "auroc", set_name, recommended.score]
 
     def _on_ood_set(self, set_name: str) -> str:
-        """Describe how well one set is detected; empty if the detection was not measured."""
+        """Describe how well one set is detected, or return "" if that was not measured."""
         reference = self._reference_auroc(set_name)
         if reference is None:
             return ""
@@ -411,7 +411,7 @@ class _Verdict:
         return f"{sentence} {comparison} is {direction} by {amount} ({interval})."
 
     def _reference_auroc(self, set_name: str) -> MetricRow | None:
-        """Return the reference AUROC: of the network's entropy, if the network has an entropy."""
+        """Return the reference AUROC, which uses the network's entropy if the network has one."""
         scores = [("entropy", self._network), *(("variance", key) for key in self._others)]
         rows = (self._rows.get((method, "auroc", set_name, score)) for score, method in scores)
         return next((row for row in rows if row is not None), None)
@@ -438,7 +438,7 @@ def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:
 
 
 def _in_words(row: MetricValue, text: Callable[[float], str]) -> tuple[str, str]:
-    """Format a value and its interval for the sentences, without signs if it is significant."""
+    """Format a value and its interval for the sentences, and drop their signs if significant."""
     ends = [row.lower, row.upper]
     if row.sign():
         ends = sorted(map(abs, ends))

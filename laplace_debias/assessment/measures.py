@@ -154,7 +154,7 @@ class Comparison:
                 )
 
     def _reports(self, method: str, set_name: str, reference: str) -> dict[str, metrics.Report]:
-        """Return a method's reports on a reference's examples, by score for an OOD set."""
+        """Return a method's reports on a reference's examples, keyed by score for an OOD set."""
         table = common(self._tables[method, set_name], self._tables[reference, set_name])
         test = common(self._tables[method, TEST], self._tables[reference, TEST])
         key = (method, set_name, len(table["index"]), len(test["index"]))

@@ -22,8 +22,8 @@ class PosteriorChoice:
     """A posterior to fit and tune.
 
     Attributes:
-        curvature: Structure of the posterior's curvature. This and the next four are arguments of
-            `Laplace`.
+        curvature: Structure of the posterior's curvature. `curvature`, `params`, `fisher`, `joint`
+            and `sharing` are arguments of `Laplace`.
         params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names that are
             separated by commas.
         fisher: Labels for the curvature: the exact expectation over labels (`exact`), an estimate
@@ -57,7 +57,7 @@ class PosteriorChoice:
 
     @property
     def num_read(self) -> int | None:
-        """The number of training examples that a fit reads at most; None for all."""
+        """The maximum number of training examples that a fit reads, or None for all."""
         if self.fit_examples is None:
             return None
         return self.fit_examples * (MODES[self.mode].num_first_batches or 1)
@@ -82,7 +82,7 @@ class Method:
             for a posterior over more than the last layer, for as many examples as take about ten
             minutes. The validation set is limited in the same way.
         uses_all_checkpoints: Whether to average the predictives of all checkpoints' networks, each
-            with such a posterior.
+            with a posterior of this kind.
 
     Raises:
         ValueError: If the key cannot be used in file names.
@@ -175,7 +175,7 @@ BUILT_IN = {
     method.key: method
     for method in (NETWORK, TEMPERATURE, VECTOR, PLATT, ISOTONIC, LAST_LAYER, LAPLACE)
 }
-"""The built-in methods, by name."""
+"""The built-in methods, keyed by name."""
 
 
 def default_methods(loaded: "Loaded") -> tuple[Method, ...]:

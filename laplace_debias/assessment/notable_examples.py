@@ -45,7 +45,7 @@ def write_examples(
 def chosen_examples(
     tables: Mapping[str, Mapping[str, Tensor]], network: str, likelihood: Likelihood
 ) -> ExampleGroups:
-    """Choose the examples, with the predictions of every method.
+    """Choose the examples, and collect every method's predictions of them.
 
     The most uncertain examples have the largest entropy (for a regression, the largest standard
     deviation) under the first posterior. The most confidently wrong examples are the network's
@@ -69,7 +69,7 @@ def chosen_examples(
 def _highest(
     tables: Mapping[str, Mapping[str, Tensor]], method: str, scores: Tensor, likelihood: Likelihood
 ) -> list[ExampleRecord]:
-    """Return a method's examples with the highest scores, without scores of minus infinity."""
+    """Return a method's examples with the highest scores above minus infinity."""
     # Examples with equal scores keep the order of the set.
     order = scores.argsort(descending=True, stable=True)[:NUM_EXAMPLES]
     indices = [int(tables[method]["index"][i]) for i in order if scores[i] > -torch.inf]
@@ -111,7 +111,7 @@ def _record(
 
 
 def _likeliest(probs: Tensor) -> list[Any]:
-    """Return the most probable classes, as pairs of class and probability."""
+    """Return pairs of the most probable classes and their probabilities."""
     top = probs.topk(min(NUM_CLASSES, len(probs)))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [list(pair) for pair in pairs]

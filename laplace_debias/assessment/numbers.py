@@ -1,4 +1,4 @@
-"""Predictions of numbers, from moments of the outputs or a predictive distribution."""
+"""Predictions of numbers, computed from moments of the outputs or a predictive distribution."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def gaussian_draws(
     mean: Float[Tensor, "n outputs"],
     covariance: Float[Tensor, "n outputs outputs"] | Float[Tensor, "n outputs"],
 ) -> Float[Tensor, "samples n outputs"]:
-    """Draw Gaussian outputs at the Sobol points that links use, in float64 on the CPU."""
+    """Draw Gaussian outputs, in float64 on the CPU, at the Sobol points that links use."""
     if covariance.ndim == mean.ndim:
         covariance = torch.diag_embed(covariance)
     values, vectors = eigh(covariance.double().cpu(), "the functional covariance")

@@ -67,8 +67,8 @@ def fitted_posterior(
 def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -> Batches:
     """Return the first training examples; the order of the data must mix the classes.
 
-    The examples are returned in `num_batches` batches of equal size; if this is None, in the
-    loader's own batches.
+    The examples are returned in `num_batches` batches of equal size. None keeps the loader's own
+    batches.
     """
     num_missing = num_examples
     read = BatchReader(loaded.model)
@@ -94,8 +94,8 @@ def tune_posterior(
     """Tune the prior precision of a posterior, and also the noise of a regression.
 
     The criterion is the negative log-likelihood of the validation examples. If there are no
-    validation examples, it is the marginal likelihood; if the marginal likelihood has no optimum,
-    nothing is tuned. A posterior that was read from a file is not changed.
+    validation examples, the marginal likelihood is used; if it has no optimum, nothing is tuned. A
+    posterior that was read from a file is not changed.
 
     Returns:
         The search, and notes for the reader.

@@ -57,7 +57,7 @@ def selected_batches(
     *,
     has_labels: bool = True,
 ) -> Iterator[Batch]:
-    """Read all or selected examples, with the inputs on the model's device.
+    """Read all or selected examples, and move the inputs to the model's device.
 
     With n processes, each process reads every n-th batch. Indices count the selected examples of
     all processes. If a set has no labels, its targets are zeros.
@@ -111,7 +111,7 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 def network_classes(
     outputs: Float[Tensor, "n outputs"], likelihood: Likelihood
 ) -> ClassPredictions:
-    """Predict classes or labels with the trained network, from the network's outputs."""
+    """Predict classes or labels from the trained network's outputs."""
     if likelihood.activation == "sigmoid":
         return ClassPredictions(outputs, logits=outputs)
     if likelihood.activation is None:
@@ -126,12 +126,12 @@ def _log_probs(predictive: Any) -> Float[Tensor, "n classes"]:
 
 
 def posterior_predictions(la: Laplace, x: Inputs, targets: Tensor | None = None) -> Predictions:
-    """Predict with a Laplace posterior, by `method="glm"` in closed form.
+    """Predict with a Laplace posterior by `method="glm"` in closed form.
 
     Args:
         la: The posterior.
         x: Inputs.
-        targets: The targets of the examples, for their log-probabilities; None if there are none.
+        targets: The targets of the examples, for their log-probabilities; None without targets.
     """
     if la.likelihood.predicts_numbers:
         return posterior_numbers(la, x, targets)
@@ -177,7 +177,7 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
 def _information_scores(
     la: Laplace, mean: Float[Tensor, "n outputs"], covariance: Float[Tensor, "n outputs outputs"]
 ) -> dict[str, Float[Tensor, " n"]]:
-    """Compute mutual information and aleatoric entropy, at the Sobol points that links use."""
+    """Compute mutual information and aleatoric entropy at the Sobol points that links use."""
     uncertainty = uncertainty_of_draws([la.likelihood], [gaussian_draws(mean, covariance)])
     return {"aleatoric": uncertainty.aleatoric, "mutual_information": uncertainty.epistemic}
 
@@ -190,7 +190,7 @@ def predict_set(
     *,
     has_labels: bool = True,
 ) -> PredictedSet:
-    """Predict a set with a posterior, or with the network itself, on all processes together.
+    """Predict a set on all processes together, with a posterior or the network itself.
 
     Args:
         loaded: The network and its data, with the noise of its likelihood.

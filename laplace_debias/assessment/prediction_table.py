@@ -38,7 +38,7 @@ def prediction_columns(
     has_targets: bool = True,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Predict batches, and return the columns of the table by name, on all processes.
+    """Predict batches on all processes, and return the columns of the table by name.
 
     Args:
         la: The posterior.
@@ -83,7 +83,7 @@ def prediction_columns(
 
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
-    """Return the true targets, with the names of classes."""
+    """Return the true targets; classes are replaced by their names."""
     has_classes = loaded.likelihood.targets == "class" and not _has_one_logit(loaded)
     if has_classes and loaded.classes is not None:
         return {"label": [loaded.classes[label] for label in y.tolist()]}
@@ -173,7 +173,7 @@ def _number_columns(
 
 
 def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:
-    """Return the columns of `[N]` or `[N, K]`, with numbered names if there are several."""
+    """Return the columns of `[N]` or `[N, K]`; several columns have numbered names."""
     if values.ndim == 1 or values.shape[1] == 1:
         return {name: values.flatten()}
     return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}

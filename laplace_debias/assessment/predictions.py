@@ -44,7 +44,7 @@ class Predictions(ABC):
 
         Args:
             likelihood: The likelihood.
-            targets: The true targets; None if there are none.
+            targets: The true targets; None for a set without targets.
         """
 
 
@@ -67,7 +67,7 @@ class ClassPredictions(Predictions):
     def from_logits(
         cls, logits: Float[Tensor, "n outputs"], likelihood: Likelihood
     ) -> "ClassPredictions":
-        """Predict from changed logits, for which no scores are available."""
+        """Build predictions from changed logits, for which no scores are available."""
         is_softmax = likelihood.activation == "softmax"
         return cls(logits.log_softmax(1) if is_softmax else logits)
 
@@ -99,8 +99,8 @@ class ClassPredictions(Predictions):
         total = entropy(log_probs, likelihood)
         entropies = [entropy(member.log_probs, likelihood) for member in members]
         mean_entropy = torch.stack(entropies).mean(0)
-        # By the chain rule, this is the mutual information between the label and the member, plus
-        # the mutual information between the label and the parameters given the member.
+        # By the chain rule, the score is the mutual information between the label and the member,
+        # plus the mutual information between the label and the parameters given the member.
         mutual_information = (total - mean_entropy).clamp(min=0)
         scores = {}
         if all("mutual_information" in member.scores for member in members):
@@ -249,7 +249,7 @@ def entropy(log_probs: Tensor, likelihood: Likelihood) -> Float[Tensor, " n"]:
 def probabilities(
     log_probs: Float[Tensor, "n outputs"], likelihood: Likelihood
 ) -> Float[Tensor, "n classes"]:
-    """Return the probabilities of all classes, `[n, C]`, also for a single logit."""
+    """Return the probabilities of all classes, `[n, C]`, even for a single logit."""
     if likelihood.activation != "sigmoid":
         return log_probs.exp()
     if likelihood.targets == "class":
@@ -266,7 +266,7 @@ def labels_like(
 
 
 def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate a part of all batches; None if no batch has this part."""
+    """Concatenate a part of all batches, or return None if no batch has this part."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None

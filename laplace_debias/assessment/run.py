@@ -30,7 +30,7 @@ _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-p
 
 
 class Run:
-    """The network, data, methods and folder of a run, with its record so far.
+    """The network, data, methods and folder of a run, and its record so far.
 
     Attributes:
         methods: The methods; the network is the first.
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def loaded(self) -> Loaded:
-        """The network and its data, with the noise that the run has estimated."""
+        """The network and its data, including the noise that the run has estimated."""
         sigma = self.record.sigma
         if sigma is None:
             return self._loaded
@@ -97,7 +97,7 @@ class Run:
         self.write()
 
     def summary(self, method: Method, set_name: str) -> PredictionsSummary | None:
-        """Return the summary of a complete table of predictions; None if there is no table."""
+        """Return the summary of a complete table of predictions, or None if there is no table."""
         return self.folder.predictions_summary(method.key, set_name)
 
     def note(self, text: str) -> None:

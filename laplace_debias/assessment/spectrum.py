@@ -56,7 +56,7 @@ def curvature_of(
 
 
 def _first_batches(loaded: Loaded, examples: int) -> Batches:
-    """Return the first training examples, on the network's device, in the form for the loss."""
+    """Return the first training examples on the network's device, as the loss requires them."""
     device = next(loaded.model.parameters()).device
     batches: list[tuple[Tensor, Tensor]] = []
     num_missing = examples
@@ -90,8 +90,8 @@ def measure_spectrum(
     r"""Measure leading eigenpairs, trace and remaining density of a symmetric operator.
 
     After deflation by the eigenpairs $V\Lambda V^\top$, the trace and the density of
-    $A - V\Lambda V^\top$ have no outliers, so few products are enough to estimate them well. This
-    is the deflation of Hutch++, with the eigenvectors instead of a sketch.
+    $A - V\Lambda V^\top$ have no outliers, so few products are enough to estimate them well. The
+    method is the deflation of Hutch++, with the eigenvectors instead of a sketch.
 
     Args:
         A: The operator.
@@ -102,7 +102,7 @@ def measure_spectrum(
         density_probes: Number of probes of the density.
         density_steps: Number of Lanczos steps per probe.
         density_width: Width of the density's smoothing, in decades.
-        density_floor: Eigenvalues up to this multiple of the largest one count as zero.
+        density_floor: Eigenvalues up to this multiple of the largest eigenvalue count as zero.
         seed: Seed of all random vectors.
         progress: Show progress bars.
 
@@ -131,8 +131,7 @@ def measure_spectrum(
     )
     floor = density_floor * float(pairs.values.abs().max())
     density = None
-    # If no eigenvalue is negative, the others are at most as large as the smallest leading
-    # eigenvalue.
+    # If no eigenvalue is negative, no other eigenvalue exceeds the smallest leading eigenvalue.
     are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
     num_others = A.shape[0] - len(pairs.values)
     if not are_zero and num_others and _exceeds(deflated, floor, density_steps):
@@ -171,7 +170,7 @@ def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
 
 
 def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:
-    """Return the density of the other eigenvalues, without the zeros from the deflation."""
+    """Return the density of the other eigenvalues, from which the deflation's zeros are removed."""
     num_null = size * density.null_fraction - (size - num_others)
     null_fraction = max(0.0, num_null) / num_others
     growth = (1 - null_fraction) / (1 - density.null_fraction)

@@ -1,7 +1,7 @@
 """The first stages of a run: posteriors and temperatures, then predictions.
 
 Each stage reads the results that the run's folder already contains, and computes and writes the
-others.
+missing results.
 """
 
 import math
@@ -99,7 +99,7 @@ def fit(run: Run) -> dict[str, list[Member]]:
 
 
 def _noise(loaded: Loaded) -> float | list[float]:
-    """Return the RMS of the residuals of the validation examples, or else the training examples.
+    """Return the RMS residuals of the validation examples or, without them, the training set.
 
     If there are several outputs, the result has one number per output.
     """
@@ -121,7 +121,7 @@ def _noise(loaded: Loaded) -> float | list[float]:
 
 
 def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Laplace | None:
-    """Fit, tune and save a checkpoint's posterior, or read it; None if the method has none."""
+    """Return a checkpoint's posterior, which is fitted unless its file exists, or None."""
     choice = method.posterior
     if choice is None:
         return None
@@ -170,7 +170,7 @@ def _make_posterior(
 
 
 def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | None:
-    """Return the examples for tuning a posterior, at most as many as are predicted per set.
+    """Return the examples for tuning, limited to the number of examples predicted per set.
 
     The result can be read only once.
     """
@@ -187,7 +187,7 @@ def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | N
 
 
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
-    """Choose the number of examples to predict, unless it is set; print the expected time."""
+    """Choose the number of examples to predict if it is not set, and print the expected time."""
     passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
     sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
     sizes = [size_of(batches) for batches in sets if batches is not None]
@@ -225,7 +225,7 @@ def size_of(batches: Batches) -> float:
 
 
 def num_predictions(sizes: Sequence[float], examples: float) -> float:
-    """Count the predictions for sets of these sizes, with a limit per set."""
+    """Count the predictions for sets of these sizes; each set has the same limit."""
     return sum(min(size, examples) for size in sizes)
 
 
@@ -273,7 +273,7 @@ def _recalibration(run: Run, method: Method) -> Recalibration:
 
 
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
-    """Measure the seconds per predicted example, on the first test batch.
+    """Measure the seconds per predicted example on the first test batch.
 
     If the batch takes long, only its first examples are measured.
     """
@@ -324,7 +324,7 @@ def _write_predictions(
     predicted: PredictedSet,
     recalibration: Recalibration | None,
 ) -> None:
-    """Write a method's predictions, after its recalibration or temperature if it has one."""
+    """Write a method's predictions, after any recalibration or temperature of the method."""
     likelihood = run.loaded.likelihood
     predictions = predicted.predictions
     if recalibration is not None:
@@ -348,7 +348,7 @@ def _write_predictions(
 
 
 def _predicted(run: Run, method: Method, set_name: str, members: Sequence[Member]) -> PredictedSet:
-    """Return a method's predictions for a set, without its recalibration or temperature."""
+    """Return a method's predictions for a set before its recalibration or temperature."""
     positions = None
     limit = run.method_record(method).examples
     if limit is not None:

@@ -58,7 +58,7 @@ def fit_temperature(
     label_logits = z.gather(1, y[:, None])[:, 0]
 
     def slope(temperature: float) -> float:
-        # This is the derivative with respect to β, which decreases as T grows.
+        # The result is the derivative with respect to β, which decreases as T grows.
         return (((z / temperature).softmax(1) * z).sum(1) - label_logits).mean().item()
 
     return root_between(BOUNDS, slope, tolerance=1e-12)
