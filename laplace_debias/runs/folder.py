@@ -168,7 +168,7 @@ class RunFolder:
         return self._read(kind, path) if path.is_file() else kind()
 
     def read_predictions(self, method: str, set_name: str, *columns: str) -> dict[str, np.ndarray]:
-        """Read columns of a table of predictions (all columns if none is named); nulls become NaN.
+        """Read the named columns of a table of predictions, or all of them; nulls become NaN.
 
         Returns:
             Arrays by name, `[n]` or `[n, k]`. Columns that the table lacks are left out.
@@ -201,7 +201,7 @@ class RunFolder:
         """Prepare the folder for a run before work begins.
 
         Returns:
-            The record of the same run if it was interrupted, otherwise None.
+            The record of the same run if this run was interrupted, otherwise None.
 
         Raises:
             FileExistsError: If the folder contains other files, or a run with different settings.
@@ -234,7 +234,7 @@ class RunFolder:
                 f"{self.path} contains a run with different settings ({changed}). Pass a "
                 "different --output, or add --overwrite to start again in this folder."
             )
-        for path in self.path.rglob(".*.partial"):  # Left by a run that was killed.
+        for path in self.path.rglob(".*.partial"):  # A killed run leaves partial files.
             path.unlink(missing_ok=True)
         return record
 
@@ -299,7 +299,7 @@ class RunFolder:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically, on the first process.
+    """Write a file atomically on the first process.
 
     The other processes wait for it.
     """

@@ -24,7 +24,7 @@ _TARGETS_BY_TASK: dict[str, TargetKind] = {
     "regression": "numbers",
     "heteroscedastic": "numbers",
 }
-"""Kinds of targets by task, for runs of earlier versions, which do not record the kind."""
+"""Kinds of targets by task. Runs of earlier versions record only the task."""
 FORMAT = 1
 """The version of the files."""
 TEST = "test"
@@ -85,7 +85,7 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValue:
-    """A metric with its 95 % interval, whose ends are None if it is not known."""
+    """A metric with its 95 % interval; the ends of an unknown interval are None."""
 
     metric: str
     value: float
@@ -109,7 +109,7 @@ class MetricValue:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow(MetricValue):
-    """A metric of a method on a set; for an OOD set, with the name of the score."""
+    """A metric of a method on a set; a metric on an OOD set also has the name of the score."""
 
     method: str
     set_name: str = field(metadata={"key": "set"})
@@ -119,7 +119,7 @@ class MetricRow(MetricValue):
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceRow(MetricRow):
-    """The difference of a metric between a method and a reference, on the same examples."""
+    """The difference of a metric between a method and a reference on the same examples."""
 
     reference: str
     reference_score: str | None = field(default=None, metadata={"optional": True})
@@ -173,8 +173,8 @@ class RunRecord:
         title: Title of the page.
         created: Time at which the run began, in ISO 8601.
         task: Name of the likelihood.
-        targets: Kind of the targets: a class, several labels, or numbers; None in runs of earlier
-            versions.
+        targets: Kind of the targets: a class, several labels, or numbers. Runs of earlier versions
+            have None.
         input_name: Name of an input, in the singular.
         target: Column of a table that is predicted.
         classes: Names of the classes.
@@ -221,7 +221,7 @@ class RunRecord:
 
     @property
     def target_kind(self) -> TargetKind:
-        """The kind of the targets, also for runs of earlier versions."""
+        """The kind of the targets, which is inferred for runs of earlier versions."""
         return self.targets or _TARGETS_BY_TASK[self.task]
 
     @property
@@ -244,14 +244,14 @@ class RunRecord:
         return next(method for method in self.methods if method.key == key)
 
     def sets_of(self, role: Role) -> list[SetRecord]:
-        """Return the sets of a role, by severity."""
+        """Return the sets of a role, ordered by severity."""
         sets = [dataset for dataset in self.sets if dataset.role == role]
         return sorted(sets, key=lambda dataset: dataset.severity or 0)
 
 
 @dataclass
 class SweepPoint:
-    """The score at a prior precision, with its 95 % interval."""
+    """The score at a prior precision and its 95 % interval."""
 
     prior_precision: Any
     value: float | None
@@ -337,7 +337,7 @@ class PredictionsSummary:
 
 
 def to_json(value: Any) -> Any:
-    """Convert a record to dictionaries and lists, without empty optional fields."""
+    """Convert a record to dictionaries and lists, and omit empty optional fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {}
         for column in dataclasses.fields(value):

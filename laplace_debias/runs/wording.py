@@ -14,14 +14,14 @@ SCORE_LABELS = {
     "energy": "energy",
     "max_logit": "largest logit",
 }
-"""Scores that separate familiar inputs from others, with their names for readers."""
+"""Scores that separate familiar from unfamiliar inputs, and their names for readers."""
 
 _MOST_DECIMALS = 5
 """A number that needs more decimals is written with a power of ten."""
 
 
 def in_order(metrics: Iterable[str]) -> list[str]:
-    """Return metrics without repetition, in the order of `METRICS`."""
+    """Return each metric once in the order of `METRICS`."""
     names = set(metrics)
     return [name for name in METRICS if name in names]
 
@@ -67,7 +67,7 @@ def number(value: float | None, places: int) -> str:
 
 
 def _with_power_of_ten(value: float, places: int) -> str:
-    """Format a number, rounded to a number of decimals, with a power of ten."""
+    """Round a number to a number of decimals, and format it with a power of ten."""
     rounded = round(value, places)
     if rounded == 0:
         return "0"
@@ -77,7 +77,7 @@ def _with_power_of_ten(value: float, places: int) -> str:
 
 
 def brief(value: float) -> str:
-    """Format a number for a sentence, with at most three decimals unless it is small."""
+    """Format a number for a sentence; only small numbers have more than three decimals."""
     if value == 0:
         return "0"
     text = f"{value:.3f}"
@@ -89,7 +89,7 @@ def brief(value: float) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Format a number with some digits, and with a power of ten if needed."""
+    """Format a number with a few digits, using a power of ten for large and small numbers."""
     if not value or not math.isfinite(value):
         return "0" if value == 0 else "–"
     exponent = math.floor(math.log10(abs(value)))
