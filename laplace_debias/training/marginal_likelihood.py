@@ -40,8 +40,8 @@ class MarginalLikelihoodRun:
     """The result of `marginal_likelihood_training`.
 
     Attributes:
-        laplace: The posterior at the epoch with the largest marginal likelihood, around the model,
-            which has the weights of this epoch and is in eval mode.
+        laplace: The posterior at the epoch with the largest marginal likelihood. Its model has the
+            weights of this epoch and is in eval mode.
         epoch: The number of that epoch.
         history: A row per fit: `epoch`, `loss` (the training objective per example, averaged over
             the epoch), `log_marginal_likelihood` after the steps on the hyper-parameters,
@@ -132,8 +132,8 @@ def marginal_likelihood_training(
         params: The Bayesian parameters. The others have no prior.
         fisher: The Fisher matrix of the posteriors.
         num_data: N, the number of training examples. It is needed if the loader leaves out examples
-            (`drop_last=True`) or draws a random part of them. Default: the number that the loader
-            reads in a pass.
+            (`drop_last=True`) or draws a random part of the examples. Default: the number that the
+            loader reads in a pass.
         generator: Seeds sampled labels and the shuffling of loaders. Default: torch's global
             generator.
 
@@ -294,7 +294,7 @@ def _argument_of_step(
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str]) -> None:
-    """Require Bayesian parameters in the optimizer, without a weight decay."""
+    """Require that the optimizer has Bayesian parameters and no weight decay."""
     plain = unwrapped(model)
     bayesian = {id(plain.get_parameter(name)) for name in names}
     trained = set[int]()
@@ -336,11 +336,11 @@ class _Fits:
 
     @property
     def spec(self) -> ModelSpec:
-        """Return a copy of the model in eval mode, with the likelihood."""
+        """Return a copy of the model in eval mode together with the likelihood."""
         return ModelSpec.checked(eval_copy(self.model), self.likelihood, None, None)
 
     def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
-        """Fit a posterior to all data, around a copy of the model in eval mode."""
+        """Fit a posterior to all data for a copy of the model in eval mode."""
         setup = checked_setup(
             self.spec, self.config, prior_precision=prior_precision, temperature=self.temperature
         )
@@ -377,7 +377,7 @@ def _train_epoch(
     optimizer: Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> float:
-    """Train the weights for an epoch; return the mean objective per example, in nats."""
+    """Train the weights for an epoch, and return the mean objective per example in nats."""
     model.train()
     plain = unwrapped(model)
     loss = NegativeLogLikelihood(fits.likelihood)
@@ -387,7 +387,7 @@ def _train_epoch(
     stream = fits.spec.stream(loader, device, fits.generator, takes_weights=True)
     for batch in stream:
         if not batch.total_weight:
-            continue  # Without examples that count, it has no mean loss.
+            continue  # A batch without examples that contribute to the loss has no mean loss.
         targets = batch.targets
         optimizer.zero_grad()
         outputs = call(model, batch.inputs)
@@ -416,7 +416,7 @@ def _train_epoch(
 
 @dataclass(eq=False)
 class HyperParameters:
-    """The logarithms of prior precisions and of the noise, with their optimizer.
+    """The logarithms of prior precisions and of the noise, and their optimizer.
 
     Attributes:
         log_deltas: log δ of every group.
@@ -467,11 +467,11 @@ class HyperParameters:
         return cls(log_deltas, groups, log_noise, fitted.likelihood, optimizer)
 
     def deltas(self) -> Float[Tensor, " blocks"]:
-        """Return δ of every block, without gradient."""
+        """Return δ of every block, detached from the graph."""
         return self.log_deltas.detach().exp()[self.groups]
 
     def improve(self, fitted: FittedPosterior, steps: int) -> FittedPosterior:
-        """Take steps towards a larger marginal likelihood, and return the posterior with them."""
+        """Take steps towards a larger marginal likelihood, and return the updated posterior."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             deltas = self.log_deltas.exp()[self.groups]

@@ -1,4 +1,4 @@
-"""Curvature of a network while it is trained, from the batches of the training loop."""
+"""Curvature of a network in training, measured on the batches of the training loop."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -446,7 +446,7 @@ class OnlineCurvature:
         dtype = context.dtype
         factors: FactorSums = {}
         for block, (G, A) in self._factors.parts.items():
-            # A decomposition takes less than half as long in single as in double precision.
+            # A decomposition in single precision takes less than half the time of double precision.
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(context, factors, self._factors.totals)
         for block, basis in self._bases.items():
@@ -457,7 +457,7 @@ class OnlineCurvature:
         measurements.measure_along(bases, self._magnitudes)
 
     def _add(self, batch: Batch, measurements: "_Measurements") -> None:
-        """Measure a batch, and add it to the running means once all of it is known to be finite."""
+        """Measure a batch, and add it to the running means if all of its sums are finite."""
         batch = replace(batch, first_index=self._factors.totals.num_examples)
         totals = measurements.measure(batch)
         sums = measurements.sums
@@ -520,9 +520,9 @@ def _checked_decay(value: Any) -> float:
 
 
 def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Return the weights of the blocks' examples from a state, which may be of an earlier version.
+    """Return the weights of the blocks' examples from a state, possibly of an earlier version.
 
-    Earlier versions saved the weights of the examples that are absent from a layer, or none.
+    Earlier versions saved the weights of the examples that are absent from a layer, or no weights.
     """
     name = f"{prefix}input_weights"
     if name in state:
@@ -532,7 +532,7 @@ def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 
 def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]) -> None:
-    """Require the same Bayesian parameters as in a saved state, if the state has their names."""
+    """Require the Bayesian parameters that a saved state names; some states have no names."""
     if saved is None or set(saved) == set(names):
         return
     differing = sorted(set(saved) ^ set(names))
@@ -545,7 +545,7 @@ def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]
 def _check_all_blocks(
     saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]
 ) -> None:
-    """Require that a saved state has only these blocks, and all of them if it has any."""
+    """Require that a saved state has either exactly these blocks or no blocks."""
     _check_blocks(saved, blocks)
     missing = [name for name in blocks if name not in saved]
     if saved and missing:

@@ -111,7 +111,7 @@ class RunningMagnitudes(ABC):
         factors: BlockParts,
         squares: Mapping[Block, Tensor],
     ) -> dict[Block, list[Tensor]]:
-        """Compute a batch's curvature along the directions, summed over its examples."""
+        """Compute the sum over a batch's examples of the curvature along the directions."""
 
     @abstractmethod
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
@@ -129,7 +129,7 @@ class RunningMagnitudes(ABC):
 
     @abstractmethod
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
-        """Return a block's curvature along the directions, per example."""
+        """Return a block's mean curvature per example along the directions."""
 
 
 class FactorMagnitudes(RunningMagnitudes):
@@ -153,7 +153,7 @@ class FactorMagnitudes(RunningMagnitudes):
         return measured
 
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
-        """Project the curvature of G and of A, each onto its new directions."""
+        """Project the curvatures of G and A onto the new directions of their sides."""
         along = self.sums.parts[block]
         overlaps = overlaps_of_bases(new, old)
         for side, (overlap, pairs) in enumerate(zip(overlaps, old, strict=True)):
@@ -221,7 +221,7 @@ def _dtype(factor: Factor) -> torch.dtype:
 
 
 def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
-    """Square the products of new with old eigenvectors; None for a side where both are axes."""
+    """Square the products of new with old eigenvectors; a side where both are axes gets None."""
     overlaps: list[Tensor | None] = []
     for (_, U_new), (_, U_old) in zip(new, old, strict=True):
         if U_new is None or U_old is None:
@@ -267,7 +267,7 @@ class SquaredSums(SquaredGradients):
 def _summed_gradients(
     record: BlockRecord, examples: slice
 ) -> Float[Tensor, "columns *groups d_out d_in"]:
-    """Compute the weight's gradient for each column, summed over some examples."""
+    """Compute the weight's gradient for each column, summed over the given examples."""
     block = record.block
     calls = [
         block.rule.weight_gradients(record.layer, block, x[examples], g[:, examples])
@@ -281,7 +281,7 @@ class BatchSums(Accumulator):
 
     Attributes:
         factors: Sums the factors.
-        squares: Sums the squares along the directions; None if none are needed.
+        squares: Sums the squares along the directions; None if no squares are needed.
     """
 
     needs_positions = True
