@@ -24,8 +24,8 @@ __all__ = ["ConditionedModel", "LaplaceModel"]
 class LaplaceModel(Model):
     """A fitted regression as BoTorch's `Model`, for acquisition functions.
 
-    The posterior at q points is the Gaussian of the linearised network's outputs there, including
-    the covariances between points. Gradients flow back to points that require them, as in
+    The posterior at q points is the Gaussian of the linearised network's outputs at these points,
+    including the covariances between them. Gradients flow back to points that require them, as in
     `optimize_acqf`; the Jacobians of the q points are then kept in memory.
 
     Args:
@@ -111,7 +111,7 @@ class LaplaceModel(Model):
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> "ConditionedModel":
-        """Add observations to the model, without a new fit.
+        """Add observations to the model without a new fit.
 
         Args:
             X: Points, `[..., n, d]`.

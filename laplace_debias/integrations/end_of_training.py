@@ -41,7 +41,7 @@ def _shared(loader: Any) -> Any:
     """Return a loader with which the processes together read every example of the run once.
 
     The samplers of training repeat examples, so that all processes have the same number of
-    examples. The examples that a weighted sampler has drawn are all read, also repeated ones.
+    examples. All examples that a weighted sampler has drawn are read, including repeated examples.
     """
     num_ranks = process_group().size
     batches = getattr(loader, "batch_sampler", None)
@@ -58,7 +58,7 @@ def _shared(loader: Any) -> Any:
 
 
 def _inner_sampler(loader: Any) -> Any:
-    """Return the loader's sampler, without the batches of accelerate, which contain it."""
+    """Return the loader's sampler, unwrapped from the batch samplers of accelerate."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -66,7 +66,7 @@ def _inner_sampler(loader: Any) -> Any:
 
 
 def _without_lightning(sampler: Any) -> Any:
-    """Return the sampler that Lightning has wrapped, to divide its draws among the processes.
+    """Return the sampler that Lightning wraps in order to divide draws among the processes.
 
     Lightning's wrapper is a `DistributedSampler` whose data set contains the sampler.
     """
@@ -92,7 +92,7 @@ def _is_shuffled(loader: Any) -> bool:
 
 
 def _indices_of_run(loader: Any) -> list[int] | None:
-    """Return the indices of the examples from which the run draws; None for the whole data set.
+    """Return the indices of the examples from which the run draws, or None for the whole data set.
 
     For a weighted sampler, these are the examples that it draws in one pass.
     """
@@ -146,7 +146,7 @@ class PosteriorAtEnd:
     options: Mapping[str, Any]
 
     def described(self, posterior_path: Path | None) -> str:
-        """Return the text of a callback with these settings.
+        """Return the string form of a callback with these settings.
 
         Args:
             posterior_path: The file of the fitted posterior; None before the end of training.

@@ -30,11 +30,12 @@ __all__ = ["LaplaceCallback"]
 class LaplaceCallback(Callback):
     """A callback that fits, tunes, logs and saves a posterior when training ends.
 
-    The posterior is fitted to the best checkpoint, or to the last one if no metric is monitored. It
-    is saved next to the checkpoint, as `NAME.posterior.safetensors` for `NAME.ckpt`, or in the
-    trainer's `default_root_dir` if there are no checkpoints. Metrics on the validation data go to
-    the loggers of the run: `laplace_nll` and others, `network_nll` and others for the network
-    without the posterior, and `laplace_prior_precision`. The module is not changed: a copy is used.
+    The posterior is fitted to the best checkpoint, or to the last checkpoint if no metric is
+    monitored. The posterior is saved next to the checkpoint, as `NAME.posterior.safetensors` for
+    `NAME.ckpt`, or in the trainer's `default_root_dir` if there are no checkpoints. Metrics on the
+    validation data go to the loggers of the run: `laplace_nll` and others, `network_nll` and others
+    for the network without the posterior, and `laplace_prior_precision`. The module is not changed:
+    a copy is used.
 
     Args:
         likelihood: The likelihood; see `Laplace`.
@@ -123,16 +124,16 @@ class LaplaceCallback(Callback):
 
 
 def _training_loader(trainer: Trainer) -> Any:
-    """Return the only training loader, with batches converted to the precision of the run."""
+    """Return the only training loader, whose batches are converted to the precision of the run."""
     loader = _single_loader(trainer.train_dataloader, "training")
     return _converted(loader, trainer.precision_plugin.convert_input)
 
 
 def _validation_loader(trainer: Trainer) -> Any:
-    """Return the only validation loader, with batches converted to the precision of the run.
+    """Return the only validation loader, whose batches are converted to the precision of the run.
 
     Raises:
-        ValueError: If the run has no validation loader, or several.
+        ValueError: If the run has no validation loader, or several validation loaders.
     """
     if not trainer.enable_validation:
         raise ValueError(NO_VALIDATION_DATA)
@@ -193,7 +194,7 @@ def _single_loader(loaders: Any, purpose: str) -> Any:
     """Return the only loader.
 
     Raises:
-        ValueError: If there are several.
+        ValueError: If there are several loaders.
     """
     is_list = isinstance(loaders, Sequence)
     if is_list and len(loaders) == 1:
@@ -207,7 +208,7 @@ def _single_loader(loaders: Any, purpose: str) -> Any:
 
 
 def _best_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the best checkpoint of the run, or the last one; None if there are none."""
+    """Return the best or else the last checkpoint of the run, or None without checkpoints."""
     callback: Any = trainer.checkpoint_callback
     if callback is None:
         return None

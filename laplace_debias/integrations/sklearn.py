@@ -36,7 +36,7 @@ LOSSES: dict[str, Loss] = {
     "binary": F.binary_cross_entropy_with_logits,
     "regression": F.mse_loss,
 }
-"""The mean loss with which a network is trained, by likelihood."""
+"""The mean loss with which a network is trained, for each likelihood."""
 
 
 class _LaplaceEstimator(BaseEstimator):
@@ -123,8 +123,8 @@ class _LaplaceEstimator(BaseEstimator):
         """
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         devices = range(torch.cuda.device_count())
-        # Hold the lock, because an estimator in another of joblib's threads would draw from the
-        # same generator.
+        # Hold the lock, because estimators in other threads of joblib would draw from the same
+        # generator.
         with GLOBAL_GENERATOR, torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             network = self.network
@@ -213,9 +213,9 @@ class _LaplaceEstimator(BaseEstimator):
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     """A scikit-learn classifier with probabilities from a Laplace approximation.
 
-    The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit of the
-    second of two labels. Inputs are cast to the dtype of the network's parameters. The network that
-    you pass is not changed: `fit` copies it.
+    The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit for
+    the second of two labels. Inputs are cast to the dtype of the network's parameters. The network
+    that you pass is not changed: `fit` copies it.
 
     Args:
         network: A trained module, or a skorch net, which `fit` trains if it has no history. With
@@ -318,8 +318,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     """A scikit-learn regressor with standard deviations from a Laplace approximation.
 
-    The network returns one output per target, `[n, C]`, or `[n]` for a single target. It is copied
-    and trained in the same way as by `LaplaceClassifier`.
+    The network returns one output per target, `[n, C]`, or `[n]` for a single target. The network
+    is copied and trained in the same way as by `LaplaceClassifier`.
 
     Args:
         network: A trained module; with `optimizer`, a module or a function from
@@ -471,7 +471,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return samples.reshape(num_rows, num_targets, n_samples)
 
     def _as_targets(self, values: Tensor) -> np.ndarray:
-        """Return values per target, in the shape of the `y` that was passed to `fit`."""
+        """Return values per target in the shape of the `y` that was passed to `fit`."""
         array = values.double().cpu().numpy().reshape(len(values), -1)
         return array[:, 0] if self._y_is_vector else array
 
@@ -496,7 +496,7 @@ def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
 
 
 def _check_numbers(X: np.ndarray) -> None:
-    """Require numbers, because scikit-learn accepts dates and pandas categories of text."""
+    """Require numbers, because scikit-learn also accepts dates and categories of strings."""
     if X.dtype.kind not in "biuf":
         raise ValueError(
             f"X contains values of type {X.dtype}, but the network takes numbers. Encode "
