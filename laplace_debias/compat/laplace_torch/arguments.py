@@ -1,4 +1,4 @@
-"""The arguments of laplace-torch by name, and the corresponding options of this package."""
+"""The named arguments of laplace-torch, and the corresponding options of this package."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -81,7 +81,7 @@ def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
 
 
 def batch_hook(likelihood: str) -> BatchHook | None:
-    """Return the function that reads batches for a likelihood of laplace-torch, if it needs one."""
+    """Return the function that reads batches for a likelihood, or None for the default function."""
     return _first_is_preferred if likelihood == "reward_modeling" else None
 
 

@@ -45,7 +45,7 @@ def marglik_training(
     fix_sigma_noise: bool = False,
     enable_backprop: bool = False,
 ) -> tuple[Laplace, nn.Module, list[float], list[float]]:
-    """Train a network, with prior precision and noise that maximise the marginal likelihood.
+    """Train a network, and choose prior precision and noise by the marginal likelihood.
 
     `laplace_debias.training.marginal_likelihood_training` does the work.
 

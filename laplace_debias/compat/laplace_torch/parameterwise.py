@@ -39,10 +39,10 @@ class ParameterwisePrior:
             )
 
     def posterior(self, fitted: FittedPosterior) -> Laplace:
-        """Return the posterior of a fit with these precisions, and with the fit's prior mean.
+        """Return the posterior of a fit for these precisions and the fit's prior mean.
 
         The posterior of the latest fit is cached. Do not change its noise or its temperature;
-        change those of the fit instead.
+        change the noise or the temperature of the fit instead.
         """
         latest = self._latest
         if latest is None or latest[0] is not fitted:
@@ -63,7 +63,7 @@ def parameterwise_log_marginal_likelihood(
 ) -> Float[Tensor, ""]:
     """Compute the log marginal likelihood of a fit with a precision for each parameter.
 
-    It is differentiable in the precisions and the factor.
+    The result is differentiable in the precisions and the factor.
 
     Args:
         fitted: The fit.

@@ -213,7 +213,7 @@ class Laplace:
         Args:
             x: Inputs, `[B, ...]`.
             pred_type: `"glm"` for the linearised network, `"nn"` for networks with drawn weights,
-                `"gp"` for a `hessian_structure="gp"`, where it is the same as `"glm"`.
+                `"gp"` for `hessian_structure="gp"`, for which it is the same as `"glm"`.
             joint: Whether to return the covariance between all outputs of all inputs.
             link_approx: `"probit"`, `"bridge"`, `"bridge_norm"` or `"mc"`.
             n_samples: Draws of `"mc"` and `"nn"`.
@@ -304,7 +304,7 @@ class Laplace:
         return self.posterior.sample(n_samples, generator)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Compute the log-density of parameters, with or without its constant part."""
+        """Compute the log-density of parameters; its constant part is optional."""
         log_prob = self.posterior.posterior.log_prob(value)
         if normalized:
             return log_prob
@@ -313,7 +313,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Set the prior precision and noise if given, and compute the log marginal likelihood.
+        """Compute the log marginal likelihood, after setting any prior precision and noise passed.
 
         The result is differentiable in the prior precision and the noise.
         """
@@ -337,7 +337,7 @@ class Laplace:
     def functional_variance(
         self, Js: Float[Tensor, "batch outputs parameters"]
     ) -> Float[Tensor, "batch outputs outputs"]:
-        """Compute J Σ Jᵀ per input, with the posterior covariance Σ."""
+        """Compute J Σ Jᵀ per input; Σ is the posterior covariance."""
         return torch.einsum("bkd,bcd->bkc", self._times_covariance(Js), Js)
 
     def functional_covariance(
@@ -514,12 +514,12 @@ class Laplace:
 
     @property
     def log_det_ratio(self) -> Float[Tensor, ""]:
-        """The log-determinant of the posterior precision minus that of the prior precision."""
+        """The log-determinant of the posterior precision minus the prior's log-determinant."""
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     @property
     def log_likelihood(self) -> Float[Tensor, ""]:
-        """The log-likelihood of the training data, in nats, divided by the temperature."""
+        """The log-likelihood of the training data in nats, divided by the temperature."""
         fitted = self._fit.fitted
         return torch.tensor(-fitted.nll / fitted.temperature, dtype=torch.float64)
 
