@@ -14,7 +14,7 @@ _DECADES = 6
 """Decades of density shown below its peak."""
 
 _BAND = 2
-"""Half-width of the shaded band around the density, in standard errors."""
+"""Half-width, in standard errors, of the shaded band around the density."""
 
 
 def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:

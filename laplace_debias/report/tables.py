@@ -28,7 +28,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
     or if they have more than six digits before the point. Missing values and None are shown as a
     dash.
     """
-    # Imported here, because CSV and Markdown do not need it.
+    # rich is imported here, because CSV and Markdown do not need it.
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -52,8 +52,8 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write a table as CSV, with real numbers in full precision.
 
-    The file is written atomically, and missing parent folders are created. Texts are passed through
-    `not_a_formula`.
+    The file is written atomically, and missing parent folders are created. Strings are passed
+    through `not_a_formula`.
     """
     columns, lines = _cells(rows)
     with (
@@ -68,7 +68,7 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 def not_a_formula(value: Any) -> Any:
     """Return a cell of a CSV file so that a spreadsheet does not read it as a formula.
 
-    A text is changed if it begins with `=`, `+`, `-` or `@`, unless it is a number with a sign.
+    A string is changed if it begins with `=`, `+`, `-` or `@`, unless it is a number with a sign.
     """
     computed = isinstance(value, str) and re.match(r"[=+@-](?![\d.]*$)", value)
     return f"'{value}" if computed else value

@@ -63,7 +63,7 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
 
 
 def _bins(probs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-    """Return the non-empty bins of the confidence, with 95 % intervals of the accuracy."""
+    """Return the non-empty bins of the confidence and 95 % intervals of their accuracy."""
     curve = reliability_curve(torch.from_numpy(probs), torch.from_numpy(labels), _BINS)
     bins = pd.DataFrame(
         {
@@ -118,7 +118,7 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
             continue
         probs, labels = map(torch.from_numpy, predictions)
         curve = risk_coverage_curve(probs, labels)
-        # The error rate of a few examples is too imprecise to show.
+        # The error rate of a few examples is too imprecise, so it is not shown.
         first = min(_FEWEST_KEPT, len(labels)) - 1
         share = curve.coverage.numpy()[first:]
         risk = curve.risk.numpy()[first:]
@@ -176,7 +176,7 @@ def _interval_levels(run: Run, method: str) -> np.ndarray | None:
     """Return, for each target of the test set, the smallest level of an interval that contains it.
 
     If the predictive is not normal, the levels are read from the table of predictions, which lacks
-    them if they are not known.
+    unknown levels.
     """
     level = run.column(method, run.test.name, "interval_level")
     if level is not None:

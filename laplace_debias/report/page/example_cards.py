@@ -1,4 +1,4 @@
-"""The most uncertain and the most confidently wrong examples, for the page."""
+"""The page's most uncertain and most confidently wrong examples."""
 
 import base64
 import io
@@ -54,7 +54,7 @@ class Card:
 
 @dataclass(frozen=True)
 class CardGroup:
-    """Examples under a title, with a text that explains how to read them."""
+    """Examples under a title and a text that explains how to read them."""
 
     title: str
     reads: str
@@ -77,7 +77,7 @@ def example_groups(run: Run) -> list[CardGroup]:
 
 
 def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
-    """Make the card of an example, with the predictions of the given methods."""
+    """Make the card of an example from the predictions of the given methods."""
     picture, is_small = _picture(run.folder.example(record.index))
     guesses = []
     if run.has_numbers:
@@ -110,7 +110,7 @@ def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
 
 
 def _picture(path: Path) -> tuple[str, bool]:
-    """Return a picture as a data URL, made smaller if it is large, and whether it is small."""
+    """Return a data URL of a picture, which is shrunk if it is large, and whether it is small."""
     if not path.is_file():
         return "", False
     try:

@@ -16,7 +16,7 @@ from laplace_debias.runs.wording import SCORE_LABELS, decimals, in_order, most_d
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table with its interval and verdict, as texts that may be empty."""
+    """A number of a table, its interval and its verdict as strings that may be empty."""
 
     value: str
     interval: str = ""
@@ -107,7 +107,7 @@ def _table(
 def rows_of_metric(
     rows: pd.DataFrame, data: str, metric: str, score: str | None = None
 ) -> pd.DataFrame:
-    """Return the rows of a metric on a set, by method; the default score is the first one."""
+    """Return the rows of a metric on a set, keyed by method. The default score is the first."""
     rows = rows[(rows["set_name"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
     scores = set(rows["score"].dropna())
     score = score or next((name for name in ("entropy", "variance") if name in scores), None)
@@ -167,5 +167,5 @@ def _verdict(low: float, high: float, better: str | None) -> str:
     direction = "higher" if low > 0 else "lower"
     if better not in ("higher", "lower", "ideal"):
         return direction
-    # For a metric with an ideal value, the difference is between the distances from this value.
+    # The difference of a metric with an ideal value is between the distances from this value.
     return "better" if direction == better.replace("ideal", "lower") else "worse"

@@ -60,7 +60,7 @@ class Look:
 
 
 class Point(NamedTuple):
-    """A place in a figure that shows its values, in units of the SVG from the top left."""
+    """A place that shows its values; x and y are SVG units from the top left of the figure."""
 
     x: float
     y: float
@@ -86,7 +86,7 @@ class Picture:
 
 
 def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
-    """Return the look of each method by its key; it is the same in every figure."""
+    """Return the look of each method by its key, which is the same in every figure."""
     styles = zip(
         itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_STYLES), strict=False
     )
@@ -100,7 +100,7 @@ class Panel:
     """A picture that is being drawn, of axes that share the x-axis. Sizes are in inches.
 
     Names within the SVG are derived from the name of the picture, so that they are the same each
-    time it is drawn. If no margins are given, matplotlib's constrained layout chooses them. This
+    time it is drawn. Without margins, matplotlib's constrained layout chooses the margins. This
     layout may collapse low axes, depending on their tick labels.
     """
 
@@ -165,7 +165,7 @@ class Panel:
 
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic with at most six numbers, or powers of ten if numbers are long."""
+    """Make an axis logarithmic with at most six labels: numbers, or powers of ten if too long."""
     step = max(1, int(np.ceil(np.log10(high / low) / 6))) if high > low > 0 else 1
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
     few = high > low > 0 and high / low < 30

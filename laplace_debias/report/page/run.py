@@ -26,8 +26,8 @@ class Run:
     Attributes:
         folder: Its folder.
         record: Network, data and methods.
-        rows: Metrics, a row for each `MetricRow`.
-        differences: Differences between methods, a row for each `DifferenceRow`.
+        rows: Metrics; each `MetricRow` has a row.
+        differences: Differences between methods; each `DifferenceRow` has a row.
     """
 
     folder: RunFolder
@@ -51,7 +51,7 @@ class Run:
         return self.record.has_numbers
 
     def sets(self, role: Role) -> list[SetRecord]:
-        """Return the sets of a role, by severity."""
+        """Return the sets of a role, ordered by severity."""
         return self.record.sets_of(role)
 
     def column(self, method: str, set_name: str, name: str) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""The pictures of the page, by section."""
+"""The pictures of each section of the page."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "relia
 
 
 def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
-    """Return the pictures for which the run has data, by the ids of the page's sections."""
+    """Return the pictures for which the run has data, keyed by the ids of the page's sections."""
     test = run.test.name
     shifts = run.sets("shift")
     sections: dict[str, Iterable[Picture | None]] = {}
@@ -78,7 +78,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     rows = []
     for key in methods:
         columns = [run.column(key, name, score) for name in (run.test.name, data)]
-        # If there are several outputs, show their mean.
+        # A histogram shows one number per example, so average over several outputs.
         pair = [x.reshape(len(x), -1).mean(1) for x in columns if x is not None]
         if len(pair) == 2:
             rows.append((key, *pair))
@@ -122,7 +122,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
-    """Plot a metric against the severity, with its intervals.
+    """Plot a metric and its intervals against the severity.
 
     Severity 0 is the test set without corruption.
     """
