@@ -51,10 +51,10 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
 
 
 def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Compute the maximum calibration error (MCE), the largest gap of any bin.
+    """Compute the maximum calibration error (MCE), which is the largest gap of a bin.
 
-    The gap of a bin is `|acc_b - conf_b|`, and the bins are those of `ece`. A bin with few examples
-    often has the largest gap by chance. Arguments and errors are the same as for `ece`.
+    The gap of a bin is `|acc_b - conf_b|`, and the bins are the same as for `ece`. A bin with few
+    examples often has the largest gap by chance. Arguments and errors are the same as for `ece`.
 
     Reference:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
@@ -67,7 +67,7 @@ def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
 def _bin_gaps(
     probs: Tensor, labels: Tensor, num_bins: int
 ) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
-    """Compute each bin's fraction of the examples, and its gap `|acc_b - conf_b|`, 0 if empty."""
+    """Compute each bin's fraction of the examples, and its gap `|acc_b - conf_b|` (0 if empty)."""
     curve = reliability_curve(probs, labels, num_bins)
     return curve.fraction, (curve.accuracy - curve.confidence).abs().nan_to_num(nan=0.0)
 
@@ -121,9 +121,9 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
 
     For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
     the Gaussian kernel of width σ, reflected at 0 and 1. The result is the σ for which
-    `smECE_σ = σ`. It changes continuously with the probabilities, and depends on no number of bins.
-    On small sets, it has a smaller bias than `ece`, but the bias is not zero. The result is
-    float64.
+    `smECE_σ = σ`. It changes continuously with the probabilities, and does not depend on a number
+    of bins. On small sets, it has a smaller bias than `ece`, but the bias is not zero. The result
+    is float64.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -232,8 +232,9 @@ def confidence_and_right(
 def error_probability(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
     """Compute the probability that the most probable class is wrong, `1 - max_c p_c`, in float64.
 
-    Near 0, it is computed as the sum of the other classes' probabilities, because these have digits
-    that float32 rounds away in a number near 1. So confident predictions keep their order.
+    Near 0, it is computed as the sum of the other classes' probabilities, because these
+    probabilities have digits that float32 rounds away in a number near 1. Confident predictions
+    therefore keep their order.
     """
     probs = probs.double()
     confidences, predictions = probs.max(dim=1)
@@ -243,6 +244,6 @@ def error_probability(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
 
 
 def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "*n"]:
-    """Return indices of equal intervals `[lower, upper)` of [0, 1]; 1 belongs to the last one."""
+    """Return indices of equal intervals `[lower, upper)` of [0, 1]; the last one includes 1."""
     edges = torch.linspace(0, 1, num_bins + 1, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, edges, right=True).sub(1).clamp(0, num_bins - 1)

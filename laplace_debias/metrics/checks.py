@@ -93,7 +93,7 @@ def check_classification(
 
 
 def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
-    """Check the scores of examples; Inf is allowed, because only the order of scores matters."""
+    """Check the scores of examples; infinity is allowed, because only their order matters."""
     _check_numbers(scores, name)
     if scores.ndim != 1:
         raise ValueError(

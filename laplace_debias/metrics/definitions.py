@@ -75,7 +75,7 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     order = error_probabilities.argsort()
     risks = risk_coverage_curve(probs, labels).risk
     answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
-    # The sums are over the less confident examples and the example itself.
+    # Each sum is over the less confident examples and the example itself.
     error_weights = (1 / answered).flip(0).cumsum(0).flip(0)
     offsets = risks - (risks / answered).flip(0).cumsum(0).flip(0)
 
@@ -208,7 +208,7 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
 
 
 def _exact_match_statistic(probs: Tensor, labels: Tensor) -> Statistic:
-    # Imported here, because torchmetrics takes seconds to import.
+    # torchmetrics is imported here, because the import takes seconds.
     from torchmetrics.functional.classification import multilabel_exact_match
 
     hits = accuracy(probs.flatten(), labels.flatten(), reduction="none").view(probs.shape)
@@ -257,8 +257,8 @@ def _average_precision_influences(
 
     Let A and B be the fractions of positive and negative examples at or above a threshold, and λ
     the number of negative examples per positive example. The precision is `A / (A + λB)`. A
-    positive example adds the precision at its own score. Every example also changes A or B, and so
-    the precision at the scores below its own.
+    positive example adds the precision at its own score. Every example also changes A or B, and
+    therefore the precision at all scores below its own score.
     """
     ratio = len(negative) / len(positive)
     at_least = 1 - _share_below(positive, positive)
@@ -274,9 +274,9 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """Compute `fpr95` with its influence function.
 
     An OOD example below the threshold shifts the threshold down by a quantile of 1/n, where n is
-    the number of OOD examples. This changes the false alarms along the ROC curve. The slope of the
-    curve is estimated between the thresholds that detect two standard errors more and fewer of the
-    OOD examples.
+    the number of OOD examples. This shift changes the false alarms along the ROC curve. The slope
+    of the curve is estimated between the thresholds that detect two standard errors more and fewer
+    of the OOD examples.
     """
     ordered = scores_ood.sort().values
     m = len(scores_ood)
@@ -296,7 +296,7 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
 def _share_below(
     reference: Float[Tensor, " m"], values: Float[Tensor, " n"], with_equal: bool = False
 ) -> Float[Tensor, " n"]:
-    """Compute the fraction of a set that is less than each value, or equal to it."""
+    """Compute the fraction of a set that is less than or equal to each value."""
     counts = torch.searchsorted(reference.sort().values, values.contiguous(), right=with_equal)
     return counts.double() / len(reference)
 
@@ -379,7 +379,7 @@ def _gaussian_nll_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: fl
 
 
 def nll_statistic(log_probs: Float[Tensor, " n"]) -> Statistic:
-    """Build the statistic of the mean negative log-probability, in nats."""
+    """Build the statistic of the mean negative log-probability in nats."""
     return _mean(-log_probs.double())
 
 
@@ -525,4 +525,4 @@ METRICS: dict[str, Metric] = {
         *OOD_METRICS,
     )
 }
-"""The metrics by name, in the order in which they are shown."""
+"""The metrics, keyed by name and ordered as they are shown."""

@@ -98,7 +98,7 @@ def evaluate_multilabel(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Evaluate predicted probabilities of independent labels: their calibration and OOD detection.
+    """Evaluate predicted probabilities of independent labels: calibration and OOD detection.
 
     Every label of every example is one binary problem. For the intervals, the examples are the
     random sample, not the single labels. The accuracy is torchmetrics' `multilabel_accuracy` with

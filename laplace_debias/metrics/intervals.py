@@ -23,7 +23,7 @@ class Interval(float):
     high: float
 
     def __new__(cls, value: float, low: float = math.nan, high: float = math.nan) -> "Interval":
-        """Make a metric with an interval, whose ends are unknown if they are left out."""
+        """Make a metric with an interval, whose ends are unknown by default."""
         interval = super().__new__(cls, value)
         interval.low = float(low)
         interval.high = float(high)
@@ -45,7 +45,7 @@ class Interval(float):
     def __str__(self) -> str:
         if not self.is_known:
             return f"{self.value:.4g}"
-        # Show so many digits that the width of the interval has two significant digits.
+        # The number of digits is chosen such that the width has two significant digits.
         width = self.high - self.low
         digits = 4
         if 0 < width < math.inf:
@@ -103,13 +103,13 @@ def mean_interval(
     """Compute an interval for a mean, to first order at least, corrected for skewness.
 
     The interval is Hall's transformation of Student's t. For a skewed quantity, such as the NLL,
-    the mean is above the t interval more often than below it. This interval corrects that to second
-    order. It is NaN for fewer than two examples.
+    the mean lies above the t interval more often than below the interval. This interval corrects
+    the asymmetry to second order. It is NaN for fewer than two examples.
 
     Reference:
         Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
     """
-    # Imported here, because scipy takes long to import.
+    # SciPy is imported here, because the import takes long.
     from scipy.special import stdtrit
 
     n = len(influence)
@@ -138,8 +138,8 @@ def area_interval(
 ) -> tuple[float, float]:
     """Compute an interval for a quantity in [0, 1] by a normal approximation of its logit.
 
-    At values of 0 and 1, there is no standard error. The interval is then Wilson's interval for a
-    proportion of 0 or 1 in the smaller of the sets.
+    A value of 0 or 1 has no standard error. Its interval is Wilson's interval for a proportion of 0
+    or 1 in the smaller of the sets.
 
     Reference:
         Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,

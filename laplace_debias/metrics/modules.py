@@ -80,14 +80,14 @@ class _OverBatches(Metric):
             getattr(self, f"given_{number}").append(tensor.detach())
 
     def _examples(self) -> list[Tensor]:
-        """Return the inputs of all batches; raise ValueError if there were none."""
+        """Return the inputs of all batches; raise ValueError if there were no batches."""
         batches = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
         if isinstance(batches[0], list) and not batches[0]:
             raise ValueError(f"{type(self).__name__} has no examples. Call `update` first.")
         return [dim_zero_cat(batch) for batch in batches]
 
     def compute(self) -> Float[Tensor, ""]:
-        """Compute the metric on the examples of all batches; raise ValueError without any."""
+        """Compute the metric on the examples of all batches; raise ValueError without examples."""
         return self._function(*self._examples(), **self._options)
 
 
@@ -108,7 +108,7 @@ class _OfScores(_OverBatches):
         self._is_in_forward = False
 
     def update(self, scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
-        """Add a batch of scores, with 1 for each OOD example and 0 for the others."""
+        """Add a batch of scores and labels: 1 for each OOD example, and 0 for the others."""
         check_scores(scores, "scores")
         check_tensor(is_ood, "is_ood")
         if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
@@ -138,7 +138,7 @@ class _OfGaussians(_OverBatches):
     _num_inputs = 3
 
     def update(self, mean: Real, standard_deviation: Real, targets: Real) -> None:
-        """Add a batch of Gaussian predictions, with the noise included, and their targets."""
+        """Add a batch of Gaussian predictions, which include the noise, and their targets."""
         check_gaussian(mean, standard_deviation, targets)
         self._add(mean, standard_deviation, targets)
 
@@ -147,7 +147,7 @@ class _OfIntervalsAndTargets(_OverBatches):
     _num_inputs = 3
 
     def update(self, low: Real, high: Real, targets: Real) -> None:
-        """Add a batch of intervals, as their lower and upper ends, and their targets."""
+        """Add a batch of intervals (lower and upper ends) and their targets."""
         check_intervals(low, high, targets)
         self._add(low, high, targets)
 
@@ -156,7 +156,7 @@ class _OfIntervals(_OverBatches):
     _num_inputs = 2
 
     def update(self, low: Real, high: Real) -> None:
-        """Add a batch of intervals, as their lower and upper ends."""
+        """Add a batch of intervals (lower and upper ends)."""
         check_intervals(low, high)
         self._add(low, high)
 

@@ -95,7 +95,7 @@ def fpr95(
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.
     """
-    # Imported here, because torchmetrics takes seconds to import.
+    # torchmetrics is imported here, because the import takes seconds.
     from torchmetrics.functional.classification import binary_specificity_at_sensitivity
 
     ranks, target = _ranked(scores_id, scores_ood)
@@ -106,7 +106,7 @@ def fpr95(
 
 
 def _average_precision(ranks: Float[Tensor, " n"], target: Integer[Tensor, " n"]) -> Tensor:
-    """Compute `Σ_k (R_k - R_{k-1}) P_k` in float64, so that it is exactly 1 for a perfect score."""
+    """Compute `Σ_k (R_k - R_{k-1}) P_k` in float64, so that a perfect score gives exactly 1."""
     _, index, counts = ranks.unique(return_inverse=True, return_counts=True)
     positives = torch.zeros(len(counts), dtype=torch.float64, device=ranks.device)
     positives = positives.index_add(0, index, target.double()).flip(0)
@@ -118,7 +118,7 @@ def _average_precision(ranks: Float[Tensor, " n"], target: Integer[Tensor, " n"]
 def _ranked(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
-    """Return scores as ranks in [0, 1], and 1 for each score of an OOD example, otherwise 0.
+    """Return scores as ranks in [0, 1], and labels: 1 for OOD examples and 0 for ID examples.
 
     Ranks preserve the order and the ties exactly. torchmetrics would take scores outside of [0, 1]
     for logits, and the sigmoid would make large scores equal.

@@ -119,7 +119,7 @@ def interval_coverage(
     Raises:
         TypeError: If an argument is not a tensor.
         ValueError: If an argument is empty or not finite, shapes or devices differ, or an upper end
-            is below its lower one.
+            is below its lower end.
     """
     check_intervals(low, high, targets)
     return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
@@ -138,7 +138,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
 def interval_score(
     low: Real, high: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    r"""Compute Winkler's interval score, the width plus a penalty if the target is outside.
+    r"""Compute Winkler's interval score: the width, plus a penalty if the target is outside.
 
     $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
     with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the
@@ -154,7 +154,7 @@ def interval_score(
     Raises:
         TypeError: If an argument is not a tensor.
         ValueError: If an argument is empty or not finite, shapes or devices differ, an upper end is
-            below its lower one, or `level` is not between 0 and 1.
+            below its lower end, or `level` is not between 0 and 1.
 
     Reference:
         Winkler. A decision-theoretic approach to interval estimation. JASA, 1972. Gneiting, Raftery
@@ -233,7 +233,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
 
 
 def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = None) -> None:
-    """Check a Gaussian predictive, with or without targets."""
+    """Check a Gaussian predictive and, unless they are None, the targets."""
     tensors = {"mean": mean, "standard_deviation": standard_deviation}
     if targets is not None:
         tensors["targets"] = targets
@@ -247,7 +247,7 @@ def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = 
 
 
 def check_intervals(low: Real, high: Real, targets: Real | None = None) -> None:
-    """Check the ends of intervals, with or without targets."""
+    """Check the ends of intervals and, unless they are None, the targets."""
     tensors = {"low": low, "high": high}
     if targets is not None:
         tensors["targets"] = targets

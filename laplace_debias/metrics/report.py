@@ -1,4 +1,4 @@
-"""A table of metrics with their intervals, and the paired comparison of two of them."""
+"""A table of metrics with their intervals, and the paired comparison of two such tables."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class Report(dict[str, Interval]):
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a list with one dictionary per metric, for JSON."""
+        """Return a list for JSON that contains one dictionary per metric."""
         return [
             {
                 "metric": name,
@@ -90,7 +90,7 @@ def report_of(
     level: float = 0.95,
     intervals: bool = True,
 ) -> Report:
-    """Build the report on statistics."""
+    """Build the report that contains the given statistics."""
     check_level(level)
     values = {
         name: statistic.interval(level) if intervals else Interval(statistic.value)
@@ -109,7 +109,7 @@ def compare(a: Report, b: Report) -> Report:
 
     Args:
         a: The report of one method.
-        b: The report of a different method, on the same examples in the same order.
+        b: The report of another method on the same examples in the same order.
 
     Raises:
         TypeError: If an argument is not a report.

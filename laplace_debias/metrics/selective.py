@@ -11,7 +11,7 @@ from laplace_debias.metrics.checks import check_classification
 
 
 class RiskCoverageCurve(NamedTuple):
-    """The error rate among the most confident examples, as a function of the coverage.
+    """The error rate among the most confident examples as a function of the coverage.
 
     Attributes:
         coverage: Fractions of the examples that are answered, `[n]`: 1/n, 2/n … 1.
@@ -25,7 +25,7 @@ class RiskCoverageCurve(NamedTuple):
 def risk_coverage_curve(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> RiskCoverageCurve:
-    """Compute the error rate among the most confident examples, for every coverage.
+    """Compute the error rate among the most confident examples for every coverage.
 
     Examples are ordered by the summed probability of all classes except the most probable one,
     because this sum is more precise than the confidence if the confidence is near 1. The error of

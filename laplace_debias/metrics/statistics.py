@@ -1,8 +1,8 @@
 """A metric of a set of predictions: its value, its interval, and its difference to a reference.
 
 The kind of interval depends on the metric, which is a proportion, a mean (to first order), or an
-area under a curve. Some metrics have no interval, because none is known that has its nominal
-coverage.
+area under a curve. Some metrics have no interval, because no interval with nominal coverage is
+known for them.
 """
 
 import math
@@ -38,7 +38,7 @@ class Statistic:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of examples of the set, or the numbers in and out of distribution."""
+        """The number of examples of the set, or the numbers of ID and OOD examples."""
         return (len(self.influence),)
 
     def interval(self, level: float) -> Interval:
@@ -46,13 +46,13 @@ class Statistic:
         return Interval(self.value)
 
     def difference(self, reference: Any, level: float) -> Interval:
-        """This metric minus a reference method's, on the same examples."""
+        """This metric minus a reference method's metric on the same examples."""
         return Interval(self.value - reference.value)
 
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The fraction of examples with a property: `influence` is 1 for these, 0 for others."""
+    """The fraction of examples with a property; their `influence` is 1, all others have 0."""
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
@@ -61,7 +61,7 @@ class Proportion(Statistic):
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Proportion", level: float) -> Interval:
-        """This metric minus a reference method's, on the same examples."""
+        """This metric minus a reference method's metric on the same examples."""
         low, high = paired_proportions_interval(self.influence - reference.influence, level)
         return Interval(self.value - reference.value, low, high)
 
@@ -93,7 +93,7 @@ class Mean(Statistic):
         return Interval(self.value, max(low, self.lowest), min(high, self.highest))
 
     def difference(self, reference: "Mean", level: float) -> Interval:
-        """This metric minus a reference method's, on the same examples."""
+        """This metric minus a reference method's metric on the same examples."""
         value, influence = self._distance()
         reference_value, reference_influence = reference._distance()
         difference = value - reference_value
@@ -123,7 +123,7 @@ class MeanShare(Mean):
         """The value with its confidence interval."""
         if self.value not in (0, 1):
             return super().interval(level)
-        # All examples have the same share, 0 or 1, so this is a proportion.
+        # All examples have the same share, 0 or 1, so the mean is a proportion.
         n = len(self.influence)
         return Interval(self.value, *proportion_interval(self.value * n, n, level))
 
@@ -136,7 +136,7 @@ class Area(Statistic):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of examples in and out of distribution."""
+        """The numbers of ID and OOD examples."""
         return len(self.influence), len(self.influence_ood)
 
     def interval(self, level: float) -> Interval:
@@ -146,7 +146,7 @@ class Area(Statistic):
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Area", level: float) -> Interval:
-        """This metric minus a reference method's, on the same examples."""
+        """This metric minus a reference method's metric on the same examples."""
         error = _standard_error(
             self.influence - reference.influence, self.influence_ood - reference.influence_ood
         )

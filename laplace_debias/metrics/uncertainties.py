@@ -133,7 +133,7 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
     """Compute the mean variance of the logits after centring them over the classes.
 
     The mean variance is `(tr Σ - 1ᵀΣ1 / C) / C`. A common shift of all logits changes no
-    probability, so its variance does not count.
+    probability, so its variance is left out.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.
@@ -194,7 +194,7 @@ def difference_variances(
     first: Int[Tensor, "*n"],
     second: Int[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """Compute the variance of the difference of two classes' logits, in float64.
+    """Compute in float64 the variance of the difference of two classes' logits.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.
@@ -209,7 +209,7 @@ def difference_variances(
 def leading_classes(
     means: Float[Tensor, "members *n classes"],
 ) -> tuple[Int[Tensor, "*n"], Int[Tensor, "*n"]]:
-    """Return the predicted class and the runner-up, by the mean logits of a mixture."""
+    """Return the predicted class and the runner-up according to a mixture's mean logits."""
     first, second = means.mean(0).topk(2).indices.unbind(-1)
     return first, second
 
@@ -229,7 +229,7 @@ def margin_instability(
     indices = torch.stack(leading_classes(means), -1).expand(*means.shape[:-1], 2)
     leading_means = means.double().gather(-1, indices)
     margins = leading_means[..., 0] - leading_means[..., 1]
-    # A tie counts as a tie, whatever the variance of its margin.
+    # A margin of zero is a tie, whatever its variance.
     ratios = torch.where(margins != 0, -margins / variances.clamp(min=0).sqrt(), 0)
     log_probs = special.log_ndtr(ratios)
     return (log_probs.logsumexp(0) - math.log(len(means))).to(means.dtype)
