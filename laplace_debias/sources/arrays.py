@@ -142,7 +142,7 @@ def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
         return None
     if Pixels.from_settings(settings) is not None:
         return Pixels.from_settings(settings)
-    # Black and white are not known, so the smallest and the largest value are used.
+    # The values of black and white are unknown, so the smallest and largest value are used.
     first_images = x[:1000]
     low = float(first_images.min())
     high = float(first_images.max())

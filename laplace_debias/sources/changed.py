@@ -53,7 +53,7 @@ class Corruption:
         self._kept: dict[int, UInt8[Tensor, "batch channels height width"]] = {}
 
     def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
-        """Corrupt images, the first of which has the index `offset`."""
+        """Corrupt images; the first image has the index `offset`."""
         corrupted = self._kept.get(offset)
         if corrupted is None or len(corrupted) != len(x):
             pixels = self._pixels.pixels(x)

@@ -38,8 +38,8 @@ def corrupt(
     """Corrupt each image by one random kind of corruption, as in the paper.
 
     Image n of the call has the index `offset + n`. Its kind of corruption and its random numbers
-    depend only on this index and on `seed`. So the result does not depend on the batch size, and
-    severities are compared on the same draw.
+    depend only on this index and on `seed`. The result therefore does not depend on the batch size,
+    and severities are compared on the same draw.
 
     Reference:
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).
@@ -99,7 +99,7 @@ def _motion_blur(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
-    """Smear each pixel along a direction, with half-normal weights.
+    """Smear each pixel along a direction with half-normal weights.
 
     The weights are for 2 · radius + 1 steps.
     """
@@ -110,8 +110,8 @@ def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
     columns = np.arange(x.shape[1])
     blurred = np.zeros_like(x)
     for step, weight in zip(steps, weights / weights.sum(), strict=True):
-        # Repeat the edge beyond the image, because a moving camera would probably see more of the
-        # same.
+        # Repeat the edge beyond the image, because the pixels that a moving camera would see there
+        # are probably similar to the edge.
         moved_rows = (rows + round(step * np.sin(angle))).clip(0, x.shape[0] - 1)
         moved_columns = (columns + round(step * np.cos(angle))).clip(0, x.shape[1] - 1)
         blurred += weight * x[moved_rows[:, None], moved_columns]

@@ -23,7 +23,7 @@ _OF_TABLES = ("target", "features", "standardise")
 
 
 def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Splits]]:
-    """Find the data of the settings, without reading the images of a folder.
+    """Find the data of the settings without reading the images of a folder.
 
     Returns the number of outputs of a network for this data (None if it is not known), and a
     function that makes the splits for a network.

@@ -18,7 +18,7 @@ from laplace_debias.sources.table_files import SUFFIXES, read_table
 
 @dataclass(frozen=True, eq=False)
 class FurtherInputs:
-    """Further inputs without labels, with their paths in a folder as names."""
+    """Further inputs without labels, whose names are their paths in a folder."""
 
     examples: ExampleSource
     names: tuple[str, ...] | None = None

@@ -25,7 +25,7 @@ _GREY = ("1", "L", "LA")
 class View:
     """The conversion of a picture to a network's input.
 
-    `resized` maps Pillow images; if `any_size` is true, it makes pictures of different sizes equal.
+    `resized` maps Pillow images; if `any_size` is true, the resized pictures have equal sizes.
     """
 
     resized: Callable[[Any], Any]
@@ -76,7 +76,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
 
 def files_of(batches: Any) -> list[tuple[Path, int]] | None:
-    """Return the files and labels that a loader of the commands reads; None for other data."""
+    """Return the files and labels that a loader of the commands reads, or None for other data."""
     subset = getattr(batches, "dataset", None)
     if not isinstance(subset, Subset) or not isinstance(subset.dataset, ImageFiles):
         return None
@@ -96,7 +96,7 @@ def opened(file: Path, is_grey: bool = False) -> Any:
 
 
 def header(file: Path) -> tuple[tuple[int, int], str]:
-    """Read a picture's width, height and Pillow mode, without decoding it."""
+    """Read a picture's width, height and Pillow mode without decoding the picture."""
     try:
         with PIL.Image.open(file) as picture:
             return picture.size, picture.mode
@@ -118,7 +118,7 @@ def images_below(folder: Path) -> list[Path]:
 
 
 def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
-    """Whether the network takes one channel: by its first convolution, mean and std, or files."""
+    """Whether the network takes one channel, according to its convolution, mean and std, or files."""
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first in (1, 3):
         return first == 1

@@ -15,7 +15,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether a text looks like `my_pkg.models:build` and is not a file."""
+    """Return whether a string looks like `my_pkg.models:build` and is not a file."""
     return _PATH.fullmatch(text) is not None and not Path(text).exists()
 
 
@@ -55,7 +55,7 @@ def _no_module(path: str, option: str, module: str) -> str:
 
 
 def imported(path: str, option: str) -> Any:
-    """Import the object at `module:attribute`, also from the working directory."""
+    """Import the object at `module:attribute`, possibly from the working directory."""
     if _PATH.fullmatch(path) is None:
         raise ValueError(
             f"{option} is {path!r}. Pass an import path module:attribute, for example "
@@ -102,6 +102,6 @@ def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) 
 
 
 def described(error: BaseException) -> str:
-    """Describe an error in one line, by its type and the beginning of its message."""
+    """Describe an error in one line that has its type and the beginning of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

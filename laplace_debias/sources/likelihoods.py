@@ -1,4 +1,4 @@
-"""The likelihood of a network's outputs, from `--task` or from the data."""
+"""The likelihood of a network's outputs, determined by `--task` or by the data."""
 
 import numpy as np
 from torch import Tensor

@@ -27,10 +27,10 @@ class Loaded:
             all of them.
         likelihood: The likelihood of the network's outputs.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
-        num_train: N, the total number of training examples. `train` may have fewer
-            (`train_examples`), which then represent all of them.
-        validation: Examples that the network was not trained on, to tune on; None if there are
-            none.
+        num_train: N, the total number of training examples. `train` may have fewer examples
+            (`train_examples`), which then represent all N.
+        validation: Examples that the network was not trained on, to tune on; None without such
+            examples.
         test: Examples on which to evaluate the network.
         ood: Out-of-distribution examples by name.
         shifts: The test examples again, corrupted, by severity 1 … 5.

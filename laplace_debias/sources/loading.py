@@ -1,4 +1,4 @@
-"""The loader of a trained network and its data, as the settings specify."""
+"""The loader of the trained network and the data that the settings specify."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -63,7 +63,7 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
             f"There is no {library} architecture {name!r}.{nearest(name, names)} Check the name."
         )
     arguments = dict(settings.model_args)
-    # Published weights keep the number of classes with which they were trained.
+    # Published weights fix the number of classes, so the number is passed only without them.
     if num_outputs is not None and not pretrained:
         arguments.setdefault("num_classes", num_outputs)
     try:

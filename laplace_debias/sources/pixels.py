@@ -19,7 +19,7 @@ class Pixels:
     def inputs(
         self, pixels: UInt8[Tensor, "*n channels height width"]
     ) -> Float[Tensor, "*n channels height width"]:
-        """Convert pixels to inputs of the network, float32."""
+        """Convert pixels to float32 inputs of the network."""
         mean, std = self._columns()
         return (pixels.to(torch.float32) / 255 - mean) / std
 
@@ -40,7 +40,7 @@ class Pixels:
 
     @classmethod
     def from_settings(cls, settings: SourceSettings) -> "Pixels | None":
-        """Return the mean and std of the settings, or None without them."""
+        """Return the mean and std of the settings, or None if they are not set."""
         if settings.mean is None and settings.std is None:
             return None
         return cls(settings.mean or (0.0,), settings.std or (1.0,))

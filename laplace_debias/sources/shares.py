@@ -38,7 +38,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 
 
 def dealt(batches: Batches, read: BatchReader) -> Iterator[Batch]:
-    """Read every n-th batch for this process; indices are among the examples of all batches."""
+    """Read every n-th batch for this process; indices count the examples of all batches."""
     ranks = process_group()
     source = cast(Any, batches)
     if isinstance(batches, Changed):
@@ -85,7 +85,7 @@ class _Cut:
         for batch in self._batches:
             read_batch = self._read(batch)
             if was_too_small:
-                # The parts of later batches would be mistaken for parts of this batch.
+                # Continuing would mistake the parts of later batches for parts of this batch.
                 raise ValueError(
                     "A batch before the last one has fewer examples than there are processes "
                     f"({self._size}). Use larger batches, or start fewer processes."

@@ -34,7 +34,7 @@ USUAL_BATCH = 64
 
 @dataclass(frozen=True)
 class Columns:
-    """The conversion of table rows to inputs: (value − mean) / std, by column."""
+    """The conversion of table rows to inputs: (value − mean) / std for each column."""
 
     names: tuple[str, ...]
     mean: np.ndarray
@@ -42,16 +42,16 @@ class Columns:
     target: str
 
     def row(self, x: Float[Tensor, " columns"]) -> dict[str, float]:
-        """Return the columns of an input by name, in the units of the table."""
+        """Return the columns of an input by name and in the units of the table."""
         values = x.double().numpy() * self.std + self.mean
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def inputs(self, table: Any, source: str) -> Float[Tensor, "rows columns"]:
-        """Convert rows to inputs, float32."""
+        """Convert rows to float32 inputs."""
         return self.standardised(numbers(table, self.names, source))
 
     def standardised(self, values: np.ndarray) -> Float[Tensor, "rows columns"]:
-        """Convert values in the units of the table to inputs, float32."""
+        """Convert values in the units of the table to float32 inputs."""
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
 
@@ -84,7 +84,7 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
     if not counts.any():
         return
     listed = ", ".join(f"{count:,} in {name}" for name, count in counts.items() if count)
-    # Rows are counted from 1, without the header.
+    # The message counts rows from 1 and leaves out the header.
     first_row = int(is_bad.any(axis=1).to_numpy().argmax())
     raise ValueError(
         f"{source} has missing or infinite values: {listed}. The first is in data row "
@@ -116,7 +116,7 @@ class Splits:
 
     @property
     def num_outputs(self) -> int | None:
-        """The number of outputs that a network for the data has, or None if unknown."""
+        """The number of outputs that a network for the data has, or None if it is unknown."""
         if self.num_targets is None or self.likelihood is None:
             return self.num_targets
         return self.likelihood.num_outputs(self.num_targets)
@@ -232,7 +232,7 @@ def batches_of(
         Subset(dataset, indices.tolist()),
         batch_size=size or USUAL_BATCH,
         num_workers=workers,
-        # A separate generator, so that reading does not advance torch's global generator.
+        # The loader has its own generator, so that reading does not advance torch's global one.
         generator=torch.Generator().manual_seed(settings.seed),
         **options,
     )

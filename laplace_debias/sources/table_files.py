@@ -43,7 +43,7 @@ def table_files(path: Path) -> dict[str, Path] | None:
 
 
 def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
-    """Read a table as a pandas data frame; numbers in `text_columns` stay text."""
+    """Read a table as a pandas data frame; numbers in `text_columns` stay strings."""
     import pandas
 
     types = dict.fromkeys(text_columns, str)
@@ -77,7 +77,7 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
     target = _target(tables, files, settings)
     kinds = {table[target].dtype.kind for table in tables.values()}
     if len(kinds - set("iufb")) > 0 and len(kinds) > 1:
-        # In one file, all class names look like numbers, but in another file, some do not.
+        # Class names that look like numbers in one file must match the strings of another file.
         tables = {split: read_table(path, [target]) for split, path in files.items()}
     features = settings.features or tuple(
         name for name in next(iter(tables.values())).columns if name != target

@@ -1,4 +1,4 @@
-"""Targets from arrays, in the form of the likelihoods."""
+"""The conversion of arrays to targets in the form that the likelihoods take."""
 
 import numpy as np
 import torch

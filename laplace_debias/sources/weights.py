@@ -17,7 +17,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 
 
 def with_weights(model: nn.Module, path: Path) -> nn.Module:
-    """Copy a network, and load the weights of a different checkpoint into the copy."""
+    """Copy a network, and load the weights of another checkpoint into the copy."""
     copied = copy.deepcopy(model)
     load_weights(copied, path)
     return copied
