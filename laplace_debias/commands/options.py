@@ -222,8 +222,8 @@ class CommandLine(Generic[Settings]):
     def _parsed(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return `config`, `print_config` and, for each field on the command line, its values."""
         parser = self._parser()
-        # The keys of dictionaries are not known in advance. Add those of the arguments as options,
-        # such as --model_args.depth.
+        # The keys of dictionaries are not known in advance. Add the keys in the arguments as
+        # options, such as --model_args.depth.
         for flag in {word.partition("=")[0] for word in arguments if word.startswith("--")}:
             name, _, key = flag[2:].partition(".")
             option = self._by_name.get(name)

@@ -122,7 +122,7 @@ def run(settings: Settings) -> "Spectrum":
         path = settings.output / f"{name}.csv"
         write_csv([dict(zip(columns, row, strict=True)) for row in rows], path)
     if density is None:
-        # Remove the table of an earlier run, which would not match the new figure.
+        # Remove the table of an earlier run, because it would not match the new figure.
         (settings.output / "density.csv").unlink(missing_ok=True)
     path = settings.output / "spectrum.png"
     save(spectrum_figure(pairs, spectrum.trace, density, matrix), path)
