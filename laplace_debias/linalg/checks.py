@@ -1,4 +1,4 @@
-"""Checks of the arguments of the algorithms, before any product."""
+"""Checks of the algorithms' arguments, which run before any product is computed."""
 
 import difflib
 from collections.abc import Collection
@@ -47,8 +47,8 @@ def check_symmetric(
 ) -> None:
     """Check that two entries are equal wherever symmetry requires it.
 
-    The `differences` may be as large as a small multiple of `scale`, the norm of a product, or as
-    `tolerated`.
+    The check passes if `differences` are at most `tolerated`, or at most a small multiple of
+    `scale`, which is the norm of a product.
     """
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > max(30 * torch.finfo(A.dtype).eps ** 0.5 * scale, tolerated):

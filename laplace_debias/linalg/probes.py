@@ -1,4 +1,4 @@
-"""Random probe vectors with mean zero and covariance I."""
+"""Random probe vectors that have mean zero and covariance I."""
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ def draw(
     distribution: str,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "columns count"]:
-    """Draw probes one by one, so that they do not depend on the number drawn at once.
+    """Draw probes one by one, so that the values do not depend on how many are drawn at once.
 
     `"rademacher"`: entries ±1; `"gaussian"`: standard normal entries; `"spherical"`: uniform on the
     sphere of radius √n.

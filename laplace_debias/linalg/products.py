@@ -1,4 +1,4 @@
-"""Products with an operator, in chunks of columns; they are counted, checked and shown."""
+"""Products with an operator in chunks of columns, which are counted, checked and shown."""
 
 from collections.abc import Iterator
 
@@ -71,7 +71,7 @@ class Products:
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def chunks(self, columns: int) -> Iterator[int]:
-        """Return the sizes of chunks of a number of columns."""
+        """Return the sizes of the chunks into which `columns` columns are split."""
         for start in range(0, columns, self._chunk):
             yield min(self._chunk, columns - start)
 

@@ -106,7 +106,7 @@ class LinearSolution(Result):
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if all right-hand sides converged, otherwise a different stopping reason."""
+        """`CONVERGED` if all right-hand sides converged, otherwise another stopping reason."""
         if Status.DIVERGED in self.statuses:
             return Status.DIVERGED
         return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
@@ -144,9 +144,9 @@ class Solution(LinearSolution):
         num_iterations: Steps that each right-hand side took, a number or `[k]`.
         negative_direction: The normalised direction along which the curvature was not positive,
             `[n]` or `[n, k]`. It is zero for right-hand sides without such a direction, and None if
-            there is none at all.
-        negative_curvature: The curvature along this direction, a scalar or `[k]`; NaN where there
-            is none.
+            no right-hand side has such a direction.
+        negative_curvature: The curvature along this direction, a scalar or `[k]`; NaN for
+            right-hand sides without such a direction.
         directions: d_t as columns, `[n, T]` or `[n, T, k]`, if they were kept.
     """
 
@@ -284,10 +284,10 @@ def half_width(
     degrees_of_freedom: Float[Tensor, "*shape"] | float,
     level: float,
 ) -> Float[Tensor, "*shape"]:
-    """Compute half of the length of Student's interval; infinite or 0 if the standard error is."""
+    """Compute half of the length of Student's interval; a standard error of 0 or ∞ is returned."""
     if not 0 < level < 1:
         raise ValueError(f"`level` is {level}. Pass a probability between 0 and 1, such as 0.95.")
-    # SciPy is slow to import, and estimates do not need it.
+    # Import SciPy only here, because its import is slow and most uses of estimates do not need it.
     from scipy.stats import t as student
 
     degrees = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
@@ -358,7 +358,7 @@ class EigenPairs(Result):
         num_matvecs: Number of products.
         status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but the search for missed pairs did
             not end) or `MAX_ITER` (not all converged).
-        message: The status in words, with the remedy if there is one.
+        message: The status in words, and the remedy if the status has a remedy.
     """
 
     values: Float[Tensor, " k"]

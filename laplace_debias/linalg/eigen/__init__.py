@@ -1,1 +1,1 @@
-"""Eigenpairs, and the Krylov spaces in which they are found."""
+"""Eigenpairs, and the Krylov spaces in which the algorithms search for eigenpairs."""

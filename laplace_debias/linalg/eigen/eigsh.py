@@ -86,7 +86,7 @@ def lanczos_eigenpairs(
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
-    """Eigenpairs by thick-restart Lanczos from a random start."""
+    """Compute eigenpairs by thick-restart Lanczos from a random start."""
     A = products.operator
     n = A.shape[0]
     num_vectors = capacity(n, k, A.dtype.itemsize)
@@ -140,7 +140,7 @@ def arpack_eigenpairs(
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
-    """Eigenpairs by SciPy's ARPACK."""
+    """Compute eigenpairs by SciPy's ARPACK."""
     # Imported here, because SciPy is slow to import.
     from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
     from scipy.sparse.linalg import LinearOperator as SciPyOperator
@@ -214,7 +214,7 @@ def subspace_iteration(
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
-    """Eigenpairs from products with a block, with a Rayleigh–Ritz step after each."""
+    """Compute eigenpairs from products with a block and a Rayleigh–Ritz step after each product."""
     A = products.operator
     n = A.shape[0]
     width = min(n, k + max(k, 10))
@@ -222,7 +222,7 @@ def subspace_iteration(
     shift = _far_end(products, end, generator)
     block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
     rounding = 10 * torch.finfo(A.dtype).eps
-    # The tolerance is relative to the largest eigenvalue, which may be missing from the block.
+    # The tolerance is relative to the largest absolute eigenvalue, which the block may not contain.
     scale = abs(shift)
     while True:
         images = products(block)
@@ -266,7 +266,7 @@ def _check_products(max_matvecs: int, least: int, reason: str) -> None:
 
 
 def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
-    """Bound the opposite end of the spectrum; a shift by it makes the requested end largest."""
+    """Bound the opposite end of the spectrum; a shift by the bound makes the requested end largest."""
     if end == "magnitude":
         return 0.0
     A = products.operator

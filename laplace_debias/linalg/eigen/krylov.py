@@ -79,7 +79,7 @@ class KrylovBasis:
     def residuals(
         self, combinations: Float[Tensor, "size k"]
     ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-        """Bound the residual norms of Ritz vectors, in total and without parked directions."""
+        """Bound the residual norms of Ritz vectors, both in total and without parked directions."""
         pending = (self.coupling @ combinations).norm(dim=0)
         parked = [(rows[:, : self.size] @ combinations).norm(dim=0) for rows in self._parked]
         return pending + sum(parked, torch.zeros_like(pending)), pending
@@ -118,7 +118,7 @@ class KrylovBasis:
         self.add(direction / direction.norm())
 
     def expand(self, index: int) -> bool:
-        """Multiply a pending direction; return whether its residual became the last pending one."""
+        """Multiply a pending direction; return whether its residual became pending, as the last row."""
         direction = self._pending[index]
         expected = self._coupling[index, : self.size].clone()
         remaining = [row for row in range(len(self._pending)) if row != index]
@@ -141,7 +141,7 @@ class KrylovBasis:
         return self._keep_residual(residual, last)
 
     def rotate(self, rotation: Float[Tensor, "size new_size"], start: int = 0) -> None:
-        """Combine the rows of V from `start` on by a rotation with orthonormal columns."""
+        """Rotate the rows of V from row `start` on; the columns of `rotation` are orthonormal."""
         size, new_size = rotation.shape
         combinations = torch.zeros(self.size, start + new_size, dtype=torch.float64)
         combinations[:start, :start] = torch.eye(start, dtype=torch.float64)
@@ -190,7 +190,8 @@ class KrylovBasis:
             vector = vector - in_pending @ self._pending
             inside = inside + in_basis
             outside = outside + in_pending
-            # A vector that keeps its length was orthogonal already (Kahan and Parlett).
+            # If the vector keeps its length, it was already orthogonal, and no second pass is
+            # needed (Kahan and Parlett).
             if column_norms(vector) > 0.7 * norm_before:
                 break
         return vector, inside.double().cpu(), outside.double().cpu()

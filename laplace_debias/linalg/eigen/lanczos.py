@@ -1,4 +1,4 @@
-"""Extreme eigenpairs by thick-restart Lanczos, with a check that none was missed."""
+"""Extreme eigenpairs by thick-restart Lanczos, and a check that no eigenpair was missed."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class CompletenessCheck:
         self.has_restarted = False
 
     def has_found(self, goal: float) -> bool:
-        """Whether the sequence has an eigenvalue beyond the last requested one."""
+        """Whether the sequence has an eigenvalue beyond the last requested eigenvalue."""
         values, _ = eigh(
             self._basis.projected[self.start :, self.start :], "the projected operator"
         )
@@ -56,11 +56,12 @@ class CompletenessCheck:
         - A posteriori: the start has an inner product of $\eta / \sqrt n$ with a missed
           eigenvector, where η is below `_MISS` with a probability below `_MISS`. The Ritz vector is
           a polynomial of the operator times the start, and the roots of the polynomial are the
-          other Ritz values. So the Ritz vector's inner product with an eigenvector beyond θ is
-          greater than that of the start, by a factor of $1 / s$, where s is the inner product of
-          the Ritz vector and the start. The residual of the Ritz vector is then at least
-          $\delta \eta / (s \sqrt n)$. This bound is satisfied soon after the sequence has
-          converged. (After a restart, the start is no longer in the basis, and s is taken to be 1.)
+          other Ritz values. So the Ritz vector's inner product with an eigenvector beyond θ exceeds
+          the start's inner product with this eigenvector by a factor of at least $1 / s$, where s
+          is the inner product of the Ritz vector and the start. The residual of the Ritz vector is
+          then at least $\delta \eta / (s \sqrt n)$. This bound is satisfied soon after the sequence
+          has converged. (After a restart, the start is no longer in the basis, and s is taken to be
+          1.)
 
         A small residual does not prove this: if n is large, the residual of the start itself can be
         small, even if the start is nearly orthogonal to eigenvectors of large eigenvalues.
@@ -117,7 +118,7 @@ def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Ritz pairs, beginning with the requested ones; whether these converged and none was missed.
+    """Ritz pairs, the requested pairs first, and whether these converged and no pair was missed.
 
     `goal` is the largest residual of a converged pair.
     """
@@ -129,7 +130,7 @@ class SearchResult:
 
 
 def capacity(n: int, k: int, bytes_per_entry: int) -> int:
-    """Return the size of the basis in a search for k eigenpairs; a large basis saves products."""
+    """Return the basis size for a search for k eigenpairs; a large basis saves products."""
     useful = max(4 * k, 256)
     affordable = _BASIS_BYTES // (n * bytes_per_entry)
     return min(n, max(k + 20, 2 * k, min(useful, affordable)))
@@ -234,7 +235,7 @@ def _expand(
     length = basis.size - check.start if check else basis.size
     index = len(basis.coupling) - 1
     if check is None and pairs is not None and len(basis.coupling) > 1:
-        # Expand the sequence on which the worst of the requested pairs depends most.
+        # Expand the sequence that contributes most to the residual of the worst requested pair.
         worst = int(pairs.residuals[:k].argmax())
         index = int((basis.coupling @ pairs.combinations[:, worst]).abs().argmax())
     for _ in range(1 + length // 10):

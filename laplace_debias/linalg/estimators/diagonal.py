@@ -1,4 +1,4 @@
-"""The diagonal of an operator, by Hutchinson's probes or XDiag."""
+"""Estimates of an operator's diagonal by Hutchinson's probes or XDiag."""
 
 from collections.abc import Callable
 

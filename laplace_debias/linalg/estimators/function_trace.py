@@ -1,4 +1,4 @@
-"""Traces of matrix functions by a Lanczos quadrature, with an estimate of its bias."""
+"""Traces of matrix functions by a Lanczos quadrature whose bias is estimated."""
 
 from collections.abc import Callable
 
@@ -77,8 +77,8 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
         size * (weights * values_at(nodes, weights, function)).sum(dim=1).mean()
         for nodes, weights in (fewer, (rule.nodes, rule.weights))
     ]
-    # This is the remaining error if it falls as the inverse root of the number of steps. It is an
-    # overestimate if the error falls faster.
+    # The estimate of the bias is right if the bias falls as the inverse root of the number of
+    # steps. If the bias falls faster, the estimate is too large.
     squared_bias = ((values[1] - values[0]) / (2**0.25 - 1)) ** 2
     return Estimate(
         mean,

@@ -17,13 +17,14 @@ ValueAndError = tuple[Tensor, Tensor, Tensor]
 def xtrace(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
     """Estimate the trace from half as many probes as products."""
     A = products.operator
-    # The probes have uniform directions. The length of a probe's part outside a range is noise, and
-    # is divided out.
+    # The directions of the probes are uniform. The length of a probe's part outside a range is only
+    # noise, so it is divided out.
     probes = draw(A, total // 2, "spherical", generator)
     images = products(probes)
     U = range_basis(images)
     images_of_basis = products(U)
-    # In coordinates of the basis no array depends on n, so leaving out a further probe is cheap.
+    # In the coordinates of the basis, the size of no array depends on n, so leaving out another
+    # probe is cheap.
     problem = TraceInCoordinates(
         num_rows=len(probes),
         precision=relative_precision(images),

@@ -1,4 +1,4 @@
-"""The mean of probes' quadratic forms, with an error that uses all of the products."""
+"""The mean of probes' quadratic forms, and a standard error that uses all of the products."""
 
 import torch
 from jaxtyping import Float
@@ -98,7 +98,7 @@ class QuadraticForms:
         self._num_probes = 0
 
     def add(self, probes: Float[Tensor, "n k"], images: Float[Tensor, "n k"]) -> None:
-        """Add further probes, as columns, and the products of B with them."""
+        """Add the columns of `probes`, and the products of B with these columns."""
         entries = probes * images
         self._samples.append(entries.sum(dim=0))
         self._magnitudes.append(torch.linalg.vector_norm(entries, ord=1, dim=0))
@@ -112,9 +112,9 @@ class QuadraticForms:
             self._num_probes += self._probes[-1].shape[1]
 
     def mean(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the mean, its standard error and the degrees of freedom of that.
+        """Compute the mean, its standard error, and the degrees of freedom of the standard error.
 
-        One probe: an infinite error, 0 degrees.
+        For a single probe, the standard error is infinite and the degrees of freedom are 0.
         """
         samples = torch.cat(self._samples)
         count = len(samples)
@@ -127,7 +127,7 @@ class QuadraticForms:
         return mean, at_least_rounding(standard_error, magnitude), degrees
 
     def _effective_number(self, mean: Tensor) -> Tensor:
-        """Estimate tr(C)²/tr(C²), from 1 to n; return 1, which is safe, if few probes were kept."""
+        """Estimate tr(C)²/tr(C²), from 1 to n; if few probes were kept, return the safe value 1."""
         lowest = torch.ones_like(mean)
         if self._num_probes < _MIN_PROBES:
             return lowest
@@ -164,7 +164,7 @@ class SquaredNorms:
         self._num_images = 0
 
     def add(self, images: Float[Tensor, "rows k"]) -> None:
-        """Add the images A ω of further probes, as columns."""
+        """Add columns, which are the images A ω of further probes."""
         norms = torch.linalg.vector_norm(images, dim=0, dtype=torch.float64)
         self._samples.append(norms.square())
         capacity = min(_MAX_IMAGES, _MAX_ELEMENTS // len(images)) - self._num_images
@@ -173,9 +173,9 @@ class SquaredNorms:
             self._num_images += self._images[-1].shape[1]
 
     def mean(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the mean, its standard error and the degrees of freedom of that.
+        """Compute the mean, its standard error, and the degrees of freedom of the standard error.
 
-        One probe: an infinite error, 0 degrees.
+        For a single probe, the standard error is infinite and the degrees of freedom are 0.
         """
         samples = torch.cat(self._samples)
         count = len(samples)
@@ -190,7 +190,7 @@ class SquaredNorms:
         images = torch.cat(self._images, dim=1).double()
         gram = (images.T @ images).fill_diagonal_(0)
         trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))
-        # This mean is unbiased, because only products of different probes enter.
+        # The mean is unbiased, because it contains only products of different probes.
         count = len(samples)
         squared_trace = (samples.sum() ** 2 - (samples**2).sum()) / (count * (count - 1))
         n = self._num_columns

@@ -23,7 +23,7 @@ _BASIS_ELEMENTS = 2**28
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    r"""Nodes (Ritz values) and weights `[probes, steps]`, a rule per probe; its weights sum to 1.
+    r"""Nodes (Ritz values) and weights `[probes, steps]`: a rule per probe, with weights of sum 1.
 
     `alphas` and `betas` are the tridiagonal matrices, empty if all eigenvalues are known
     (`is_exact`); `forms` are $\omega^\top f(A)\,\omega$ of the probes, if f was given.
@@ -38,7 +38,7 @@ class Quadrature:
     forms: QuadraticForms | None = None
 
     def shorter(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Compute nodes and weights `[probes, steps]` of fewer steps from the same products."""
+        """Compute the nodes and weights that fewer steps would give, from the same products."""
         return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1])
 
     def averaged(self, steps: int) -> tuple[Tensor, Tensor]:

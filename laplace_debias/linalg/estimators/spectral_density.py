@@ -1,4 +1,4 @@
-"""The spectral density of a symmetric operator, smoothed, on a linear or a logarithmic scale."""
+"""The smoothed spectral density of a symmetric operator on a linear or logarithmic scale."""
 
 import math
 from collections.abc import Callable
@@ -164,12 +164,12 @@ def _grid(
     positions: Tensor, weights: Tensor, num_points: int, width: float | None, scale: str
 ) -> tuple[Tensor, float]:
     """Return the grid, and the width of the smoothing."""
-    # Weights of rounding size belong to no eigenvalue that the grid should contain.
+    # The grid need not contain nodes whose weights are only rounding errors.
     weighty = positions[weights > torch.finfo(weights.dtype).eps]
     low = float(weighty.min())
     high = float(weighty.max())
     largest = max(abs(low), abs(high))
-    # On a logarithmic scale, a position is rounded, and so is the eigenvalue that it belongs to.
+    # On a logarithmic scale, `rounding` includes the rounding of a position and of its eigenvalue.
     rounding = torch.finfo(positions.dtype).eps * (largest + 1 if scale == "log" else largest)
     if width is None:
         # A spectrum without extent still needs a width. On a logarithmic scale, where the unit is
@@ -215,7 +215,7 @@ def moments(
     """Means over probes and nodes of the powers of the normal density around each grid point."""
     sums = grid.new_zeros(powers, len(grid))
     for centres, masses in zip(positions, weights, strict=True):
-        # Most weights of an exact rule on the logarithmic scale may be zero.
+        # Nodes with weight zero are skipped. An exact rule on the logarithmic scale may have many.
         is_weighty = masses != 0
         centre_chunks = centres[is_weighty].split(4096)
         mass_chunks = masses[is_weighty].split(4096)
@@ -277,7 +277,7 @@ def quadrature_error(
     better = averaged_density(steps)
     from_half = averaged_density(max(2, steps // 2))
     squares = (density - better) ** 2 + (better - from_half) ** 2
-    # Half the distance between neighbouring nodes, if the nodes were spread evenly.
+    # Neighbouring nodes would be twice `reach` apart if the nodes were spread evenly.
     reach = len(grid) // steps // 2
     sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
     index = torch.arange(len(grid), device=grid.device)

@@ -257,6 +257,6 @@ def _conjugate_directions(
 def _iterations(
     max_iter: int | None, A: LinearOperator, progress: bool, label: str
 ) -> Iterable[int]:
-    """Yield the numbers of the iterations, with a progress bar."""
+    """Yield the numbers of the iterations and show a progress bar."""
     count = 10 * A.shape[0] if max_iter is None else whole(max_iter, "max_iter")
     return tqdm(range(count), desc=label, unit="iteration", leave=False, disable=not progress)

@@ -1,4 +1,4 @@
-"""Inverses of operators, as operators: in closed form if possible, otherwise by solves."""
+"""Inverses of operators as operators, in closed form if possible and otherwise by solves."""
 
 from dataclasses import dataclass
 
@@ -129,8 +129,8 @@ class LeastSquaresInverse(Wrapper):
         for column in matrix.T.detach().cpu().numpy():
             norm = np.linalg.norm(column.astype(np.float64))
             right_side = column / norm if norm > 0 else column
-            # SciPy stops a solve by an estimate of the condition number, which is only right if the
-            # norm of the operator is about one.
+            # SciPy stops a solve by an estimate of the condition number. The estimate is right only
+            # if the norm of the operator is about 1, so the operator is scaled.
             scale = np.linalg.norm(unscaled_operator.rmatvec(right_side).astype(np.float64))
             if not (norm > 0 and scale > 0):
                 columns.append(np.zeros(self.operator.shape[1], column.dtype))

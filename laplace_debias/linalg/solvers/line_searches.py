@@ -59,7 +59,8 @@ class LineSearches:
             self._num_matvecs = b.shape[1]
         # In these units, the squares of each right-hand side and its residual are in the range of
         # single precision. Scaling by powers of two changes no digit.
-        # With the row of zeros, there is a largest entry even if the operator has no rows.
+        # The added row of zeros ensures that a largest entry exists even if the operator has no
+        # rows.
         entries = [b.abs(), self.residual.abs(), b.new_zeros(1, b.shape[1])]
         largest = torch.cat(entries).amax(dim=0)
         self._unit = torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
@@ -161,7 +162,7 @@ class LineSearches:
         return Iterate(iteration, x, self._direction, **self._history)
 
     def solution(self, otherwise: Status) -> Solution:
-        """Return the solution so far; `otherwise` is the status of those still running."""
+        """Return the solution so far; running right-hand sides get the status `otherwise`."""
         self.end(True, otherwise)
         no_step = self._shaped(self._x[:0])
         history: dict[str, Any] = {

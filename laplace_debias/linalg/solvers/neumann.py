@@ -120,7 +120,7 @@ def neumann(
 
 
 def _statuses(has_grown: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
-    """Return the stopping reason of each right-hand side, from scalars or tensors `[k]`."""
+    """Return the stopping reason of each right-hand side from scalars or tensors `[k]`."""
     statuses = []
     for grown, solved in zip(has_grown.reshape(-1), is_solved.reshape(-1), strict=True):
         if grown:

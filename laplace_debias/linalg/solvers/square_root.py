@@ -1,4 +1,4 @@
-"""The root of an operator's inverse, and samples of a Gaussian by products with its precision."""
+"""The root of an operator's inverse, and samples of a Gaussian from products with its precision."""
 
 import math
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ def inverse_sqrt(
 class InverseRoot(SelfAdjoint):
     """The inverse root of an operator; each product is a Lanczos run. Made by `inverse_sqrt`.
 
-    `least` is a lower bound of the eigenvalues. Without one, the smallest Ritz value is used.
+    `least` is a lower bound of the eigenvalues. If it is None, the smallest Ritz value is used.
     """
 
     least: float | None
@@ -180,7 +180,7 @@ class InverseRoot(SelfAdjoint):
                 has_residual = has_residual and basis.size < basis.capacity and basis.expand(0)
             coordinates, error = self._coordinates(basis)
         if len(basis.coupling) == 0 or basis.size == len(column):
-            # The product lies in the Krylov space.
+            # The product lies in the Krylov space, so its coordinates in the basis determine it.
             error = 0.0
         return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
