@@ -1,4 +1,4 @@
-"""Checks of arguments; each argument is checked once, in a public function."""
+"""Checks of arguments. Each argument is checked once, in a public function."""
 
 import operator
 import reprlib
@@ -55,9 +55,9 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
 def checked_weights(
     weights: Sequence[float] | Tensor | float | None, name: str
 ) -> Float[Tensor, " n"] | None:
-    """Convert weights to a float64 vector on the CPU; None stays None.
+    """Convert weights to a float64 vector on the CPU, and return None for None.
 
-    Weights must be at least 0, and not all of them 0.
+    Weights must be at least 0, and at least one weight must be greater than 0.
     """
     if weights is None:
         return None
@@ -93,7 +93,8 @@ def check_generator(generator: object) -> None:
 def check_no_autocast(device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Raise an error under autocast, which would round numbers to half precision.
 
-    Autocast does not round float64, and does not exist for the device `meta`.
+    No error is raised for float64, which autocast does not round, nor for the device `meta`, which
+    has no autocast.
     """
     if dtype == torch.float64 or device.type == "meta":
         return

@@ -2,7 +2,7 @@
 
 
 class RankError(RuntimeError):
-    """An error that is raised because a different rank has failed or disappeared.
+    """An error that is raised because another rank has failed or disappeared.
 
     It replaces an error whose type is not available on this rank.
     """

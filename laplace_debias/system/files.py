@@ -1,4 +1,4 @@
-"""Files that are written atomically, with a checksum."""
+"""Files that contain a checksum and are written atomically."""
 
 import hashlib
 import json
@@ -46,7 +46,8 @@ def written_atomically(
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        # The error may belong to another file that was to be copied here.
+        # An error about another file, such as a file that the block copies here, is raised
+        # unchanged.
         if error.filename not in (None, str(temporary)):
             raise
         raise _explained(error, path) from error
@@ -90,7 +91,7 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
 
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """Return an error of the same type, whose text explains it in sentences."""
+    """Return an error of the same type whose message explains the error in sentences."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
         f"{path} cannot be written ({reason}). Choose a different path, or free some space on "
@@ -116,7 +117,7 @@ STORED_DTYPES = {
 }
 """The dtypes that a file may have, by their names in the safetensors format."""
 _BLANK = "0" * 64
-# Quotes within names and texts are escaped, so this pattern matches only once in a header.
+# Quotes within names and strings are escaped, so this pattern matches only once in a header.
 _CHECKSUM = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')
 
 
@@ -125,14 +126,14 @@ class DamagedFileError(ValueError):
 
 
 def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file in place; equal contents give equal bytes.
+    """Write strings and tensors to a file in place, so that equal contents give equal bytes.
 
-    The safetensors library is not used, because it writes texts in no fixed order and needs memory
-    for a copy of all tensors. This function needs memory for a copy of one tensor, on the CPU. No
-    text may have the name `checksum`.
+    The safetensors library is not used, because it writes strings in no fixed order and needs
+    memory for a copy of all tensors. This function needs CPU memory for a copy of only one tensor.
+    No string may have the name `checksum`.
     """
     entries: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
-    # Wide entries come first, so that each tensor is aligned.
+    # Tensors with wide entries come first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     start = 0
     for name in names:
@@ -162,16 +163,16 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor's entries, in their order."""
+    """Return the bytes of a tensor's entries in row-major order."""
     entries = tensor.detach().cpu().reshape(-1)
     if entries.stride(0) != 1:
-        # A single entry counts as contiguous, whatever its stride.
+        # Torch regards a tensor of a single entry as contiguous, whatever its stride.
         entries = entries.clone(memory_format=torch.contiguous_format)
     return entries.view(torch.uint8).numpy().data
 
 
 def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read a file's texts and tensors, and check that the file is not damaged."""
+    """Read a file's strings and tensors, and check that the file is not damaged."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DamagedFileError("it is a device or a pipe")
     raw = path.read_bytes()

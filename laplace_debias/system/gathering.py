@@ -18,7 +18,7 @@ from torch import Tensor
 IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
 """Whether this process works independently, even though there is a process group."""
 
-# Announced by processes that need no parameter.
+# The number that a process announces if it needs no parameter.
 _WAITS = -1
 
 
@@ -67,12 +67,12 @@ def _gatherings() -> _Gatherings:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a `DTensor`, each process having a part of it."""
+    """Whether a tensor is a `DTensor`, of which each process has a part."""
     return hasattr(tensor, "full_tensor")
 
 
 def number_parameter(parameter: Tensor) -> None:
-    """Give a sharded parameter its number, in the same order on all processes."""
+    """Number a sharded parameter; all processes must number their parameters in the same order."""
     _gatherings().add(parameter)
 
 
@@ -80,7 +80,7 @@ def full_value(parameter: Tensor) -> Tensor:
     """Gather a sharded parameter, while other processes gather it or wait in an exchange.
 
     Raises:
-        RuntimeError: If the parameter has no number, or within `alone`.
+        RuntimeError: If the parameter has no number, or if the call is within `alone`.
     """
     sharded: Any = parameter
     with torch.no_grad():

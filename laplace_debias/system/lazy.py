@@ -1,6 +1,6 @@
 """Packages, functions and registries whose contents are imported when they are first used.
 
-With these, the command line reads the options of a command without importing torch.
+Because of this module, the command line can read the options of a command without importing torch.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def function_from(module: str, name: str) -> Callable[..., Any]:
 
 
 class LazyRegistry(MutableMapping[str, type[Entry]]):
-    """Classes by their names; each is imported when it is first looked up.
+    """Classes by their names; each class is imported when it is first looked up.
 
     The names can be listed without an import, as the options of the command line require.
 

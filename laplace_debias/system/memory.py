@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 # kernel takes microseconds.
 ROOM = defaultdict(lambda: 16, cpu=1)
 
-# Messages of torch's allocators and of NVIDIA's libraries. The CPU allocator raises a plain
-# RuntimeError.
+# Messages of torch's allocators and of NVIDIA's libraries. They are needed because the CPU
+# allocator raises a plain RuntimeError.
 _MESSAGES = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-# Files of Linux that report memory.
+# Linux reports memory in these files.
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
-    """Return the bytes that can still be allocated, or None if unknown.
+    """Return the bytes that can still be allocated, or None if the number is unknown.
 
     For a GPU, these are the free bytes plus the bytes that torch's allocator has reserved but does
     not use. For the CPU, these are the bytes that Linux reports as available, within the limit of
@@ -52,7 +52,7 @@ def available_memory(device: torch.device | None = None) -> int | None:
         with suppress(OSError, LookupError):
             kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]
             limits.append(1024 * int(kibibytes))
-        # Without a limit, the file contains "max".
+        # If the group has no limit, the file contains "max".
         with suppress(OSError, LookupError, ValueError):
             limit = int((_CGROUP / "memory.max").read_text())
             stat = (_CGROUP / "memory.stat").read_text()
@@ -121,7 +121,7 @@ class MemoryCounter(TorchDispatchMode):
         return result
 
     def _register(self, value: Any, is_new: bool) -> None:
-        """Remember a tensor's storage until it is freed; count its bytes if it is new."""
+        """Remember a tensor's storage until it is freed; count its bytes if the storage is new."""
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return
         storage = value.untyped_storage()

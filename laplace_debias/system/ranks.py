@@ -23,7 +23,7 @@ from laplace_debias.system.errors import RankError
 from laplace_debias.system.gathering import IS_ALONE, join_others
 
 Key = TypeVar("Key", bound=Hashable)
-# Some tensors for each key; None is a missing tensor.
+# The tensors of each key. None stands for a missing tensor.
 TensorsByKey = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
 
@@ -32,8 +32,8 @@ Shared = dict[Key, tuple[Tensor | None, ...]]
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
 }
-# An event of the collective call, which is set after the other ranks have left the call and need no
-# error.
+# The event of the current collective call. It is set once the other ranks have left the call,
+# because they then need no error.
 _VERB: ContextVar[Event | None] = ContextVar("verb", default=None)
 
 
@@ -44,7 +44,7 @@ class Ranks:
     size = 1
 
     def exchange(self, value: Any) -> list[Any]:
-        """Collect a value of every rank, in their order.
+        """Collect a value of every rank, in the order of the ranks.
 
         If a rank has failed, its error is raised with the number of the rank, or `RankError`.
         """
@@ -64,15 +64,15 @@ class Ranks:
         """Sum tensors over all ranks in place; every rank gets the same bits."""
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
-        """Sum tensors to one rank each; the keys are the same, in the same order, on all ranks."""
+        """Sum each tensor to its owner; all ranks have the same keys in the same order."""
         return dict(sums)
 
     def share(self, owned: TensorsByKey, owners: Mapping[Key, int]) -> Shared:
-        """Send each owner's tensors to all ranks; keys are the same, in the same order, on all."""
+        """Send each owner's tensors to all ranks, which have the same keys in the same order."""
         return {key: tuple(owned[key]) for key in owners}
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Join the rows of all ranks, in the order of ranks; None if no rank has any."""
+        """Join the rows of all ranks in the order of the ranks; None if no rank has rows."""
         return None if tensors is None else list(tensors)
 
 
@@ -105,7 +105,7 @@ class Group(Ranks):
         return [value_of_rank for _, value_of_rank in by_rank]
 
     def require_same(self, **marks: Any) -> None:
-        """Require that marks have the same text on all ranks."""
+        """Require that marks have the same string form on all ranks."""
         texts = {n: str(mark() if callable(mark) else mark) for n, mark in marks.items()}
         by_rank = self.exchange({name: " ".join(text.split()) for name, text in texts.items()})
         for name, first_text in by_rank[0].items():
@@ -128,7 +128,7 @@ class Group(Ranks):
                 tensor.copy_(total)
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
-        """Sum tensors to one rank each; the keys are the same, in the same order, on all ranks."""
+        """Sum each tensor to its owner; all ranks have the same keys in the same order."""
         self.exchange(None)
         totals: dict[Key, Tensor] = {}
         for key, summand in sums.items():
@@ -140,7 +140,7 @@ class Group(Ranks):
         return totals
 
     def share(self, owned: TensorsByKey, owners: Mapping[Key, int]) -> Shared:
-        """Send each owner's tensors to all ranks; keys are the same, in the same order, on all."""
+        """Send each owner's tensors to all ranks, which have the same keys in the same order."""
         own_specs = [
             [None if x is None else (x.shape, x.dtype, x.device.type) for x in owned[key]]
             for key in owners
@@ -161,7 +161,7 @@ class Group(Ranks):
         return shared
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Join the rows of all ranks, in the order of ranks; None if no rank has any."""
+        """Join the rows of all ranks in the order of the ranks; None if no rank has rows."""
         owners = {rank: rank for rank in range(self.size)}
         shared = self.share({self.rank: tensors or ()}, owners)
         by_rank = [tensors_of_rank for tensors_of_rank in shared.values() if tensors_of_rank]
@@ -215,7 +215,7 @@ def check_joined() -> None:
 def collective(verb: str) -> Iterator[None]:
     """Make a call on all ranks; an error on one rank is raised on all of them.
 
-    A collective call within another collective call is a part of it.
+    A collective call within another collective call is a part of the outer call.
     """
     ranks = process_group()
     if not isinstance(ranks, Group) or _VERB.get() is not None:
@@ -255,7 +255,7 @@ def refuse_ranks(subject: str, advice: str) -> None:
 
 
 def _leave() -> None:
-    """Note that the ranks separate; a later error on one rank is not sent to the others."""
+    """Note that the ranks separate here, so that a later error is not sent to the other ranks."""
     has_left = _VERB.get()
     if has_left is not None:
         has_left.set()
@@ -276,7 +276,7 @@ def _collective_errors() -> Iterator[None]:
 
 
 def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:
-    """Allocate another rank's tensor on the same kind of device, which collectives require."""
+    """Allocate space for another rank's tensor on the device type that collectives require."""
     if spec is None:
         return None
     shape, dtype, kind = spec

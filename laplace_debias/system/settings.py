@@ -1,4 +1,4 @@
-"""Settings of commands: what they declare for the command line, and checks of their values.
+"""Settings of commands: their declarations for the command line and the checks of their values.
 
 This module does not import torch, so that the command line starts quickly.
 """
@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 class CommandSettings:
     """A base class for a command's settings, which are a dataclass with a field per option.
 
-    The type and the default of an option are those of its field, and its help text is the entry of
-    the field in the docstring's `Attributes`. `option` declares the other properties.
+    An option has the type and the default of its field, and its help text is the entry of the field
+    in the docstring's `Attributes`. `option` declares the other properties.
     """
 
     heading: ClassVar[str] = "Options"

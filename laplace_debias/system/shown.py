@@ -18,7 +18,7 @@ _MOST_SHOWN_VALUES = 3
 def one_line(value: Any) -> str:
     """Format an object's class and its non-empty attributes in one line.
 
-    Long tensors are shown by their shapes.
+    For a long tensor, only the shape is shown.
     """
     attributes = []
     for name, attribute in vars(value).items():
@@ -29,7 +29,7 @@ def one_line(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Format a value; a vector by its length and both ends, a matrix by its shape."""
+    """Format a value; for a vector, show its length and both ends, and for a matrix, its shape."""
     if isinstance(value, Tensor):
         if value.ndim != 1 or not len(value):
             return _short(value.item()) if value.numel() == 1 else str(list(value.shape))
@@ -48,7 +48,7 @@ def _short(value: Any) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns of rows: the first one to the left, the others to the right."""
+    """Align the columns of rows: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for title, *values in rows:
@@ -60,7 +60,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
     """Format a table for notebooks.
 
-    Real numbers have four digits, and None is an empty cell.
+    Real numbers are shown with four digits, and None is shown as an empty cell.
     """
     head = f"<thead>{_line('th', header)}</thead>" if header else ""
     return f"<table>{head}{''.join(_line('td', row) for row in rows)}</table>"
@@ -76,18 +76,18 @@ def _line(tag: str, cells: Sequence[object]) -> str:
     return f"<tr>{texts}</tr>"
 
 
-# Packages whose frames may be between the user's line and the line that warns.
+# Packages whose frames may lie between the user's line and the line that issues the warning.
 _PASSED_PACKAGES = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "jaxtyping"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the nearest line of code outside of this package."""
     frame: FrameType | None = sys._getframe(1)
-    # Level 1 is this function.
+    # Level 1 would be this function, so the search starts at level 2.
     level = 2
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        # Functions that beartype creates have no real file name.
+        # Functions that beartype creates have no real file name, and their frames are skipped.
         if module not in _PASSED_PACKAGES and not frame.f_code.co_filename.startswith("<@beartype"):
             break
         frame = frame.f_back

@@ -48,10 +48,11 @@ It is held while a batch is read, or while a scikit-learn estimator is trained.
 
 
 class Randomness:
-    """A context in which random numbers come from a given generator, not torch's global one.
+    """A context in which random numbers come from a given generator, not torch's global generator.
 
-    Afterwards, the global generator has the same state as before. A thread that draws from it in
-    the meantime does not get the usual sequence. `random` and NumPy's generators are not changed.
+    Afterwards, the global generator has the same state as before. A thread that draws from the
+    global generator in the meantime does not get the usual sequence. `random` and NumPy's
+    generators are not changed.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -91,7 +92,7 @@ class SharedSetting:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Make the setting for the duration of a context."""
-        # An abandoned context may be left by a different thread, the one that frees it.
+        # An abandoned context may be left by the thread that frees it, which may be another thread.
         thread = threading.get_ident()
         self._enter(thread)
         try:
@@ -100,14 +101,14 @@ class SharedSetting:
             self._leave(thread)
 
     def is_made_by_this_thread(self) -> bool:
-        """Whether the calling thread itself, not only a different thread, is within the setting."""
+        """Whether the calling thread itself, not only another thread, is within the setting."""
         return threading.get_ident() in self._holders
 
     def _enter(self, thread: int) -> None:
         with _SETTINGS:
             if self._entered is None:
-                # A different thread may leave the setting, so it is entered in a copied context, in
-                # which the other thread can leave it.
+                # Another thread may leave the setting. The setting is therefore entered in a copied
+                # context, in which any thread can leave it.
                 manager = self._make()
                 context = copy_context()
                 context.run(manager.__enter__)
