@@ -52,7 +52,7 @@ class Sum(Joined):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The layout that all terms share, if they have one."""
+        """The layout that all terms share, or None if they have no layout."""
         return next((term.layout for term in self.terms if term.layout is not None), None)
 
     @property
@@ -147,7 +147,8 @@ class Transpose(Wrapper):
         layout: How the operator's rows correspond to named parameters, or None if they do not.
     """
 
-    # One operator has one adjoint, whichever function computes it.
+    # An operator has only one adjoint, whichever function computes its products, so `product` is
+    # not compared.
     product: Callable[[Tensor], Tensor] = field(compare=False)
     layout: ParameterLayout | None = None
 
@@ -163,7 +164,8 @@ class Transpose(Wrapper):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the adjoint with a different dtype or device."""
-        # `product` belongs to the operator before its conversion.
+        # `product` belongs to the operator before its conversion, so the adjoint of the converted
+        # operator is taken.
         return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class Transpose(Wrapper):
 
 
 def _adjoint(a: LinearOperator, b: LinearOperator) -> bool:
-    """Whether a is known to be the adjoint of b, without comparing entries."""
+    """Whether a is known to be the adjoint of b, although no entries are compared."""
     if isinstance(a, Transpose):
         return same(a.operator, b)
     if isinstance(b, Transpose):
@@ -193,7 +195,8 @@ def _(left: LinearOperator, right: LinearOperator) -> LinearOperator:
 def _(left: Sum, right: LinearOperator) -> LinearOperator:
     if isinstance(right, Sum):
         return reduce(add, right.terms, cast(LinearOperator, left))
-    # A term may absorb the new one, as a multiple of the identity absorbs another.
+    # An existing term may absorb the new term, as a multiple of the identity absorbs another
+    # multiple.
     for i, term in enumerate(left.terms):
         joint = add(term, right)
         if not isinstance(joint, Sum):

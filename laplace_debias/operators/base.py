@@ -211,7 +211,7 @@ class LinearOperator(ABC):
         Raises:
             IndexError: If an index is out of range.
             KeyError: If the operator has no parameter or block with this name.
-            TypeError: If an index is of another type.
+            TypeError: If an index has a type that is not listed above.
         """
         pair = isinstance(index, tuple)
         if pair and len(index) != 2:
@@ -249,7 +249,7 @@ class LinearOperator(ABC):
         return vector
 
     def __repr__(self) -> str:
-        # The default `repr` of a dataclass would print every tensor in it.
+        # The default `repr` of a dataclass would print every tensor in the operator.
         return (
             f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
         )
@@ -267,7 +267,7 @@ class LinearOperator(ABC):
         Raises:
             TypeError: If NumPy does not have the dtype.
         """
-        # SciPy is slow to import, and few callers need it.
+        # Import SciPy only here, because its import is slow and few callers need this method.
         from scipy.sparse.linalg import LinearOperator as SciPyOperator
 
         if self.dtype not in NUMPY_TYPES:

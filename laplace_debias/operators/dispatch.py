@@ -18,7 +18,7 @@ Rule = Callable[[Any, Any], Any]
 
 
 class Pairwise:
-    """A function of two operators that is chosen by the types of both.
+    """A function of two operators that is chosen by the types of both operators.
 
     Rules are tried from the most special type to the most general one. If a rule returns None, the
     next rule is tried. The file of a structure registers the rules for this structure; `algebra`
@@ -64,7 +64,7 @@ def scale(operator: Any, scalar: Scalar) -> Any:
 
 @singledispatch
 def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
-    """Take rows and columns of an operator by their indices, in the order of the indices."""
+    """Select rows and columns of an operator in the order of the given indices."""
     raise NotImplementedError
 
 
@@ -110,7 +110,7 @@ def not_finite_error(name: str) -> ValueError:
 
 
 def _floating_numbers(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors and numbers in an operator, at any depth, as tensors."""
+    """Yield, as tensors, all floating-point tensors and numbers that an operator contains."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

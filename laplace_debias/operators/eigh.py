@@ -77,7 +77,7 @@ def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
     """Divide matrices by powers of two, so that their largest entries lie in [½, 1).
 
     LAPACK may not converge if entries are close to the smallest or largest number of a dtype.
-    Scaling by a power of two changes no digit.
+    Scaling by a power of two causes no rounding.
 
     Returns:
         The scaled matrices and the exponents of the powers of two; or the unscaled matrices and
@@ -111,8 +111,8 @@ def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _eigh_by_qr_iterations(matrices: Tensor) -> Decomposition:
-    """Decompose by LAPACK's `syev`, its slowest algorithm and the least likely to fail."""
-    # Imported here because it is slow to import and only needed if torch's algorithms fail.
+    """Decompose by `syev`, the slowest of LAPACK's algorithms and the least likely to fail."""
+    # Import SciPy only here, because its import is slow and needed only if torch's algorithms fail.
     import scipy.linalg
 
     flat = matrices.reshape(-1, *matrices.shape[-2:])
@@ -134,7 +134,7 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     matrix = matrix.detach()
     values = values.detach()
     vectors = vectors.detach()
-    # LAPACK only reads the lower triangle.
+    # Only the lower triangle is compared, because LAPACK reads only this triangle.
     lower = matrix.tril()
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     length = math.sqrt(matrix.shape[-1])  # The norm of every probe.

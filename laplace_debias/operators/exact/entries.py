@@ -39,7 +39,7 @@ def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     if values is None:
         return None
-    # In single precision, the squares may be out of range.
+    # Single precision is not used, because the squares may be out of its range.
     return torch.linalg.vector_norm(values, dtype=torch.float64).to(values.dtype)
 
 

@@ -48,7 +48,8 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
         case Identity():
             return operator
         case Diagonal():
-            # These eigenvalues are given, not computed, so even the smallest ones are precise.
+            # The diagonal's eigenvalues are given, not computed, so even the smallest of them are
+            # precise.
             return Diagonal(_checked_reciprocal(operator.values))
         case EigenKronecker():
             # If a weak prior is added to the curvature, the smallest eigenvalues are close to the
@@ -145,7 +146,7 @@ def _checked_reciprocal(values: Tensor) -> Tensor:
 
 
 def _resolved_reciprocal(values: Tensor) -> Tensor:
-    """Take reciprocals of eigenvalues whose error is the rounding error of the largest one.
+    """Take reciprocals of eigenvalues whose error is the rounding error of the largest eigenvalue.
 
     The largest allowed condition number is the same as for a dense matrix.
     """

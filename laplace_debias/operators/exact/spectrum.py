@@ -30,8 +30,7 @@ from laplace_debias.system.checks import check_no_autocast
 Value = TypeVar("Value")
 
 
-class NoClosedFormError(Exception):
-    """There is no closed form."""
+class NoClosedFormError(Exception): """There is no closed form."""
 
 
 def or_none(
@@ -152,7 +151,7 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
             values, eigenvectors = _eigh(operator.operator)
             return operator.scalar * values, eigenvectors
         case Sum():
-            # The sum may have the form A + c·I.
+            # If the sum has the form A + c·I, its eigenvalues are the eigenvalues of A plus c.
             multiples = [identity_multiple(term) for term in operator.terms]
             terms = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
             if len(terms) == 1:

@@ -1,1 +1,1 @@
-"""Operators of each structure, with the arithmetic of the structure."""
+"""Operators of each structure, and the arithmetic of these operators."""

@@ -64,7 +64,7 @@ class BlockDiagonal(Joined, Generic[Block]):
 
     @property
     def sizes(self) -> list[int]:
-        """The number of rows of every block, in order."""
+        """The number of rows of every block, in the order of the blocks."""
         return [block.shape[0] for block in self.blocks.values()]
 
     @property

@@ -47,7 +47,7 @@ class Directions(ABC):
 
     @abstractmethod
     def coordinates(self, rows: Float[Tensor, "*n d"]) -> Float[Tensor, "*n coordinates"]:
-        """Compute the coordinates of rows, `[*n, d]` or `[*n, groups, d]`."""
+        """Compute the coordinates of rows `[*n, d]` or `[*n, groups, d]`."""
 
     @abstractmethod
     def coordinates_of_columns(
@@ -61,7 +61,7 @@ class Directions(ABC):
 
         Args:
             matrices: The matrices.
-            dim: -2 for the coordinates of their columns, -1 for those of their rows.
+            dim: -2 for the coordinates of their columns, -1 for the coordinates of their rows.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Directions(ABC):
         return magnitudes
 
     def pool(self, squares: Float[Tensor, "*n coordinates"]) -> Float[Tensor, "*n magnitudes"]:
-        """Compute magnitudes from squared coordinates: means over directions that share one."""
+        """Average squared coordinates over the directions that share a magnitude."""
         return squares
 
     def trace(self, magnitudes: Float[Tensor, "*n magnitudes"]) -> Float[Tensor, "*n"]:
@@ -136,7 +136,7 @@ class Basis(Directions):
         return self.U.unsqueeze(-3).mT @ columns
 
     def rotate(self, matrices: Tensor, dim: int) -> Tensor:
-        """Multiply the matrices by U from the right, or by its transpose from the left."""
+        """Multiply the matrices by U from the right, or by the transpose of U from the left."""
         return _product_of_matrices(matrices, self.U, dim)
 
     def rotate_back(self, coordinates: Tensor, dim: int) -> Tensor:
@@ -152,9 +152,9 @@ class ThinBasis(Directions):
     r"""Fewer orthonormal directions than dimensions, r < d.
 
     There are r + 1 magnitudes: the last one belongs to all directions orthogonal to U. A vector x
-    has r + d coordinates, $U^\top x$ and then $x - U U^\top x$. They are its products with the
-    frame $F = [U, I - U U^\top]$, for which $F F^\top = I$. Squares of the second part are
-    accurate, whereas a difference of squares would cancel.
+    has r + d coordinates, $U^\top x$ and then $x - U U^\top x$. These coordinates are the products
+    of x with the frame $F = [U, I - U U^\top]$, for which $F F^\top = I$. Squares of the second
+    part are accurate, whereas a difference of squares would cancel.
 
     Args:
         U: The directions as columns, `[*groups, d, r]`.
@@ -206,7 +206,7 @@ class ThinBasis(Directions):
         return torch.cat([along, orthogonal.sum(-1, keepdim=True) / self.multiplicity], -1)
 
     def trace(self, magnitudes: Tensor) -> Tensor:
-        """Sum the magnitudes, the last one once for each direction that shares it."""
+        """Sum the magnitudes; the last magnitude counts once for each direction that shares it."""
         return magnitudes[..., :-1].sum(-1) + self.multiplicity * magnitudes[..., -1]
 
     def multiplicities(self, like: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _product_of_matrices(matrices: Tensor, U: Tensor, dim: int) -> Tensor:
     """Multiply matrices by U from the right (dim -1), or by Uᵀ from the left (dim -2)."""
     if U.ndim == 2:
         return matrices @ U if dim == -1 else U.mT @ matrices
-    # With several groups `@` would copy U for every matrix.
+    # `einsum` is used for several groups, because `@` would copy U for every matrix.
     if dim == -1:
         return torch.einsum("...gij,gjk->...gik", matrices, U)
     return torch.einsum("gij,...gjk->...gik", U.mT, matrices)

@@ -121,13 +121,13 @@ class EigenKronecker(Symmetric):
 
     @property
     def expanded_magnitudes(self) -> Float[Tensor, "*groups rows columns"]:
-        """The eigenvalues, in the same shape as the result of `to_eigenbasis`."""
+        """The eigenvalues; they have the same shape as the result of `to_eigenbasis`."""
         rows = self.output_directions.repeat_last(self.magnitudes, -2)
         return self.input_directions.repeat_last(rows, -1)
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
-        """The eigenvalues, with multiplicity: one for each eigenvector."""
+        """The eigenvalues with multiplicity, one for each eigenvector."""
         *_, d_out, d_in = self.sizes
         return self.expanded_magnitudes[..., :d_out, :d_in]
 

@@ -1,4 +1,4 @@
-"""Operators that wrap an operator: assumptions, sub-matrices, a different order of rows."""
+"""Operators that wrap another operator: assumptions, sub-matrices, permutations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from laplace_debias.system.checks import check_is
 
 @dataclass(eq=False, repr=False)
 class Wrapper(Joined):
-    """An operator that wraps another one and has its properties, unless a subclass overrides them.
+    """An operator that wraps another operator and, unless overridden, has its properties.
 
     A subclass defines `_matmat` and `T`.
     """
@@ -26,12 +26,12 @@ class Wrapper(Joined):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the operator."""
+        """The shape of the wrapped operator."""
         return self.operator.shape
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """Layout of the operator."""
+        """The layout of the wrapped operator."""
         return self.operator.layout
 
 
@@ -48,7 +48,7 @@ class SelfAdjoint(Wrapper):
 
 @dataclass(eq=False, repr=False)
 class Assumed(SelfAdjoint):
-    """An operator whose symmetry is assumed, as its structure does not show it; see `assume`."""
+    """An operator whose symmetry is assumed that its structure does not show; see `assume`."""
 
     positive_semidefinite: bool
 
