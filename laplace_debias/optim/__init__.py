@@ -1,4 +1,4 @@
-"""Second-order optimisers."""
+"""Second-order optimisers for the parameters of networks."""
 
 from laplace_debias.optim.hessian_free import DebiasedHessianFree, StepReport
 

@@ -32,7 +32,7 @@ class Batch:
 class GraphGGN(Symmetric):
     """The GGN of a computed loss; products differentiate the graph of the loss twice.
 
-    This is the method of Pearlmutter and Schraudolph: the product with the Jacobian is the
+    The products use the method of Pearlmutter and Schraudolph: the product with the Jacobian is the
     derivative of the product with the adjoint of the Jacobian, and the product with the loss
     Hessian is the derivative of the loss gradient.
     """
@@ -81,7 +81,7 @@ class GraphGGN(Symmetric):
         tangents = [entries[i].view_as(row) for i, row in self._adjoint]
         (Jv,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
         HJv = torch.zeros_like(Jv)
-        # The gradient of a linear loss is constant, so its Hessian is zero.
+        # A linear loss has a constant gradient, so its Hessian and the product are zero.
         if self._slope.requires_grad:
             (HJv,) = torch.autograd.grad(self._slope, self._outputs, Jv, retain_graph=True)
         product = torch.autograd.grad(
@@ -183,7 +183,7 @@ def backtrack(evaluate: Line, loss: float, slope: float, full: float) -> tuple[f
     size = 1.0
     new_loss = full
     for _ in range(_MAX_BACKTRACKS):
-        # The comparison is written such that NaN does not meet the condition.
+        # The comparison is written such that a loss of NaN does not meet the condition.
         if new_loss <= loss + _SUFFICIENT_DECREASE * size * slope:
             return size, new_loss
         size *= _BACKTRACK

@@ -13,9 +13,9 @@ from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
 from laplace_debias.optim.batch import Batch, Closure, Line, backtrack, flat
 
-# This is the rule of Levenberg and Marquardt in Martens' form: the damping is divided by the factor
-# if the reduction ratio is above the upper limit, and multiplied by the factor if the ratio is
-# below the lower limit.
+# The constants of the rule of Levenberg and Marquardt in Martens' form: the damping is divided by
+# the factor if the reduction ratio is above the upper limit, and multiplied by the factor if the
+# ratio is below the lower limit.
 _UPPER_RATIO = 0.75
 _LOWER_RATIO = 0.25
 _DAMPING_FACTOR = 1.5
@@ -56,7 +56,7 @@ class DebiasedHessianFree(Optimizer):
     of Levenberg and Marquardt, and a line search then determines the length of the step. With a
     second batch, the step sizes along the directions of the first batch are measured on the second
     batch. Damping and line search also use the second batch, so they are not biased by the batch
-    that determined the directions. Without a second batch, this is the single-batch
+    that determined the directions. Without a second batch, the optimiser is the single-batch
     Hessian-free method.
 
     The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN is
@@ -100,7 +100,8 @@ class DebiasedHessianFree(Optimizer):
         Debiasing mini-batch quadratics for applications in deep learning, Section 4.2.1.
     """
 
-    # This is a class attribute, because torch's copies of an optimizer drop instance attributes.
+    # The attribute belongs to the class, because torch's copies of an optimizer drop instance
+    # attributes.
     last_step: StepReport | None = None
 
     def __init__(
@@ -141,7 +142,8 @@ class DebiasedHessianFree(Optimizer):
             NotImplementedError: If parameters are split over processes.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults
-        # These options contain the current damping, not the initial damping.
+        # The options are read from the groups, which contain the current damping, not the initial
+        # damping.
         shared = {name: first[name] for name in self.defaults if name != "weight_decay"}
         for name, value in shared.items():
             if param_group.get(name, value) != value:
@@ -169,14 +171,14 @@ class DebiasedHessianFree(Optimizer):
                 and returns `(loss, outputs)`, without weight decay. The graph must contain every
                 parameter that the step changes, and the loss must be a function of the outputs.
             second: Computes outputs and mean loss of the batch that sets step sizes, which must be
-                independent of the first batch. Default: the first batch is used for both.
+                independent of the first batch. Default: the first batch also sets the step sizes.
 
         Returns:
             The loss before the step, with weight decay, of the batch that sets step sizes. The
             record of the step is in `last_step`.
 
         Raises:
-            TypeError: If a closure returns a different type.
+            TypeError: If a closure does not return two tensors, the first of them a scalar.
             ValueError: If there is no parameter to move, or a loss is not finite.
         """
         parameters = self._parameters()
