@@ -1,4 +1,4 @@
-"""A network's loss on a data set, with its gradient and curvature."""
+"""A network's loss on a data set, and the gradient and curvature of the loss."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def objective(
 
 
 def _copy_of_values(model: nn.Module) -> nn.Module:
-    """Copy a model with its values, as training may continue; quantised values are shared."""
+    """Copy a model and its values, because training may continue; share quantised values."""
     plain = unwrapped(model)
     copied = shared_copy(plain)
     for module, copied_module in zip(plain.modules(), copied.modules(), strict=True):
@@ -116,7 +116,7 @@ def _copy_of_values(model: nn.Module) -> nn.Module:
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
     """Mark the entries of the flattened parameters on which weight decay (β of Eq. 1) acts.
 
-    It acts on weights, which have more than one dimension, but not on biases and not on the scales
-    of normalisations.
+    Weight decay acts on weights, which have more than one dimension, but not on biases or on the
+    scales of normalisations.
     """
     return torch.cat([torch.full((p.numel(),), p.dim() > 1, device=p.device) for p in parameters])

@@ -74,7 +74,7 @@ _WITHOUT_STEP = (
 
 
 def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
-    """Compute the solution of a small positive definite system `[k, k]`, by a Cholesky factor."""
+    """Solve a small positive definite system `[k, k]` by a Cholesky factorisation."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info > 0:
         smallest = float(eigh(matrix, "the curvature in the subspace")[0][0])
@@ -165,7 +165,7 @@ class Quadratic:
             decay_biases: Whether β acts on all parameters. If not, it acts only on weights
                 (parameters of more than one dimension), and not on biases or on the scales of
                 normalisations.
-            num_data: The number of examples, if known; see `GGN`.
+            num_data: The number of examples, or None if the number is not known; see `GGN`.
             reduction: `"mean"` or `"sum"` over examples, for a loss that does not specify it; see
                 `GGN`.
             progress: Whether to show a progress bar.
@@ -201,8 +201,8 @@ class Quadratic:
 
         Args:
             weight_decay: β ≥ 0. For a prior precision δ on N examples, pass δ/N.
-            on: A mask of the parameters on which weight decay acts, such as all but the biases.
-                Default: all parameters.
+            on: A mask of the parameters on which weight decay acts, such as all parameters but the
+                biases. Default: all parameters.
 
         Raises:
             ValueError: If β is negative or not finite, or the mask does not fit.
@@ -233,7 +233,7 @@ class Quadratic:
         return self.value + (_inner(self.gradient, offset) + _inner(offset, product) / 2)
 
     def gradient_at(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "dim *k"]:
-        """Compute the gradient ∇q(θ) = g + H(θ − θ₀), in the shape of θ."""
+        """Compute the gradient ∇q(θ) = g + H(θ − θ₀), which has the shape of θ."""
         return _columns(self.gradient, theta) + self.matrix @ self._offset(theta)
 
     def slope(
