@@ -266,7 +266,7 @@ def _check_products(max_matvecs: int, least: int, reason: str) -> None:
 
 
 def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
-    """Bound the opposite end of the spectrum; a shift by the bound makes the requested end largest."""
+    """Bound the opposite end of the spectrum; a shift by it makes the requested end the largest."""
     if end == "magnitude":
         return 0.0
     A = products.operator

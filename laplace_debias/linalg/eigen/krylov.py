@@ -118,7 +118,7 @@ class KrylovBasis:
         self.add(direction / direction.norm())
 
     def expand(self, index: int) -> bool:
-        """Multiply a pending direction; return whether its residual became pending, as the last row."""
+        """Multiply a pending direction; return whether its residual became pending, as last row."""
         direction = self._pending[index]
         expected = self._coupling[index, : self.size].clone()
         remaining = [row for row in range(len(self._pending)) if row != index]
