@@ -1,1 +1,1 @@
-"""Fits: directions and magnitudes of every curvature block, from data."""
+"""Fits, which compute the directions and magnitudes of every curvature block from data."""

@@ -61,11 +61,11 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Add zero to the sum of a block, or begin it."""
+        """Add zero to the sum of a block, or begin the sum."""
 
     @abstractmethod
     def measure(self, record: BlockRecord) -> Any:
-        """Compute the contribution of a record, without changing a sum."""
+        """Compute the contribution of a record without changing any sum."""
 
     @abstractmethod
     def add(self, block: Block, measured: Any) -> None:
@@ -80,7 +80,7 @@ class Accumulator(ABC):
     @property
     @abstractmethod
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
-        """The tables of sums by name; nothing else is kept between batches.
+        """The tables of sums by name. An accumulator keeps nothing else between batches.
 
         A sum is a tensor, or a list of tensors that may be joined along their first dimension.
         """

@@ -1,4 +1,4 @@
-"""Tensors by block: sums over examples, on one process and over several."""
+"""Tensors by block: sums over the examples of one process or of several processes."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ BlockTensors = dict[Block, Tensor]
 
 
 def add_to(sums: BlockTensors, block: Block, value: Tensor) -> None:
-    """Add a value to the sum of a block, or begin it."""
+    """Add a value to the sum of a block, or begin the sum."""
     if block in sums:
         sums[block] += value
     else:
@@ -65,7 +65,7 @@ def owners_of_blocks(context: FitContext) -> dict[Block, int]:
 
 
 def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """Return the sums of this process for all blocks in order, with zeros for missing ones."""
+    """Return the sums of this process for all blocks in order; missing sums are zeros."""
     if context.ranks.size == 1:
         return dict(sums)
     shapes: dict[str, tuple[int, ...]] = {}

@@ -36,10 +36,10 @@ EVERY = 60.0
 """Least number of seconds between two saves of a pass."""
 
 _IDENTITY = "fit.json"
-# The format of the files in the folder. Earlier versions wrote no format, and a digest of the
-# batches that did not depend on the order of entries.
+# The format of the files in the folder. Files without a format are from earlier versions, whose
+# digest of the batches did not depend on the order of entries.
 _FORMAT = 3
-# The fits that have ended within `states_kept`; None outside this context.
+# The fits that have ended within `states_kept`. The value is None outside this context.
 _ENDED: ContextVar[list["Checkpoint"] | None] = ContextVar("ended", default=None)
 
 
@@ -71,8 +71,8 @@ class PassState:
     sums: Mapping[str, Tensor]
 
     def write(self, path: Path) -> None:
-        """Write the state to a file, atomically."""
-        # Some of the totals may be on a device.
+        """Write the state to a file atomically."""
+        # Totals may be tensors on an accelerator, so they are converted to numbers.
         totals = asdict(self.totals.as_numbers())
         progress = {**totals, "num_batches": self.num_batches, "mark": self.digest}
         with written_atomically(path) as temporary:
@@ -119,7 +119,7 @@ class UnsavedPass:
 
 
 class SavedPass:
-    """A pass over data that is saved in a file, and continues from it.
+    """A pass over data that is saved in a file and can be continued from this file.
 
     Args:
         sums: The sums of the pass, which are restored from the file.
@@ -146,7 +146,7 @@ class SavedPass:
         self.totals = state.totals
 
     def remaining(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Read the next batches, and yield those that are not in the sums yet.
+        """Read the next batches, and yield the batches that are not in the sums yet.
 
         Raises:
             ValueError: If the batches that are read differ from the batches in the sums.
@@ -174,7 +174,7 @@ class SavedPass:
         try:
             state.write(self._path)
         except OSError as error:
-            # The fit may have taken days, so it continues.
+            # The fit may have taken days, so a full disk does not end it.
             warn(
                 f"The state of the fit was not saved ({error}). The fit continues, but cannot be "
                 "resumed from this point."
@@ -260,7 +260,7 @@ class Checkpoint:
             ended.append(self)
 
     def remove(self) -> None:
-        """Remove the state of a fit that has ended, and the folder if nothing else is in it."""
+        """Remove the state of a fit that has ended, and its folder if the folder is then empty."""
         self._ranks.exchange(None)
         if self._ranks.rank == 0:
             # The identity is removed last: without it, a different fit would continue from these
@@ -274,7 +274,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def states_kept() -> Iterator[None]:
-    """Keep the states of fits until the end of the context, and then remove those of ended fits.
+    """Keep the states of fits until the context ends, and then remove the states of ended fits.
 
     If an error ends the context, for example because a posterior cannot be saved, all states are
     kept.
@@ -307,7 +307,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> Path:
-    """Require that states can be written to a folder, before any computation."""
+    """Require that states can be written to a folder; called before any computation."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"`resume={str(folder)!r}` is a file. Pass the path of a folder.")
     check_target(folder / _IDENTITY, make_folders=True)

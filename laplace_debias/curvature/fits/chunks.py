@@ -39,15 +39,15 @@ _BOUND_OVER_CHUNK = defaultdict(lambda: 1, cpu=2)
 _JOINED_BYTES = 6 * 2**20
 _MOST_JOINED_EXAMPLES = 1024
 
-# The block of a record, and the index of its column group.
+# The key of a record: its block, and the index of its column group.
 RecordKey = tuple[Block, int]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Examples of a batch that are run together, and the records of them that are already added.
+    """Examples of a batch that are run together, and the keys of their records already added.
 
-    Some records are already added if memory ran out after them, in a larger chunk.
+    Some records are already added if memory ran out later in the run of a larger chunk.
     """
 
     examples: slice
@@ -83,7 +83,7 @@ class _ExampleSize:
         num_columns: The number of columns of output gradients that are computed together.
         num_bytes: The bytes of these columns.
         num_examples: The number of examples in a chunk.
-        num_joined_examples: The number of examples up to which batches are run together; 0 if
+        num_joined_examples: The maximum number of examples in batches that are run together; 0 if
             batches are not run together.
     """
 
@@ -116,15 +116,16 @@ class ChunkRunner:
         # The largest number of bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
         self._sizes = {_example_shapes(x): self._size(forward_pass, num_joined_examples)}
-        # On a CPU, convolutions take less time in this layout.
+        # On a CPU, images are converted to `channels_last`, because convolutions then take less
+        # time.
         self._is_channels_last = _supports_channels_last(context, x, forward_pass)
 
     def num_joined_examples(self, x: Inputs) -> int:
-        """Return the most examples that joined batches may have; 0 if batches are not joined."""
+        """Return the maximum number of examples in joined batches; 0 if batches are not joined."""
         return self._size_of(x).num_joined_examples
 
     def _size_of(self, x: Inputs) -> _ExampleSize:
-        """Return the memory of an example of these inputs; the first one of each shape is run."""
+        """Return the memory that such an example needs; the first example of a shape is run."""
         shapes = _example_shapes(x)
         if shapes not in self._sizes:
             try:
@@ -196,7 +197,7 @@ class ChunkRunner:
         added: set[RecordKey],
         totals: DataTotals,
     ) -> "_Outcome":
-        """Run a chunk, and return whether it has to be run again, and why.
+        """Run a chunk, and return whether and why the chunk has to be run again.
 
         When this method returns, the error of a failed run is gone, and with it the chunk's
         tensors.
@@ -236,7 +237,8 @@ class ChunkRunner:
         chunk_batch = batch.take(chunk.examples)
         presence: ChunkPresence | None = None
         if self._presence is not None:
-            # This comes before the inputs are moved, so that padding is searched for on the CPU.
+            # Positions are found before the inputs are moved, so that padding is searched for on
+            # the CPU.
             presence = self._presence.of_chunk(chunk_batch)
         x = move(chunk_batch.inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
@@ -289,10 +291,10 @@ class ChunkRunner:
 
 
 def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:
-    """Run the first example of some inputs.
+    """Run the first example of the given inputs.
 
     Returns:
-        The forward pass, and the number of examples up to which batches are run together.
+        The forward pass, and the maximum number of examples in batches that are run together.
     """
     tap = context.tap
     example = move(take(x, slice(0, 1)), context.device, None)
@@ -308,12 +310,12 @@ def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:
 
 
 def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
-    """Return the shapes of one example of some inputs."""
+    """Return the shapes of one example of the given inputs."""
     return tuple(tensor.shape[1:] for tensor in tensors_of(x))
 
 
 def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: ForwardPass) -> bool:
-    """Whether images may be converted to the layout `channels_last`, and do not have it yet.
+    """Whether images may be converted to `channels_last` and do not have this layout yet.
 
     A model that reads numbers in the order of memory (`as_strided`) would compute different values.
     Therefore the first example is run again in this layout. A `torch.autograd.Function` may read
@@ -335,7 +337,7 @@ def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: Forwar
         return False
     try:
         converted_pass = tap.forward(example.contiguous(memory_format=torch.channels_last))
-    # A forward pass may raise any error.
+    # Catch every exception, because a forward pass may raise any error.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -401,7 +403,7 @@ def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[Reco
 
 
 def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
-    """Return the error for a chunk that cannot be made smaller, with advice."""
+    """Return the error for a chunk that cannot be made smaller; the message contains advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
         f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. Pass a "

@@ -29,8 +29,8 @@ class FitContext:
         blocks: The curvature blocks, in the order of the posterior.
         backend: The backend that runs the network forward and back, BackPACK or the layer tap.
         factor_dtype: The dtype in which factors are summed and decomposed.
-        memory_bound: The limit of the bytes of one chunk's output gradients; None for the default
-            of `checked_memory_bound`.
+        memory_bound: The limit of the bytes of one chunk's output gradients. None selects the
+            default of `checked_memory_bound`.
         ranks: The processes that share the data.
         checkpoint: The folder that saves passes over the data; None if they are not saved.
         example: The inputs of one example of the data.
@@ -60,7 +60,7 @@ class FitContext:
         return self.tap.network
 
     def for_output(self, output: int, num_outputs: int) -> "FitContext":
-        """Return the context of a fit to one output, with only this entry of the loss Hessian.
+        """Return the context of a fit to one output, which uses only one entry of the loss Hessian.
 
         Args:
             output: The index of the output among an example's flattened outputs.

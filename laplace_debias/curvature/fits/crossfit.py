@@ -1,4 +1,4 @@
-"""Cross-fitting: eigenvectors from all examples, curvature along them from held-out folds.
+"""Cross-fitting: eigenvectors from all examples, and the curvature along them from held-out folds.
 
 With two separate batches, each half of the data serves only one of the two purposes. Cross-fitting
 computes the eigenvectors from all examples. The magnitudes come from K folds: the curvature of each
@@ -65,7 +65,7 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
             f"{num_folds}. Change `folds`."
         )
     if ranks.size == 1:
-        # All batches are joined.
+        # A single process joins all batches, so that each fold is one batch.
         batches = [Batch.joined(batches)]
     num_before = 0
     folds = []
@@ -112,7 +112,7 @@ def total_of(totals_by_fold: Sequence[DataTotals]) -> DataTotals:
 
 
 def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
-    """Add the factor sums of all folds, for the blocks that this process owns."""
+    """Add the factor sums of all folds for the blocks that this process owns."""
     return {
         block: (_total(sums_by_fold, block, Side.G), _total(sums_by_fold, block, Side.A))
         for block in sums_by_fold[0]
@@ -164,8 +164,8 @@ def crossfit_with_replicates(
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns.
 
     Returns:
-        The cross-fitted curvature, the plain curvature, and the K replicates. Then the scales of
-        the cross-fitted factors, by the block's name.
+        The cross-fitted curvature, the plain curvature, the K replicates, and the scales of the
+        cross-fitted factors by the block's name.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
     traces_A: BlockTensors = {}
@@ -189,7 +189,7 @@ def crossfit_with_replicates(
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
-    """Return the blocks whose factors this process has, in the order of all blocks."""
+    """Return, in the order of all blocks, the blocks whose factors this process has."""
     return [block for block in context.blocks if block in sums_by_fold[0]]
 
 
@@ -321,7 +321,7 @@ def crossfit_magnitudes(
         # `estimate.magnitudes` are sums over the fold, so dividing them by the size of all folds
         # weights each fold by its size.
         magnitudes += estimate.magnitudes / sum(sizes)
-        # This frees memory before the next fold.
+        # Deleting the estimate frees memory before the next fold.
         del estimate
     return magnitudes
 
@@ -363,10 +363,10 @@ def _estimate_fold(
 
 
 def _other_folds(factors: Sequence[Factor], sizes: Sequence[float], fold: int) -> Factor:
-    """Compute the mean factor of all folds but one."""
+    """Compute the mean factor of all folds except the given fold."""
     total = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
     size = sum(sizes) - sizes[fold]
-    # Without examples, the total is zero.
+    # The other folds may have no examples. Their total is then zero.
     return total / size if size > 0 else total
 
 
@@ -412,7 +412,7 @@ class _Subspace:
     def eigenpairs(
         self, factor: Factor
     ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
-        """Compute eigenvalues, the last one for the remaining directions, and eigenvectors."""
+        """Compute the eigenpairs; the last eigenvalue belongs to the remaining directions."""
         eigenvalues, directions = eigh(self.project(factor))
         assert directions is not None
         return self.with_remainder(eigenvalues, factor), directions
@@ -428,7 +428,7 @@ class _Subspace:
         return F.pad(curvature, (0, self._num_magnitudes - curvature.shape[-1]), value=remainder)
 
     def lift(self, directions: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
-        """Return an orthonormal basis of the subspace, completed by its null space if not thin."""
+        """Return an orthonormal basis of the subspace; unless thin, the null space completes it."""
         if self._basis is None:
             return directions
         lifted = self._basis @ directions
@@ -472,7 +472,7 @@ def crossfit_ekfac(
 
 
 def _eigenpairs_within(factor: Factor, mean_pairs: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
-    """Compute eigenpairs of some folds' factor within the range of all folds' factor."""
+    """Compute the eigenpairs of a factor of several folds within the range of all folds' factor."""
     eigenvalues, U = mean_pairs
     if U is None:
         return eigh(factor)

@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.outputs import DeferredChecks
 
 
 def _can_be_joined(batch: Batch, following: Batch) -> bool:
-    """Whether a batch and the following one can be concatenated.
+    """Whether a batch and the following batch can be concatenated.
 
     This requires plain tensors without weights, and examples with the same shape and consecutive
     indices.
@@ -84,7 +84,7 @@ class _DataPass:
         return totals
 
     def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Group consecutive batches that are run together, because they are small and compatible.
+        """Group consecutive batches that are small and compatible, so that they are run together.
 
         A group that no further batch may join is yielded before the next batch is read. Batches
         that wait for further batches are copied.
@@ -106,7 +106,7 @@ class _DataPass:
             yield group
 
     def _num_joined_examples(self, batch: Batch) -> int:
-        """Return the number of examples up to which a batch is run together with others."""
+        """Return the maximum number of examples if the batch is run together with other batches."""
         if self._runner is None:
             self._runner = ChunkRunner(self._accumulator, batch.inputs)
         with self._checks.during_batch(batch.number):

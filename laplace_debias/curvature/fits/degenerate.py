@@ -50,7 +50,7 @@ def average_degenerate(
     at the keys of attention add up to zero over positions. Therefore, if all eigenvalues are below
     the square of the resolution, as a fraction of the measured curvature, the average is over all
     eigenvectors. The columns of `measured` are averaged one by one. The eigenvalues may be in any
-    order; the last one is for `remaining` eigenvectors.
+    order; the last eigenvalue belongs to `remaining` eigenvectors.
     """
     if eigenvalues.shape[-1] == 0:
         return measured

@@ -30,7 +30,7 @@ Sums = TypeVar("Sums", bound=Tensor | list[Tensor])
 
 DENSE_BLOCK = "parameters"
 """The name of the only block."""
-# With several processes, the first one decomposes the block.
+# If there are several processes, the first process decomposes the block.
 _ON_FIRST = {DENSE_BLOCK: 0}
 KEPT_ROWS = 2**30
 """Jacobian rows for eigenvectors are kept up to this many bytes, and compressed beyond it."""
@@ -74,7 +74,7 @@ class RowAccumulator(Accumulator, Generic[Sums]):
         return torch.cat([rows for _, rows in dense_jacobians(record)])
 
     def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
-        """Keep the rows of a block, and add them once the rows of all blocks are complete."""
+        """Keep the rows of a block, and add the rows of all blocks once these are complete."""
         blocks = self.context.blocks
         self._parts[block] = measured
         self._extremes[block].append(torch.stack(torch.aminmax(measured)))
@@ -121,7 +121,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
             self._multiply_out()
 
     def _multiply_out(self) -> Float[Tensor, "D D"]:
-        """Return the matrix, and replace the rows by it if rows were kept."""
+        """Return the matrix; if rows were kept instead, replace the rows by the matrix."""
         if isinstance(self.sums, Tensor):
             return self.sums
         matrix = torch.zeros(
@@ -137,7 +137,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
         return matrix
 
     def reduce(self) -> None:
-        """Check that the matrix is finite, and add up the processes' matrices on the first one."""
+        """Check that the matrix is finite, and sum all processes' matrices on the first process."""
         super().reduce()
         if self.context.ranks.size > 1 or isinstance(self.sums, Tensor):
             matrix = _finite(self._multiply_out())
@@ -251,7 +251,7 @@ def decompose_on_first(
     rows: Sequence[Tensor],
     decompose: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Decompose the rows of all processes on the first one, and share the eigenpairs."""
+    """Decompose the rows of all processes on the first process, and share the eigenpairs."""
     rows_of_all = [context.ranks.on_all([tensor]) or [tensor] for tensor in rows]
     pairs = {}
     if context.ranks.rank == 0:
@@ -272,7 +272,7 @@ def crossfit_rows(
     Args:
         rows_by_fold: The Jacobian rows of each fold.
         weight: The sum of all examples' weights.
-        rank: The number of directions; None for all.
+        rank: The number of directions. None keeps all directions.
         dtype: The dtype in which the rows were computed. Its rounding determines which eigenvalues
             coincide.
     """
@@ -283,7 +283,7 @@ def crossfit_rows(
         other_eigenvalues, basis = leading_pairs(other_rows, rank, dtype)
         measured = (fold_rows.to(basis) @ basis).square().sum(0)
         measured = average_degenerate(measured, other_eigenvalues, dtype)
-        # Fewer rows span fewer directions; along the missing directions, there is no curvature.
+        # Fewer rows span fewer directions. The curvature along the missing directions is zero.
         total[: len(measured)] += measured[: len(total)]
     return average_degenerate(total / weight, eigenvalues, dtype), U
 
@@ -291,10 +291,11 @@ def crossfit_rows(
 def leading_pairs(
     rows: Rows, rank: int | None, dtype: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
-    """Compute leading eigenpairs of `rowsᵀ rows`, or all of them if `rank` is None.
+    """Compute the leading eigenpairs of `rowsᵀ rows`, or all eigenpairs if `rank` is None.
 
     The pairs come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. `dtype` is the dtype in which
-    the rows were computed. Pairs that are not determined because of its rounding are left out.
+    the rows were computed. Pairs that are undetermined because of the rounding errors of `dtype`
+    are left out.
     """
     if rank is None:
         return all_pairs(rows)
@@ -327,7 +328,7 @@ def are_few(num_rows: int, num_parameters: int) -> bool:
 def _largest_pairs(
     matrix: Float[Tensor, "n n"], k: int, description: str
 ) -> tuple[Float[Tensor, " values"], Float[Tensor, "n values"]]:
-    """Compute at least the k largest eigenpairs of a matrix, by descending eigenvalue.
+    """Compute at least the k largest eigenpairs of a matrix in descending order of the eigenvalues.
 
     Few eigenpairs of a large matrix come from a Lanczos iteration, to the accuracy of the dtype. At
     the end, the iteration looks for missed copies of an eigenvalue. If the iteration does not
@@ -353,7 +354,7 @@ def _largest_pairs(
 
 def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     """Return products of Jacobian rows, and require that none overflows."""
-    # No product is larger than the largest square.
+    # Only the squares are checked, because no product is larger than the largest square.
     _finite_squares(products.diagonal())
     return products
 

@@ -1,4 +1,4 @@
-"""Directions: the eigenbases of Kronecker factors, as far as the data determine them."""
+"""Directions, which are the eigenbases of Kronecker factors as far as the data determine them."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 class Eigenpairs(NamedTuple):
     """The directions of a Kronecker factor, and its curvature along them.
 
-    Eigenvectors are columns, by descending eigenvalue; None means the coordinate axes. Thin
-    directions (r < d) do not span the null space. There are then r + 1 eigenvalues, and the last
-    one is the mean eigenvalue of the remaining directions.
+    Eigenvectors are columns in descending order of the eigenvalues; None means the coordinate axes.
+    Thin directions (r < d) do not span the null space. There are then r + 1 eigenvalues, of which
+    the last is the mean eigenvalue of the remaining directions.
     """
 
     eigenvalues: Float[Tensor, "*groups values"]
@@ -30,7 +30,7 @@ class Eigenpairs(NamedTuple):
 
     @property
     def directions(self) -> Directions:
-        """The directions, with which coordinates are computed."""
+        """The directions in the form that computes coordinates."""
         return Directions.from_columns_or_axes(self.U, self.eigenvalues.shape[-1])
 
     def to(self, dtype: torch.dtype) -> "Eigenpairs":
@@ -105,10 +105,10 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
         matrices = cast("list[Tensor]", list(factors))
         if matrices[0].ndim == 1:
             return [Eigenpairs(diagonal, None) for diagonal in matrices]
-        # A single matrix is not copied.
+        # A single matrix is decomposed without `stack`, which would copy it.
         stacked = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
         values, vectors = decomposition.eigh(stacked, description)
-        # Values below zero are rounding errors.
+        # Negative values are rounding errors, and are replaced by zero.
         values = values.flip(-1).clamp_min(0)
         return list(map(Eigenpairs, values, _signed(vectors.flip(-1))))
     gram_factors = cast("Sequence[GramFactor]", factors)
@@ -133,27 +133,27 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
 def eigh_in_full(
     rows: Float[Tensor, "n d"], description: str
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-    """Compute all d descending eigenvalues and eigenvectors of `rowsᵀ rows`, for n ≤ d rows."""
+    """Compute all d eigenvalues, descending, and eigenvectors of `rowsᵀ rows` for n ≤ d rows."""
     return _complete_pairs(rows.mT, description)
 
 
 def _complete_pairs(
     columns: Float[Tensor, "*batch d n"], description: str
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
-    """Compute all eigenpairs of the products of columns, with the null space last."""
+    """Compute all eigenpairs of the products of columns; the pairs of the null space come last."""
     d, n = columns.shape[-2:]
     Q, R = torch.linalg.qr(columns, mode="complete")
     R = R[..., :n, :]
     values, vectors = decomposition.eigh(R @ R.mT, description)
     values = values.flip(-1).clamp_min(0)
     directions = (Q[..., :n] @ vectors).flip(-1)
-    # Eigenvectors lie one after the other in memory, as torch returns them.
+    # Each eigenvector is contiguous in memory, as in the results of torch.
     U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
     return F.pad(values, (0, d - n)), _signed(U)
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
-    """Change the signs of eigenvectors in place, for positive products with one fixed vector."""
+    """Flip eigenvectors in place so that each has a positive product with a fixed vector."""
     # The entries have no pattern that eigenvectors may have. A vector of ones, for example, would
     # be orthogonal to every [1, -1], and rounding would choose the sign.
     size = vectors.shape[-2]

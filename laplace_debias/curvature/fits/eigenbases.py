@@ -1,4 +1,4 @@
-"""The eigenbases of the blocks' factors, on one process and over several."""
+"""The eigenbases of the blocks' factors, computed by one process or by several processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 
-# Small factors are decomposed together, up to this many numbers in total.
+# The largest total number of entries of small factors that are decomposed together.
 _DECOMPOSED_TOGETHER = 2**20
 
 
@@ -75,7 +75,7 @@ def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
 def _decompose(
     keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], totals: DataTotals
 ) -> dict[FactorKey, Eigenpairs]:
-    """Decompose the means of some factors of one form together, and remove them from `factors`.
+    """Decompose the means of given factors of one form together, and remove them from `factors`.
 
     The sums are decomposed, and their eigenvalues are divided, because a mean would be a copy of
     the sum.
@@ -89,7 +89,7 @@ def _decompose(
 
 
 def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
-    """Return the eigenbases of all blocks on every process, from those that each process owns."""
+    """Send the eigenbases of each process's own blocks to all processes, and return all of them."""
     if context.ranks.size == 1:
         return bases
     owned = {block: (*basis.G, *basis.A) for block, basis in bases.items()}

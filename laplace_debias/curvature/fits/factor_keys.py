@@ -7,7 +7,7 @@ from laplace_debias.curvature.layer_rules import Block
 
 
 class Side(IntEnum):
-    """The side of a factor in `G ⊗ A`, as an index into pairs in this order."""
+    """The side of a factor in `G ⊗ A`, which is its index in pairs (G, A)."""
 
     G = 0
     A = 1
@@ -31,7 +31,7 @@ class FactorKey(NamedTuple):
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether only the diagonal is kept, as a vector."""
+        """Whether only the diagonal of the factor is kept, as a vector."""
         return len(self.shape) == 1
 
     @property
@@ -41,7 +41,7 @@ class FactorKey(NamedTuple):
 
     @property
     def max_rows(self) -> int | None:
-        """The number of rows above which a streamed factor is compressed; None otherwise."""
+        """The number of rows above which a streamed factor is compressed; None if not streamed."""
         return self.block.most_rows if self.is_streamed else None
 
     def __str__(self) -> str:

@@ -28,7 +28,8 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batch import Batch
 
-# G and A of every block. A diagonal factor is a vector; a factor of few examples is kept as rows.
+# The factors G and A of every block. A diagonal factor is a vector; a factor of few examples is
+# kept as rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
 
 
@@ -61,11 +62,11 @@ class SideSums:
         }
 
     def keeps_rows(self, block: Block) -> bool:
-        """Whether the factor of a block is measured as rows, however many there are."""
+        """Whether the factor of a block is measured as rows, whatever the number of rows."""
         return FactorKey(block, self.side).is_streamed
 
     def add_zero(self, block: Block) -> None:
-        """Begin the sum of a block if there is none."""
+        """Begin the sum of a block if it has no sum yet."""
         if block in self.sums or block in self.rows:
             return
         context = self._context
@@ -92,11 +93,12 @@ class SideSums:
     def _add_matrix(self, block: Block, matrix: Tensor) -> None:
         """Add a matrix, or a diagonal."""
         sums = self.sums
-        # The sum has the dtype of its first summand. A later matrix of another dtype needs no copy.
+        # The sum has the dtype of its first summand, so a later matrix of another dtype is added
+        # without a copy.
         add_to(sums, block, matrix if block in sums else matrix.to(self._context.factor_dtype))
 
     def _add_streamed(self, block: Block, new_rows: Tensor) -> None:
-        """Add rows part by part, and compress each part with the leading directions so far."""
+        """Add rows part by part, and compress each part with the leading directions found so far."""
         check_finite({block: new_rows})
         rows = self.rows[block]
         traces = self.residual_traces
@@ -129,7 +131,7 @@ def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]
 
 
 def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFactor]:
-    """Return the rows of all processes if they are so few that no matrix is formed from them.
+    """Return the rows of all processes for factors with so few rows that no matrix is formed.
 
     The other rows are added to the matrices.
     """
@@ -202,14 +204,14 @@ class SidedAccumulator(Accumulator, Generic[Sums]):
         return G, parts_of_A
 
     def add(self, block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
-        """Add G, and the parts of A one by one."""
+        """Add G, and add the parts of A one by one."""
         G, parts_of_A = measured
         self.G.add(block, G)
         for A in parts_of_A:
             self.A.add(block, A)
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Begin a block's sums if there are none."""
+        """Begin the sums of a block if it has no sums yet."""
         self.G.add_zero(block)
         if not block.is_vector:
             self.A.add_zero(block)

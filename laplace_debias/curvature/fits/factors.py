@@ -43,7 +43,7 @@ from laplace_debias.curvature.layers.masks import Masks, select_positions
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batch import scale_examples
 
-# With at least this many columns, few rows are kept instead of their product.
+# Factors with at least this many columns are kept as rows, not as products, if the rows are few.
 _WIDE = 16
 
 
@@ -64,7 +64,8 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     total: Tensor | None = None
     for columns in columns_by_call:
         if columns.shape[-1] > d_out and not block.has_diagonal_G:
-            # The products of all examples are smaller than a copy with the positions as rows.
+            # Products are computed per example, because they are smaller than a copy with the
+            # positions as rows.
             G = (columns @ columns.mT).sum(0)
         else:
             rows = columns.movedim(-1, 1).flatten(0, 1)
@@ -97,7 +98,7 @@ def _gradients(
     num_rows = num_vectors * num_positions
     masks = _without_padding(record.layer, block, record.inputs, record.masks)
     if masks is None:
-        # The sum over no positions is zero, whatever the divisor.
+        # If there are no positions, the sum is zero whatever the divisor, and 1 is used.
         return columns_by_call, num_rows, max(1, num_positions)
     weights = _num_positions(masks).to(columns_by_call[0]).clamp_min(1).rsqrt()
     weighted_rows = []
@@ -129,7 +130,8 @@ def input_factors(
         return [_count_indices(layer, block, inputs, masks, weights)]
     scales = None if weights is None else weights.to(inputs[0].dtype).sqrt()
     if scales is not None and not block.is_joint:
-        # Activations are linear in the inputs, which have fewer entries.
+        # Scale the inputs instead of the activations, which are linear in the inputs and have more
+        # entries.
         inputs = [scale_examples(x, scales, 0) for x in inputs]
         scales = None
     rows_by_slice = _input_rows(layer, block, inputs, masks, scales)
@@ -258,7 +260,8 @@ def _mean_activations(
         for examples in block.rule.slices(layer, block, x):
             rows = block.rule.activations(layer, block, x[examples])
             if masks is not None:
-                # This is not a product, because padded entries may be infinite.
+                # Entries are replaced instead of multiplied by the mask, because padded entries may
+                # be infinite.
                 mask = masks[index][examples].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
                 rows = rows.where(mask, 0)
             slice_sums.append(rows.sum(1))

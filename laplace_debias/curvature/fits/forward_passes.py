@@ -39,7 +39,8 @@ class ForwardPasses:
         check_outputs(forward_pass.outputs)
         if self._presence is None:
             self._presence = Presence(context, forward_pass)
-            # No backward pass will show which layers are conditional.
+            # Find the conditional layers here, because there is no backward pass that would show
+            # them.
             self._presence.find_conditional_layers(batch)
         presence = self._presence.of_chunk(batch, tap.conditional)
         input_weights = context.cotangents.input_weights(forward_pass.outputs, batch.targets)

@@ -1,4 +1,4 @@
-"""Kronecker factors that are kept as rows if the rows are few, and products of rows."""
+"""Kronecker factors that are kept as rows if there are few rows, and products of rows."""
 
 from dataclasses import dataclass, replace
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from laplace_debias.operators import eigh as decomposition
 
-# Rows of at least this many columns have thin directions; with fewer columns, all directions are
-# cheaper.
+# Rows of at least this many columns have thin directions. If rows have fewer columns, computing all
+# directions is cheaper.
 _THIN_FROM = 256
 # If rows have more numbers than `_WHOLE_UP_TO`, and at least `_STRIPS_FROM` columns, only one of
 # the two symmetric halves of their products is computed, in strips. For smaller products, both
@@ -29,8 +29,8 @@ class GramFactor:
     Attributes:
         rows: The rows, `[n, *groups, d]`; without `max_rows`, n is at most half of d.
         residual_trace: The trace of the remainder.
-        max_rows: The number of rows above which a sum keeps only half as many leading directions;
-            None to keep all rows.
+        max_rows: The number of rows above which a sum keeps only half as many leading directions.
+            If it is None, all rows are kept.
     """
 
     rows: Float[Tensor, "n *groups d"]
@@ -38,7 +38,7 @@ class GramFactor:
     max_rows: int | None = None
 
     def __add__(self, other: "Factor") -> "Factor":
-        """Add two factors; the sum is a matrix if one factor is, or if there are many rows."""
+        """Add two factors; the sum is a matrix if a factor is a matrix or there are many rows."""
         if isinstance(other, Tensor):
             return gram(self.rows) + other
         rows = torch.cat([self.rows, other.rows])

@@ -48,7 +48,7 @@ class InducingInputs:
         network: The network, whose copies run the passes.
         blocks: The blocks of the network's Bayesian parameters, in the order of the columns.
         inputs: Z.
-        memory_bound: The limit of the bytes of rows; None for the default.
+        memory_bound: The limit of the bytes of rows. None selects the default.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class InducingInputs:
 
         Args:
             output: The output whose rows are yielded; their indices are then the indices of the
-                inputs. None for the rows of all outputs, input by input.
+                inputs. If it is None, the rows of all outputs are yielded, input by input.
         """
         if self._rows_in_memory is not None:
             for indices, rows in self._rows_in_memory:
@@ -95,7 +95,7 @@ class InducingInputs:
             "a row of the Jacobian at the inducing inputs",
             self.parameter.device,
         )
-        # A product also needs other rows, with the same number of bytes.
+        # Use half of the bound, because a product also needs other rows of the same size.
         max_rows = max(1, bound // (2 * row_bytes))
         if max_rows < self.num_rows():
             columns = range(self.num_outputs) if output is None else range(output, output + 1)
@@ -132,7 +132,7 @@ class InducingInputs:
     def kernel(
         self, rows: BlockRows, output: int | None = None
     ) -> Float[Tensor, "rows inducing_rows"]:
-        """Compute J J_Zᵀ for rows of another Jacobian J, with the rows of one output if passed."""
+        """Compute J J_Zᵀ for rows of another Jacobian J; `output` selects one output's rows."""
         first = next(iter(rows.values()))
         products = first.new_zeros(len(first), self.num_rows(output))
         for indices, inducing_rows in self.rows(output):
@@ -149,7 +149,7 @@ class InducingInputs:
 def _rows_of_output(
     indices: slice, rows: BlockRows, num_outputs: int, output: int | None
 ) -> Iterator[tuple[slice, BlockRows]]:
-    """Yield the rows of one output, with the indices of their inputs."""
+    """Yield the rows of one output and the indices of their inputs."""
     if output is None:
         yield indices, rows
         return
@@ -170,7 +170,8 @@ class InducingDirections(LinearOperator):
     Args:
         inducing: Z.
         coefficients: W, in double precision.
-        output: The output whose rows of J_Z span the directions; None for the rows of all outputs.
+        output: The output whose rows of J_Z span the directions. None means the rows of all
+        outputs.
     """
 
     inducing: InducingInputs
@@ -416,7 +417,7 @@ def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: i
         context: The processes that share the data.
         data: The data.
         least: The number of examples that the data must have.
-        size: The number of examples to draw, if there are so many.
+        size: The number of examples to draw. If there are fewer examples, all are drawn.
 
     Raises:
         ValueError: If there are fewer examples than required.

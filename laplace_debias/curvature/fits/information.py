@@ -55,7 +55,7 @@ class ExampleCounts:
     def for_update(
         cls, information: Information, num_data: int | None, totals: DataTotals
     ) -> "ExampleCounts":
-        """Count the new examples, by `num_data` or by the weights of examples that were read."""
+        """Count the new examples by `num_data` or by the weights of the examples that were read."""
         num_new = totals.weight if num_data is None else num_data
         return cls(information.weight, num_new, totals.weight)
 
@@ -70,7 +70,7 @@ class ExampleCounts:
         return self.num_new / self.weight_read
 
     def mean(self, earlier: Tensor, sums: Tensor) -> Tensor:
-        """Average earlier means with sums over the examples that were read, in the sums' dtype."""
+        """Average earlier means with sums over the new examples; return the sums' dtype."""
         return (self.num_earlier * earlier.to(sums) + self.scale * sums) / self.total
 
 
@@ -153,9 +153,9 @@ def _factor(
 
     Args:
         key: The factor's block and side.
-        eigenvalues: The eigenvalues; for a thin basis, the last one belongs to all other
+        eigenvalues: The eigenvalues; for a thin basis, the last eigenvalue belongs to all other
             directions.
-        U: The eigenvectors; None for the coordinate axes.
+        U: The eigenvectors. None means the coordinate axes.
         new: The factor of new data, to which the result will be added.
     """
     dtype = new.dtype if isinstance(new, Tensor) else new.rows.dtype

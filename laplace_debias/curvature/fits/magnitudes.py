@@ -1,4 +1,4 @@
-"""Magnitudes: the curvature along given directions, measured on data."""
+"""Magnitudes, which are the curvature along given directions, measured on data."""
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -189,13 +189,13 @@ class SquaredGradients(Accumulator):
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""
-        # The sum has the dtype of its first summand.
+        # The sum has the dtype of its first summand, so the first summand is converted.
         if block not in self.squares:
             measured = measured.to(self.context.factor_dtype)
         add_to(self.squares, block, measured)
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Begin the sum of a block if there is none."""
+        """Begin the sum of a block if it has no sum yet."""
         if block not in self.squares:
             shape = [directions.num_magnitudes for directions in self._directions[block]]
             zeros = torch.zeros(*block.groups, *shape, device=self.context.device)
@@ -251,13 +251,13 @@ class _DroppedSquares(SquaredGradients):
 
 
 def drop_squares(context: FitContext, data: Iterable[Batch]) -> None:
-    """Measure the squares along the coordinate axes without keeping them, for a plan."""
+    """Measure the squares along the coordinate axes for a plan, without keeping the squares."""
     axes = {block: coordinate_axes(block) for block in context.blocks}
     accumulate(_DroppedSquares(context, axes), data)
 
 
 def coordinate_axes(block: Block) -> Eigenbasis:
-    """Return the coordinate axes of a block as directions, with eigenvalues of one."""
+    """Return the coordinate axes of a block as directions whose eigenvalues are 1."""
     d_out, d_in = block.shape
     one = torch.ones(())  # Expanded, because a vector may have as many entries as a network.
     return Eigenbasis(Eigenpairs(one.expand(d_out), None), Eigenpairs(one.expand(d_in), None))
@@ -306,6 +306,6 @@ def assemble_eigenvalues(
 def _kronecker(
     basis: Eigenbasis, magnitudes: Float[Tensor, "*groups d_out d_in"], dtype: torch.dtype
 ) -> EigenKronecker:
-    """Build the curvature of a block, in the dtype of the posterior."""
+    """Build the curvature of a block in the dtype of the posterior."""
     converted_basis = basis.to(dtype)
     return EigenKronecker(converted_basis.G.U, converted_basis.A.U, magnitudes.to(dtype))

@@ -1,4 +1,4 @@
-"""Presence: the examples that take part in a layer, for each chunk of a pass over data."""
+"""Presence, that is, which examples of each chunk of a pass over data take part in a layer."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -36,7 +36,7 @@ class Presence:
             layer_calls=forward_pass.layer_calls,
             outputs=forward_pass.outputs,
         )
-        # For the layers of these blocks, it is not known yet whether all examples reach them.
+        # The blocks of layers for which it is not known yet whether all examples reach them.
         self._new_blocks = {block for block in context.blocks if not block.is_vector}
 
     def of_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
@@ -65,7 +65,8 @@ class Presence:
         Returns:
             Whether all layers were examined, so that other positions may take part now.
         """
-        # A record without any gradient shows nothing. An untrained adapter, for example, has none.
+        # A record whose gradients are all zero, such as the record of an untrained adapter, shows
+        # nothing.
         if record.block not in self._new_blocks or not _has_gradient(record):
             return False
         self._new_blocks.discard(record.block)
