@@ -98,7 +98,7 @@ class SideSums:
         add_to(sums, block, matrix if block in sums else matrix.to(self._context.factor_dtype))
 
     def _add_streamed(self, block: Block, new_rows: Tensor) -> None:
-        """Add rows part by part, and compress each part with the leading directions found so far."""
+        """Add rows part by part; compress each part with the leading directions found so far."""
         check_finite({block: new_rows})
         rows = self.rows[block]
         traces = self.residual_traces

@@ -1,4 +1,4 @@
-"""Layer rules: one file for each layer type, with its blocks, activations and output gradients."""
+"""Layer rules; the file of a layer type defines its blocks, activations and output gradients."""
 
 from functools import lru_cache
 
@@ -35,7 +35,7 @@ __all__ = ["GENERIC", "LAYER_RULES", "WIDE", "Block", "LayerRule", "Site", "laye
 
 
 def layer_rule(layer: nn.Module) -> LayerRule:
-    """Find the rule of a layer's type, or else of the nearest type that it inherits from."""
+    """Find the rule of a layer's type or, without such a rule, of the nearest base class."""
     layer_type: type = type(layer)
     return _rule_of_type(layer_type, tuple(LAYER_RULES.values()))
 

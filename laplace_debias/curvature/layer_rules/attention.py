@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layer_rules.base import Block, LayerRule
 from laplace_debias.curvature.layer_rules.linear import LinearRule
 
-# Query, key and value.
+# The names of the projections: query, key and value.
 _PROJECTIONS = ("query", "key", "value")
 
 
 class AttentionRule(LayerRule):
-    """Torch's attention, whose projections become layers; `out_proj` is one already."""
+    """Torch's attention, whose projections become layers; `out_proj` is already a layer."""
 
     module_types = (nn.MultiheadAttention,)
     kind = "linear"
@@ -24,7 +24,7 @@ class AttentionRule(LayerRule):
     made_layers = _PROJECTIONS
 
     def owns(self, layer: nn.Module, key: str) -> bool:
-        """Return whether the rule applies: not in subclasses, nor with a `bias_k`."""
+        """Return whether the rule applies; subclasses and modules with a `bias_k` are excluded."""
         is_plain = type(layer) in (nn.MultiheadAttention, _ExposedAttention)
         return is_plain and layer.bias_k is None
 
@@ -157,7 +157,7 @@ class _ExposedAttention(nn.MultiheadAttention):
         projected = [self.query(query), self.key(key), self.value(value)]
         if self.batch_first and query.ndim == 3:
             projected = [x.transpose(0, 1) for x in projected]
-        # torch projects once more, with the identity, which changes no digit.
+        # torch projects the results again with identity matrices, which causes no rounding.
         attend: Any = F.multi_head_attention_forward
         same = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
         outputs, weights = attend(

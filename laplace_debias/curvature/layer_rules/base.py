@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from laplace_debias.operators.structures.directions import Directions
 from laplace_debias.system.memory import ROOM
 
-# If no layer's rule applies to a parameter, its exact block is dense up to this many entries, and
-# diagonal above.
+# If no layer's rule applies to a parameter, its exact block is dense if it has at most this many
+# entries, and diagonal otherwise.
 _DENSE_UP_TO = 1024
 WIDE = 8192
 """The Kronecker factor of a layer's outputs (or inputs) is diagonal if there are more than this.
@@ -67,7 +67,7 @@ class Block:
         calls: For a parameter without a layer's rule, the paths of the modules whose calls read the
             parameter; empty if the forward pass multiplies by the parameter or adds it, entry by
             entry.
-        rank: The number of directions of each factor that are kept; None for all.
+        rank: The number of directions of each factor that are kept. None keeps all directions.
         is_vector: Whether the block belongs to a vector, such as a bias. G is then its exact
             curvature, and A is 1.
         is_one_hot: Whether activations are unit vectors, given by indices, as for an embedding. A
@@ -161,10 +161,10 @@ class LayerRule:
     r"""The rule by which the curvature of one layer type is measured.
 
     The defaults are for a layer with a weight matrix W, and optionally a bias b. The output at each
-    position t is $W a_t + b$, and the gradient of the weight along one cotangent is
-    $\sum_t g_t a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods
-    that differ. In these methods, x are inputs of a layer, `[B, ...]`, and g are gradients at its
-    outputs, `[K, B, ...]`, with one column per cotangent.
+    position t is $W a_t + b$, and the gradient of the weight along one cotangent is $\sum_t g_t
+    a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods that differ.
+    In these methods, x are inputs of a layer, `[B, ...]`, and g are gradients at its outputs, `[K,
+    B, ...]`, with one column per cotangent.
 
     Attributes:
         module_types: The layer types, as classes or, to avoid an import, as names that include the
@@ -205,7 +205,7 @@ class LayerRule:
     # Blocks and the order of their entries.
 
     def owns(self, layer: nn.Module, key: str) -> bool:
-        """Return whether the rule applies to a parameter, by its name in the layer."""
+        """Return whether the rule applies to the parameter with the given name in the layer."""
         return key in (self.weight_name, self.bias_name)
 
     def blocks(
@@ -311,7 +311,7 @@ class LayerRule:
     def activation_rows(
         self, layer: nn.Module, block: Block, x: Tensor
     ) -> Float[Tensor, "n *groups d_in"]:
-        """Compute the activations of all examples and positions as rows, in any memory layout."""
+        """Compute the activations of all examples and positions as rows of any memory layout."""
         return self.activations(layer, block, x).flatten(0, 1)
 
     def activation_indices(self, layer: nn.Module, x: Tensor) -> Int[Tensor, "batch positions"]:
@@ -319,7 +319,7 @@ class LayerRule:
         return x.reshape(x.shape[0], -1)
 
     def padding(self, layer: nn.Module, x: Tensor) -> Bool[Tensor, "batch positions"] | None:
-        """Return a mask of the positions whose inputs are padding; None without any padding."""
+        """Return a mask of the positions whose inputs are padding; None if there is no padding."""
         return None
 
     def output_gradients(
@@ -339,7 +339,7 @@ class LayerRule:
     ) -> Bool[Tensor, "batch positions"]:
         """Find the positions where one cotangent's gradients at the output do not vanish."""
         if g.ndim == 2:
-            # One position per example.
+            # The outputs have one position per example.
             return (g != 0).any(1, keepdim=True)
         return (g != 0).any(1 if self.channels_first else -1).flatten(1)
 
@@ -359,7 +359,7 @@ class LayerRule:
         for start in range(0, x.shape[0], step):
             yield slice(start, min(start + step, x.shape[0]))
 
-    # Faster computations of the same numbers.
+    # Methods that compute the same numbers in less time.
 
     def summed_products(
         self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
@@ -373,7 +373,7 @@ class LayerRule:
     def weight_gradients(
         self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "columns *groups d_out d_in"]:
-        """Compute `Σ_n Σ_t g_t a_tᵀ` of each column, summed over the examples."""
+        """Compute `Σ_n Σ_t g_t a_tᵀ` of each column."""
         total = g.new_zeros(len(g), *block.groups, *block.shape)
         for examples in self.slices(layer, block, x):
             sliced_x = x[examples]
@@ -392,7 +392,7 @@ class LayerRule:
     def second_moments(
         self, layer: nn.Module, block: Block, inputs: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Compute `Σ_n Σ_t a aᵀ` of each call without its rows; None if this is not faster."""
+        """Compute `Σ_n Σ_t a aᵀ` of each call without its rows; return None if rows are faster."""
         return None
 
     # The forward pass.
@@ -404,7 +404,7 @@ class LayerRule:
         """Make the gradients of a working copy's parameters plain sums over the calls."""
 
     def inner_layer(self, layer: nn.Module) -> nn.Module | None:
-        """Return the inner layer that receives what the rule describes; None if there is none."""
+        """Return the inner layer that receives the outputs that the rule describes, or None."""
         return None
 
     def has_sequence(self, layer: nn.Module) -> bool:
@@ -412,12 +412,12 @@ class LayerRule:
         return True
 
     def has_plain_forward(self, layer: nn.Module) -> bool:
-        """Return whether the forward pass is that of a layer type, not overridden by a subclass."""
+        """Return whether the forward pass is the one of a layer type, not overridden by a subclass."""
         types = [kind for kind in self.module_types if isinstance(kind, type)]
         return any(type(layer).forward is kind.forward for kind in types)
 
     def differentiates_one_by_one(self, layer: nn.Module) -> bool:
-        """Return whether large output gradients are faster to compute one cotangent at a time."""
+        """Return whether computing large output gradients is faster for one cotangent at a time."""
         return False
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Convolutions, plain and transposed, in groups and depthwise."""
+"""Convolutions: plain, transposed, grouped and depthwise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,7 +72,7 @@ class ConvolutionRule(LayerRule):
 
     def num_positions(self, layer: Any, x: Float[Tensor, "batch channels *space"]) -> int:
         """Count the output positions."""
-        # The padding is in the order of F.pad, the last dimension first.
+        # The padding has the order of `F.pad`, in which the last dimension comes first.
         padding = layer._reversed_padding_repeated_twice
         number = 1
         for dim, size in enumerate(reversed(x.shape[2:]), start=1):
@@ -82,7 +82,7 @@ class ConvolutionRule(LayerRule):
         return number
 
     def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
-        """Return an upper bound, as if each pixel were an output position."""
+        """Return an upper bound, for which each pixel counts as an output position."""
         return x[0, 0].numel() * _patch_size(block)
 
     def jacobian_rows(
@@ -135,7 +135,7 @@ class ConvolutionRule(LayerRule):
     def weight_gradients(
         self, layer: Any, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "columns *groups d_out d_in"]:
-        """Compute `Σ_n Σ_t g_t a_tᵀ`, without patches where this takes less time."""
+        """Compute `Σ_n Σ_t g_t a_tᵀ`, without patches if this takes less time."""
         if not _convolves_faster(layer, block):
             return super().weight_gradients(layer, block, x, g)
         gradients = g.transpose(0, 1).flatten(1, 2)
@@ -161,8 +161,9 @@ class ConvolutionRule(LayerRule):
     def second_moments(
         self, layer: Any, block: Block, inputs: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Compute A of each call without its patches, if this is faster."""
-        # On a GPU a few large products take less time than many small ones.
+        """Compute A of each call without its patches, or return None if patches are faster."""
+        # On a GPU, patches are used, because a few large products take less time than many small
+        # products.
         if not layer.weight.is_cpu:
             return None
         moments_by_call: list[Tensor] = []
@@ -176,7 +177,7 @@ class ConvolutionRule(LayerRule):
     def _moments_of_groups(
         self, layer: Any, block: Block, x: Tensor, moments: Callable[[Any, Tensor], Tensor]
     ) -> Tensor:
-        """Compute A group by group, with the row and the column of a joint bias."""
+        """Compute A group by group, including the row and the column of a joint bias."""
         factors = [moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
         A = torch.stack(factors) if block.groups else factors[0]
         if not block.is_joint:
@@ -194,7 +195,7 @@ class ConvolutionRule(LayerRule):
         return len(layer.kernel_size) == 1
 
     def differentiates_one_by_one(self, layer: Any) -> bool:
-        """Return whether the layer is on a CPU; on a GPU, one call takes less time."""
+        """Return whether the layer is on a CPU; on a GPU, one call for all cotangents is faster."""
         return layer.weight.is_cpu
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:
@@ -231,7 +232,8 @@ class TransposedConvolutionRule(ConvolutionRule):
         stuffed = x.new_zeros(*x.shape[:2], *sizes)
         pixels: Any = (..., *(slice(None, None, step) for step in layer.stride))
         stuffed[pixels] = x
-        # The margins are in the order of F.pad, the last dimension first. Negative padding crops.
+        # The margins have the order of `F.pad`, in which the last dimension comes first. Negative
+        # margins crop.
         margins: list[int] = []
         for dim in reversed(range(dims)):
             margin = (layer.kernel_size[dim] - 1) * layer.dilation[dim] - layer.padding[dim]
@@ -256,12 +258,12 @@ class TransposedConvolutionRule(ConvolutionRule):
         return number
 
     def unfolded_size(self, layer: Any, block: Block, x: Tensor) -> int:
-        """Return an upper bound, with as many output positions per pixel as the stride creates."""
+        """Return an upper bound, for which each pixel counts as the product of the strides."""
         return x[0, 0].numel() * torch.Size(layer.stride).numel() * _patch_size(block)
 
 
 def _depthwise(block: Block) -> Block:
-    """Return the block of kernels with one output channel per group, as a vector for each group."""
+    """Return the block of kernels with one output channel per group; each kernel is a vector."""
     if block.num_groups == 1 or block.is_vector:
         return block
     return replace(block, shape=(block.shape[1], 1), is_vector=True)
@@ -274,12 +276,12 @@ def _split_groups(layer: Any, kernels: Tensor) -> Tensor:
 def _patch_size(block: Block) -> int:
     """Count the entries of a patch, over all groups."""
     d_out, d_in = block.shape
-    # An exact block has the entries of depthwise kernels.
+    # The vectors of an exact block are depthwise kernels, whose entries are the entries of a patch.
     return block.num_groups * (d_out if block.is_vector else d_in)
 
 
 def _convolves_faster(layer: Any, block: Block) -> bool:
-    """Return whether convolutions are faster than products of patches, as they are on a CPU."""
+    """Return whether convolutions are faster than products of patches, which is so on a CPU."""
     return isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
 
 
@@ -328,7 +330,8 @@ def _kernel_gradient(
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         image = _pad(layer, image)
         padding = (0, 0)
-    # This is `conv2d_weight` without a full-size placeholder, of which only the shape is read.
+    # `conv2d_weight` is not called, because it would allocate a full-size placeholder, of which
+    # only the shape is read.
     shape = (gradient.shape[1], *layer.weight.shape[1:])
     placeholder = image.as_strided(shape, (0, 0, 0, 0))
     _, kernel, _ = torch.ops.aten.convolution_backward(

@@ -1,4 +1,4 @@
-"""Any parameter, as a vector with an exact block, whatever the forward pass does with it."""
+"""The rule for any parameter as a vector with an exact block, however the network uses it."""
 
 from collections.abc import Sequence
 

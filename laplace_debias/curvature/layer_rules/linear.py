@@ -8,7 +8,7 @@ from laplace_debias.curvature.layer_rules.base import LayerRule, ModuleTypes
 
 
 class LinearRule(LayerRule):
-    """A linear layer, with any number of positions between examples and features."""
+    """A linear layer; any number of positions may lie between examples and features."""
 
     module_types: ClassVar[ModuleTypes] = (nn.Linear,)
     kind = "linear"

@@ -1,4 +1,4 @@
-"""Normalisations: a scale and a shift, which are exact vectors."""
+"""Normalisations, whose scale and shift are vectors with exact blocks."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

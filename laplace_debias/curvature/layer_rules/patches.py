@@ -1,11 +1,11 @@
-"""Second moments of a convolution's patches, without the patches.
+"""Second moments of a convolution's patches, computed without the patches.
 
-Over unfolded patches, `A = Σ_n Σ_t a aᵀ` pairs every kernel offset with every other one: for a 3×3
-kernel, these are 81 products of channel vectors per position. With stride 1, the product of two
-offsets depends only on their displacement, except at the border. One product of the image with a
-shifted copy of itself therefore serves all pairs of offsets at that displacement. Opposite
-displacements give transposed products, so 13 products are enough. The products that a pair must not
-count lie in a few rows and columns at the border, and are subtracted.
+Over unfolded patches, `A = Σ_n Σ_t a aᵀ` pairs every kernel offset with every kernel offset: a 3×3
+kernel has 81 products of channel vectors per position. With stride 1, the product of two offsets
+depends only on their displacement, except at the border. One product of the image with a shifted
+copy of itself therefore serves all pairs of offsets at that displacement. Opposite displacements
+give transposed products, so 13 products are enough. The products that a pair of offsets must not
+include lie in a few rows and columns at the border, and are subtracted.
 
 With stride s, an offset reads every s-th pixel, and these pixels form a phase. The same then holds
 for the images of two phases: 36 products are enough for a 3×3 kernel with stride 2.
@@ -50,7 +50,8 @@ def fastest_moments(
     The time of each function is estimated from the shapes.
 
     Returns:
-        `patch_moments` or `row_moments`; None if unfolded patches take less time than both.
+        `patch_moments` or `row_moments`; None if unfolded patches take less time than both
+        functions.
     """
     seconds: dict[Callable[[Any, Tensor], Tensor], float] = {}
     if has_displacements(layer):
@@ -101,7 +102,7 @@ def _seconds_to_unfold(
 
 
 def has_displacements(layer: nn.Module) -> bool:
-    """Whether `patch_moments` supports a layer: its kernel is wider than one, its padding zero."""
+    """Whether `patch_moments` supports a layer: zero padding, and a kernel wider than one pixel."""
     return (
         isinstance(layer, (nn.Conv1d, nn.Conv2d))
         and layer.padding_mode == "zeros"
@@ -112,7 +113,7 @@ def has_displacements(layer: nn.Module) -> bool:
 def patch_moments(
     layer: nn.Conv1d | nn.Conv2d, x: Float[Tensor, "batch channels *space"]
 ) -> Float[Tensor, "d_in d_in"]:
-    """Compute `Σ_n Σ_t a aᵀ` over the patches of one group, in `unfold`'s order."""
+    """Compute `Σ_n Σ_t a aᵀ` over the patches of one group in the order of `unfold`."""
     rows, columns = _axes(layer, tuple(x.shape[2:]))
     if x.ndim == 3:
         x = x.unsqueeze(2)
@@ -251,7 +252,7 @@ class _Offsets:
         }
 
     def between(self, displacements: Iterable[int]) -> range:
-        """Return all displacements from the least to the greatest, with 0 among them."""
+        """Return all displacements from the least to the greatest, extended to include 0."""
         with_zero = [0, *displacements]
         return range(min(with_zero), max(with_zero) + 1, self.step)
 
@@ -269,7 +270,7 @@ class _Offsets:
         return [r for r in inside if not first <= r < first + self.num_positions]
 
     def confined(self, pairs: dict[tuple[int, int], int]) -> set[tuple[int, int | None]]:
-        """Return each displacement with None, and with each pixel that its pairs exclude."""
+        """Return pairs of a displacement with None and with each pixel that its offsets exclude."""
         confined: set[tuple[int, int | None]] = set()
         for (i, k), displacement in pairs.items():
             confined.add((displacement, None))
@@ -316,7 +317,7 @@ def _write(
     all_pairs = itertools.product(row_pairs.items(), column_pairs.items())
     for ((i, k), dy), ((j, m), dx) in all_pairs:
         total = products[down.index(dy), right.index(dx)].clone()
-        # By inclusion and exclusion.
+        # Subtract the products at the border by inclusion and exclusion.
         border = itertools.product((None, *rows.excluded(i, k)), (None, *columns.excluded(j, m)))
         for row, column in list(border)[1:]:
             total.add_(confined(dy, dx, row, column), alpha=-1 if None in (row, column) else 1)
@@ -325,7 +326,7 @@ def _write(
 
 
 def _slices(pixel: int | None, shift: int, size: int, partner_size: int) -> tuple[slice, slice]:
-    """Return slices of one pixel, or of all pixels if None, and of their displaced partners."""
+    """Return slices of one pixel (of all pixels if it is None) and of the displaced partners."""
     if pixel is None:
         start = max(0, -shift)
         stop = max(start, min(size, partner_size - shift))

@@ -1,4 +1,4 @@
-"""Second moments of a convolution's patches, from products of the image's rows.
+"""Second moments of a convolution's patches, computed from products of the image's rows.
 
 A patch consists of a few adjacent rows of the image, each as wide as the kernel. Therefore only the
 rows are unfolded, to `[height, C·k_w, batch·positions]`, whereas patches would repeat each row for
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# The size of the unfolded rows of a part of the examples; more do not fit the processor's cache.
+# The maximum size of the unfolded rows that are computed together. More rows do not fit the
+# processor's cache.
 _NUMBERS_AT_ONCE = 2**20
 # The largest size of the products of the rows of one block.
 _MOST_PRODUCTS = 2**22
@@ -23,7 +24,7 @@ _SECONDS_TO_BEGIN = 3.5e-4
 
 
 def has_row_products(layer: nn.Module) -> bool:
-    """Whether `row_moments` supports a layer: 2-D, with zero padding and adjacent kernel rows."""
+    """Whether `row_moments` supports a layer: 2-D, zero padding, and adjacent kernel rows."""
     return (
         isinstance(layer, nn.Conv2d)
         and layer.padding_mode == "zeros"
@@ -35,7 +36,7 @@ def has_row_products(layer: nn.Module) -> bool:
 def seconds_by_rows(
     layer: nn.Conv2d, num_groups: int, x: Float[Tensor, "batch channels height width"]
 ) -> float:
-    """Estimate the time of `row_moments` for all groups; infinite if it takes much memory."""
+    """Estimate the time of `row_moments` for all groups, or return ∞ if it needs much memory."""
     height, width = _num_rows_and_positions(layer, x)
     size = x.shape[1] // num_groups * layer.kernel_size[1]
     num_products = height * size**2 * layer.kernel_size[0]
@@ -55,7 +56,7 @@ def seconds_by_rows(
 def row_moments(
     layer: nn.Conv2d, x: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "d_in d_in"]:
-    """Compute `Σ_n Σ_t a aᵀ` over the patches of one group, in `unfold`'s order."""
+    """Compute `Σ_n Σ_t a aᵀ` over the patches of one group in the order of `unfold`."""
     kernel_height, kernel_width = layer.kernel_size
     row_stride, column_stride = layer.stride
     reach = (kernel_width - 1) * layer.dilation[1] + 1
@@ -73,7 +74,8 @@ def row_moments(
     products: Tensor | None = None
     for part in pixels.split(num_together):
         rows = part.permute(2, 1, 4, 0, 3).contiguous().view(num_rows + kernel_height - 1, size, -1)
-        # This is a view, because rows that are neighbours in the image are neighbours in memory.
+        # The rows below each row are a view, because neighbouring rows of the image are neighbours
+        # in memory.
         windows = rows.unfold(0, kernel_height, 1).movedim(-1, 1).flatten(1, 2)
         if products is None:
             products = rows[:num_rows].bmm(windows.mT)
@@ -84,7 +86,8 @@ def row_moments(
     num_starts = num_rows - kernel_height + 1
     totals = products.unfold(0, num_starts, 1)[..., ::row_stride].sum(-1)
     by_distance = totals.unflatten(2, (kernel_height, size))
-    # The sum of the upper triangle and its transpose has the diagonal twice.
+    # The sum of the upper triangle and its transpose contains the diagonal twice, so half is
+    # subtracted.
     by_distance[:, :, 0].mul_(0.5)
     # The distance from offset i to offset k ≥ i is k − i. Zeros follow the distances, so that a
     # view that begins one distance earlier for each i has zeros where k < i.
