@@ -412,7 +412,7 @@ class LayerRule:
         return True
 
     def has_plain_forward(self, layer: nn.Module) -> bool:
-        """Return whether the forward pass is the one of a layer type, not overridden by a subclass."""
+        """Return whether the layer has the forward pass of its layer type, not its own override."""
         types = [kind for kind in self.module_types if isinstance(kind, type)]
         return any(type(layer).forward is kind.forward for kind in types)
 

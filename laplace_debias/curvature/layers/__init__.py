@@ -1,1 +1,1 @@
-"""Layers: their curvature blocks, and their inputs and output gradients."""
+"""Layers: their curvature blocks, their inputs and their output gradients."""

@@ -40,7 +40,7 @@ from laplace_debias.curvature.network.quantised import is_quantised
 
 @cache
 def _derivatives(name: str) -> Any:
-    """Return a class of BackPACK's derivatives, imported by the first fit to save half a second.
+    """Return a class of BackPACK's derivatives; only fits import it, which takes half a second.
 
     The name is `module.Class`.
     """
@@ -49,7 +49,7 @@ def _derivatives(name: str) -> Any:
 
 
 def why_not_backpack(model: nn.Module) -> str | None:
-    """Explain why BackPACK does not support a model; None if it does.
+    """Explain why BackPACK does not support a model, or return None if it supports the model.
 
     BackPACK follows modules, not operations: operations of a custom `forward` between modules would
     be lost. Supported models are therefore `nn.Sequential`s, possibly nested, of layers that
@@ -116,7 +116,7 @@ class BackpackTap:
                     raise not_batched(path, passed[-1], len(x))
                 passed.append(layer(passed[-1]))
                 if place < self._first:
-                    # Inputs before the first block are not kept.
+                    # Keep no inputs of layers before the first block.
                     del passed[0]
         outputs = as_columns(passed[-1], x.shape[:1])
         return SequentialPass(self._chain[self._first :], self._blocks, outputs, passed)
@@ -127,11 +127,11 @@ class SequentialPass:
     """A forward pass of a sequential network, whose outputs BackPACK differentiates.
 
     Attributes:
-        layers: The layers, beginning with the first one that has a block.
+        layers: The layers, beginning with the first layer that has a block.
         blocks: The blocks of the layers.
         outputs: The outputs `[B, ..., C]` of the network.
-        passed: The inputs of the layers, and the output of the last one. They are kept until the
-            last part of the cotangents.
+        passed: The inputs of the layers, and the output of the last layer. These tensors are kept
+            until the last part of the cotangents.
     """
 
     layers: Sequence[nn.Module]
@@ -160,7 +160,8 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     """Compute gradients `[K, B, ...]` at a layer's input from the gradients at its output."""
     derivatives = layer_rule(layer).backpack_derivatives(layer)
     if derivatives is not None:
-        # BackPACK looks for them there. (The layer belongs to a `shared_copy`.)
+        # BackPACK reads the input and the output from these attributes. (The layer belongs to a
+        # `shared_copy`.)
         layer.input0 = x
         layer.output = z
         try:
@@ -168,7 +169,7 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
         finally:
             del layer.input0, layer.output
     x = x.detach().requires_grad_()
-    # The layer's own forward is called, without hooks.
+    # Call the layer's own forward pass, which runs no hooks.
     with torch.enable_grad():
         outputs = layer.forward(x)
     if len(gradients) == 1:
@@ -188,7 +189,7 @@ Backend = Tap | BackpackTap
 
 
 def make_backend(name: str, model: nn.Module, tap: Tap, blocks: Sequence[Block]) -> Backend:
-    """Make the backend with a name, which runs the network of a tap.
+    """Make the backend with the given name, which runs the network of a tap.
 
     Args:
         name: `"backpack"`, `"hooks"` or `"auto"`.

@@ -106,7 +106,8 @@ def parameter_order(
     for name, parameter in zip(names, parameters, strict=True):
         positions[name] = everything[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
-    # For a large model these are more bytes than its parameters: most blocks' are views of them.
+    # `order` is made only if the entries of some block are not a view of `everything`, because it
+    # takes more memory than the parameters of a large model.
     order = None
     start = 0
     for block in blocks:
@@ -123,7 +124,7 @@ def parameter_order(
 
 
 def _keeps_order(model: nn.Module, block: Block) -> bool:
-    """Whether the entries of a block are the entries of one parameter, in the same order."""
+    """Whether the entries of a block are the entries of one parameter in the same order."""
     if len(block.parameters) > 1:
         return False
     (name,) = block.parameters
@@ -138,7 +139,7 @@ def _keeps_order(model: nn.Module, block: Block) -> bool:
 def entries_of(
     model: nn.Module, block: Block, values: Mapping[str, Tensor]
 ) -> Shaped[Tensor, "*groups d_out d_in"]:
-    """Order the entries of a block, given a tensor in each parameter's shape by its name."""
+    """Order the entries of a block, given a tensor of each parameter's shape by its name."""
     path, _, _ = block.parameters[0].rpartition(".")
     layer = model.get_submodule(path)
     return block.rule.entries(layer, block, [values[name] for name in block.parameters])

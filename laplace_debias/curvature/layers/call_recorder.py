@@ -22,7 +22,8 @@ class CallForm:
     """The shapes of a call, and the dimension in which the examples lie.
 
     Attributes:
-        shapes: Shapes of the arguments and the outputs; None for an argument that is not a tensor.
+        shapes: Shapes of the arguments and the outputs. The shape is None if an argument is not a
+        tensor.
         dims: For each argument, the dimension of the examples; None if all examples share the
             argument.
         output_dims: The dimension of the examples in each output.
@@ -38,7 +39,7 @@ class CallForm:
 
     @classmethod
     def compare(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
-        """Derive the form from a call for some examples and a call for each of them twice."""
+        """Derive the form from a call for a batch and a call for each of its examples twice."""
         if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
             return None
         dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
@@ -82,7 +83,7 @@ _NO_DIM = -1
 
 
 def _growing(value: Any, doubled: Any, batch: int) -> int | None:
-    """Return the dimension of the examples; None if there is none, `_NO_DIM` if unclear."""
+    """Return the dimension of the examples, None if all share a value, or `_NO_DIM` if unclear."""
     if not isinstance(value, Tensor) or not isinstance(doubled, Tensor):
         return None if type(value) is type(doubled) else _NO_DIM
     if value.shape == doubled.shape:
@@ -94,7 +95,7 @@ def _growing(value: Any, doubled: Any, batch: int) -> int | None:
     return dims[0] if len(dims) == 1 and sizes[dims[0]] == (batch, 2 * batch) else _NO_DIM
 
 
-# Calls by the module's path and the index of the call among the module's calls.
+# The calls, by the module's path and the index of the call among the module's calls.
 RecordedCalls = dict[tuple[str, int], ModuleCall]
 CallForms = dict[tuple[str, int], list[CallForm]]
 
@@ -169,7 +170,7 @@ class CallRecorder:
         forward_pass.num_calls[path] += 1
 
     def _end(self, forward_pass: _RunningPass, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
-        # A call inside another call ends first.
+        # The innermost call ends first, so the ended call is the last unfinished call.
         key = forward_pass.unfinished.pop()
         call = forward_pass.calls[key]
         leaves, structure = pytree.tree_flatten(output)
@@ -194,7 +195,7 @@ class CallRecorder:
         return pytree.tree_unflatten(handed_on, structure)
 
     def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
-        """Learn the forms of calls from the calls for a batch, and for each of its examples twice.
+        """Learn the forms of calls from the calls for a batch and for each of its examples twice.
 
         Returns:
             Whether further outputs are now copied, which changes the forms of later calls.

@@ -22,7 +22,7 @@ from laplace_debias.curvature.network.calling import call, differentiable, quiet
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 
-# The size of the rows that are computed at a time.
+# The maximum number of entries of rows that are computed together.
 _SLICE = 2**22
 
 Parameters = Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class ModuleCall:
     `leaves` and `structure` are the leaves and the structure of the tree of the call's arguments:
     `(args, kwargs)`, or the inputs for the network itself, whose path is `""`. `outputs` are the
     outputs that are floating-point tensors. `dims` and `output_dims` are the dimensions of the
-    examples; None for tensors that all examples share.
+    examples, or None for tensors that all examples share.
     """
 
     path: str
@@ -55,7 +55,7 @@ class ModuleCall:
         ]
 
     def run(self, parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
-        """Run the module again, with other values for some of its parameters, by name."""
+        """Run the module again, with `parameters` in place of its parameters of these names."""
         arguments: Any = pytree.tree_unflatten(list(leaves), self.structure)
         with preserve_attributes(self.module.modules()), differentiable(self.module):
             if not self.path:
@@ -91,7 +91,7 @@ class ReplayedCalls:
         self.num_columns = len(gradients[0])
 
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
-        """Compute the Jacobian rows of a parameter, with the examples to which they belong."""
+        """Yield Jacobian rows of a parameter, with the slice of examples to which they belong."""
         (name,) = block.parameters
         sizes = {n: self._network.get_parameter(n).numel() for n in self._names}
         all_examples = slice(0, self.num_examples)
@@ -117,7 +117,8 @@ class ReplayedCalls:
             values = {read[n]: parameters[n].detach() for n in read}
             jacobians = self._differentiated(module_call, values, gradients, examples)
             for name, inner_name in read.items():
-                # A parameter may be a single number, without dimensions.
+                # Rows are flattened after the first dimensions, because a parameter may be a number
+                # without dimensions.
                 J = jacobians[inner_name]
                 rows = J.reshape(*J.shape[:2], -1)
                 total[name] = total[name] + rows if name in total else rows
@@ -134,7 +135,7 @@ class ReplayedCalls:
         cotangents = {}
         for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):
             if g is not None and dim is not None:
-                # Each one has the shape of a single example's output.
+                # Each cotangent has the shape of a single example's output.
                 selected = g.narrow(dim + 1, examples.start, size).movedim(dim + 1, 1)
                 cotangents[index] = selected.unsqueeze(dim + 2)
         if call.path in self._loops:
@@ -153,7 +154,7 @@ class ReplayedCalls:
 def _vectorised(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
-    """Compute gradients of some examples, `[K, b, ...]`, with one run for all examples.
+    """Compute gradients of the given examples, `[K, b, ...]`, with one run for all examples.
 
     Every example has its own copy of the parameters. Cotangents are
     `[K, b, *output of one example]`.
@@ -182,7 +183,7 @@ def _vectorised(
 def _one_by_one(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
-    """Compute gradients of some examples, `[K, b, ...]`, by example and by column."""
+    """Compute gradients of the given examples, `[K, b, ...]`, one example and column at a time."""
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
     num_columns = len(next(iter(cotangents.values())))
     for index in range(examples.stop - examples.start):
@@ -190,7 +191,7 @@ def _one_by_one(
         values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         with torch.enable_grad():
             outputs = call.run(values, call.select_examples(slice(start, start + 1)))
-        # An example may take a different path, which reads none of the parameters.
+        # An example may take a path that reads none of the parameters. Its gradient is then zero.
         reached = {i: g for i, g in cotangents.items() if outputs[i].requires_grad}
         gradients_by_column = []
         for column in range(num_columns):

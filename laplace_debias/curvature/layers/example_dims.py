@@ -16,9 +16,9 @@ class ExampleDims:
     Attributes:
         common: Paths of embeddings whose input has no dimension for the examples, such as positions
             `[T]`; every example receives a copy.
-        merged: Layers in whose input further dimensions, such as windows of an image, are merged
-            into the dimension of the examples, after the examples; with the number of merged
-            entries per example.
+        merged: The number of merged entries per example for each layer in whose input further
+            dimensions, such as windows of an image, are merged into the dimension of the examples,
+            after the examples.
         uncopied: Embeddings as in `common`, for which the forward pass does not accept a copy for
             each example.
         shapes: The shapes of all inputs of the embeddings.

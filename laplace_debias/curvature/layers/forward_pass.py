@@ -1,4 +1,4 @@
-"""A forward pass of a tapped network, whose outputs can be differentiated at the tapped layers."""
+"""A forward pass of a tapped network whose outputs can be differentiated at the tapped layers."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -121,7 +121,8 @@ class ForwardPass:
         self._handed_on = handed_on
         self._loops = loops
         self._one_by_one = one_by_one
-        # The outputs of the calls by their `id`; a norm's scale and bias share an output.
+        # The outputs of the calls by their `id`, because the scale and the bias of a norm share an
+        # output.
         self._targets = {id(layer_call.z): layer_call.z for layer_call in layer_calls}
         for module_call in module_calls:
             self._targets |= {id(z): LayerOutput.from_tensor(z) for z in module_call.outputs}
@@ -138,10 +139,10 @@ class ForwardPass:
     def last_layer(self) -> LayerCall | None:
         """Return the call of the tapped layer whose output is the network's output, or None."""
         if self.outputs._version > 0:
-            return None  # They were overwritten, as by `outputs /= temperature`.
+            return None  # The outputs were overwritten, as by `outputs /= temperature`.
         last_calls = []
         for layer_call in self.layer_calls:
-            # An operation with a parameter has no such tensor.
+            # Only layers hand on a tensor, so operations with a parameter are skipped.
             handed_on = self._handed_on.get(layer_call.layer)
             if handed_on is not None and handed_on() is self.outputs:
                 last_calls.append(layer_call)
@@ -229,7 +230,7 @@ class ForwardPass:
     def _gradients(
         self, tensor: Tensor, targets: dict[int, LayerOutput], columns: Tensor, keep_graph: bool
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
-        """Compute the gradients at those targets on which the tensor depends, by their `id`.
+        """Compute, by the target's `id`, the gradients at the targets on which the tensor depends.
 
         Small gradients take less time if all cotangents are pushed back together. Large gradients
         do not fit the processor's cache, so that convolutions take less time for one cotangent at a
@@ -242,7 +243,8 @@ class ForwardPass:
         with quiet():
             gradients: Sequence[Tensor | None]
             if len(columns) == 1:
-                # One column needs no `vmap`, which takes longer than a small network.
+                # A single column is differentiated without `vmap`, which takes longer than a small
+                # network.
                 column_gradients = differentiate(columns[0], retain_graph=keep_graph)
                 gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
             elif not self._one_by_one:

@@ -1,4 +1,4 @@
-"""The Jacobian of a block in an eigenbasis, from its layer's inputs and output gradients."""
+"""A block's Jacobian in an eigenbasis, computed from its layer's inputs and output gradients."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ from torch import Tensor
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.operators.structures.directions import Axes, Directions, ThinBasis
 
-# The size of a slice of an embedding's Jacobian.
+# The maximum number of entries in a slice of an embedding's Jacobian.
 _SLICE = 2**22
-# Up to this many positions, columns are rotated together.
+# Columns are rotated together if there are at most this many positions.
 _FEW_POSITIONS = 16
 
 
@@ -60,7 +60,7 @@ def rotated_jacobians(
         return
     jacobian_size = record.num_columns * block.size
     for examples in block.rule.slices(record.layer, block, record.inputs[0], extra=jacobian_size):
-        # No variable refers to the slice, so that it is released before the next one is computed.
+        # No variable refers to the slice, so that it is released before the next slice is computed.
         yield Rotated(
             examples, _rotated_slice(record, examples, output_directions, input_directions, apart)
         )
@@ -73,17 +73,18 @@ def _rotated_slice(
     input_directions: Directions,
     apart: bool,
 ) -> Float[Tensor, "part columns *groups rows some_d_in"]:
-    """Compute the Jacobian of some examples in the eigenbasis."""
+    """Compute the Jacobian of the given examples in the eigenbasis."""
     block = record.block
     layer = record.layer
     rule = block.rule
     d_out, d_in = block.shape
     num_columns = record.num_columns
     num_rows = num_columns * record.num_positions
-    # All rows of an example must be in one call.
+    # Only for a single call, because all rows of an example must be in one call.
     is_apart = apart and len(record.inputs) == 1
     are_axes = isinstance(output_directions, Axes) and isinstance(input_directions, Axes)
-    # The rotation of the rows of each position; None if only their sum is rotated.
+    # `rotation` rotates the rows of each position. It is None if only the sum of the rows is
+    # rotated.
     rotate_rows: Callable[[Tensor], Tensor] | None
     if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < d_out:
         rotate_rows = partial(_few_gradients, directions=output_directions)
@@ -130,7 +131,7 @@ def _activations_along(
 def _few_gradients(
     rows: Float[Tensor, "batch *groups columns d_out positions"], directions: ThinBasis
 ) -> Float[Tensor, "batch *groups columns few positions"]:
-    """Rotate output gradients if columns times positions are fewer than the outputs."""
+    """Rotate output gradients if there are fewer pairs of columns and positions than outputs."""
     by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
     few = _few_coordinates(by_example.flatten(1, 2), directions)
     return few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))
@@ -145,8 +146,8 @@ def single_products(
     the product itself is never needed.
 
     Returns:
-        $U_G^\top g_k$ and $U_A^\top a$; in thin directions, their coordinates as in `Rotated`. None
-        if a Jacobian is a sum over positions or calls.
+        $U_G^\top g_k$ and $U_A^\top a$; in thin directions, their coordinates as in `Rotated`. The
+        result is None if a Jacobian is a sum over positions or calls.
     """
     block = record.block
     is_weight = not (block.is_vector or block.is_one_hot or block.groups or record.replayed)
@@ -169,7 +170,7 @@ def single_products(
 def _few_coordinates(
     rows: Float[Tensor, "batch n *groups d"], directions: ThinBasis
 ) -> Float[Tensor, "batch n *groups few"]:
-    """Compute coordinates of n < d rows along thin directions, and n for the part outside them.
+    """Compute coordinates of n < d rows along thin directions, and n coordinates outside them.
 
     All directions outside have the same magnitude, so any orthonormal basis of the rows is valid.
     """
@@ -202,7 +203,7 @@ def _triangular(
 def dense_jacobians(
     record: BlockRecord, jacobians: Jacobians = rotated_jacobians
 ) -> Iterator[tuple[slice, Float[Tensor, "part columns d"]]]:
-    """Yield rows of all of a block's parameters, with the examples to which they belong.
+    """Yield rows of all of a block's parameters, and the slice of examples to which they belong.
 
     Args:
         record: The record of the block.
@@ -218,7 +219,7 @@ def dense_jacobians(
 def joint_jacobians(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
-    """Yield a block's Jacobian in its eigenbasis, `[1, b·K, d_out, d_in]`, all examples as one."""
+    """Yield a block's Jacobian in its eigenbasis, all examples joined: `[1, b·K, d_out, d_in]`."""
     slices = list(rotated_jacobians(record, output_directions, input_directions, apart=False))
     looked_up = [rotated.columns for rotated in slices if rotated.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
@@ -236,7 +237,7 @@ def joint_jacobians(
 def _looked_up(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
-    """Yield the Jacobian for one-hot activations: sums of gradients by index, otherwise zero."""
+    """Yield the Jacobian for one-hot activations: sums of gradients by index, else zeros."""
     assert isinstance(input_directions, Axes), "One-hot inputs have the coordinate axes."
     block = record.block
     rule = block.rule
@@ -258,7 +259,7 @@ def _looked_up(
 def _distinct(
     ids: Int[Tensor, "batch positions"], num_rows: int
 ) -> tuple[Int[Tensor, " some"], Int[Tensor, "batch positions"]]:
-    """Return the tokens that occur, ascending, and the index of each position's token among them.
+    """Return the ascending tokens that occur, and the index among them of each position's token.
 
     On an accelerator, the host would have to wait for the number of tokens. Instead, unused entries
     with the token 0 follow, to which no position refers.
@@ -279,6 +280,6 @@ def _coordinates_of_columns(
     """Compute the coordinates of columns, `[b, *groups, n, d, k]`."""
     has_groups = columns.ndim > 4
     if not has_groups and columns.shape[-1] < _FEW_POSITIONS:
-        # One product of all columns is many times faster than one for each.
+        # One product of all columns is many times faster than a product for each column.
         return directions.coordinates(columns.mT).mT
     return directions.coordinates_of_columns(columns)

@@ -22,8 +22,8 @@ class LayerOutput:
     """An output's place in the recorded graph, without the output's values, which take memory.
 
     Attributes:
-        edge: The edge of the graph that receives gradients with respect to the output; None if no
-            graph is recorded.
+        edge: The edge of the graph that receives gradients with respect to the output, or None if
+            no graph is recorded.
         shape: The shape of the output.
         dtype: The dtype of the output.
         device: The device of the output.
@@ -39,7 +39,8 @@ class LayerOutput:
         """Return the place of a tensor in the graph."""
         edge = None
         if z.requires_grad:
-            # A subclass of tensors would record the view by which torch finds the place of a leaf.
+            # Convert to a plain tensor, because a subclass would record the view by which torch
+            # finds the place of a leaf.
             with torch._C.DisableTorchFunctionSubclass():
                 edge = get_gradient_edge(z)
         return cls(edge, z.shape, z.dtype, z.device)
@@ -142,7 +143,7 @@ class LayerRecorder:
         return handed_on
 
     def _copied_for_each_example(self, shared: Tensor) -> Tensor:
-        """Copy a tensor that all examples share, `[T, ...]` or `[1, T, ...]`, for each of them."""
+        """Copy a tensor that all examples share, `[T, ...]` or `[1, T, ...]`, for each example."""
         if len(shared) != 1 or shared.ndim == 1:
             shared = shared.unsqueeze(0)
         return shared.expand(self._num_examples, *shared.shape[1:]).clone()
@@ -158,7 +159,7 @@ def _hook_within(
         began[:] = [(layer, inputs, named)]
 
     def end(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        # Other modules may share the layer inside.
+        # Other modules may share the layer inside. For their calls, `began` is empty.
         return record(*began.pop(), *inputs) if began and len(inputs) == 1 else None
 
     return [
@@ -168,7 +169,7 @@ def _hook_within(
 
 
 class OperandRecorder(TorchFunctionMode):
-    """A recorder of the operations that multiply by a parameter, or add it, entry by entry.
+    """A recorder of the operations that multiply by a parameter, or add one, entry by entry.
 
     Args:
         parameters: The parameters that are looked for, by name.
@@ -184,7 +185,7 @@ class OperandRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and record it if it multiplies by a parameter or adds it."""
+        """Run an operation, and record it if it multiplies by a parameter or adds a parameter."""
         named = {} if kwargs is None else kwargs
         output = func(*args, **named)
         operands: list[tuple[Any, Any]] = []
@@ -201,7 +202,7 @@ class OperandRecorder(TorchFunctionMode):
         return self._recorded(parameters, output) if parameters else output
 
     def _is_parameter(self, operand: Any, output: Tensor) -> bool:
-        """Whether an operand is a whole parameter, in its order, and the same for all examples."""
+        """Whether an operand is a whole parameter in its own order that all examples share."""
         if not isinstance(operand, Tensor) or not operand.ndim <= output.ndim > 0:
             return False
         parameter = operand if operand._base is None else operand._base

@@ -1,4 +1,4 @@
-"""Masks of the positions that count in layers whose positions share a weight."""
+"""Masks of the positions that take part in layers whose positions share a weight."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ Masks = Sequence[Tensor]
 def select_positions(
     rows: Float[Tensor, "columns batch positions *d"], mask: Bool[Tensor, "batch positions"]
 ) -> Float[Tensor, "columns n *d"]:
-    """Select the rows of the positions that count, `[K, n, ...]`.
+    """Select the rows of the positions that take part, `[K, n, ...]`.
 
-    On an accelerator, the host would wait for the number of these positions. There, all positions
-    are kept, and the rows of the others are zero.
+    On an accelerator, the host would have to wait for the number of these positions. Therefore all
+    positions are kept there, and the rows of the other positions are zero.
     """
     if mask.device.type == "cpu":
         return rows[:, mask]
-    # This is not a product, because padded entries may be infinite.
+    # Entries are replaced, not multiplied by the mask, because padded entries may be infinite.
     return rows.where(mask.view(*mask.shape, *[1] * (rows.ndim - 3)), 0).flatten(1, 2)

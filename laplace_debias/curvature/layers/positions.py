@@ -1,30 +1,30 @@
-r"""The positions that count in layers whose positions share a weight.
+r"""The positions that take part in layers whose positions share a weight.
 
 T and the moments of K-FAC include only the positions that take part, example by example. A position
-of a layer's output does not take part if its gradient vanishes for every cotangent that counts, and
+of a layer's output does not take part if its gradient vanishes for every cotangent of the loss, and
 one of these conditions holds:
 
-- its target is ignored, or no target of the example counts; or
+- its target is ignored, or no target of the example contributes to the loss; or
 - its token is the `padding_idx` of an embedding; or
 - only some batches call the layer, and the example does not reach the layer at all; or
-- nothing that counts depends on the position at all: its gradient vanishes in all layers with the
-  same number of positions. This is the case for padding that an attention mask or a multiplied mask
-  hides, or that follows the last position that a causal model reads. This condition is checked if
-  the inputs can show padding: tokens, masks or lengths, which are integers or bools, or several
-  tensors. In a single tensor of features, it is checked only for positions whose features are all
-  zero.
+- no output that contributes to the loss depends on the position at all: its gradient vanishes in
+  all layers with the same number of positions. This is the case for padding that an attention mask
+  or a multiplied mask hides, or that follows the last position that a causal model reads. This
+  condition is checked if the inputs can show padding: tokens, masks or lengths, which are integers
+  or bools, or several tensors. In a single tensor of features, it is checked only for positions
+  whose features are all zero.
 
 A vanishing gradient would not be enough. If a classifier reads only the first token, its last block
 has no gradient at any other position, but these positions still belong to the example.
 
 The gradients are computed in a separate pass, for one cotangent with generic numbers at all outputs
-that count. The result is therefore the same however columns, examples or batches are split. It is
-also the same if an output is so certain that its own columns vanish. If a ReLU is dead or a Tanh
-saturated, the derivative is zero only for these inputs; `_pass_through` lets the cotangent pass
-nevertheless. The pass is omitted if it cannot find anything: if every output belongs to a position
-and counts, or the inputs are images or features. It is never omitted for a network with a layer
-that only some batches call. Other layers with one position per example need no pass: the position
-takes part if a target of the example counts.
+that contribute to the loss. Therefore the result does not depend on how columns, examples or
+batches are split. It is also the same if an output is so certain that its own columns vanish. If a
+ReLU is dead or a Tanh saturated, the derivative is zero only for these inputs; `_pass_through` lets
+the cotangent pass nevertheless. The pass is omitted if it cannot find anything: if every output
+belongs to a position and contributes to the loss, or the inputs are images or features. It is never
+omitted for a network with a layer that only some batches call. Other layers with one position per
+example need no pass: the position takes part if a target of the example contributes to the loss.
 """
 
 import itertools
@@ -66,7 +66,8 @@ class PresentPositions:
     Attributes:
         masks_by_layer: The positions that take part, by the layer's path, for every call on which
             the outputs depend; empty if all positions take part.
-        counted_examples: The examples with a target that counts; None if these are all examples.
+        counted_examples: The examples with a target that contributes to the loss ("counts"); None
+        if all examples have such a target.
         single_layers: The layers with one position per example. The position takes part if the
             example counts.
     """
@@ -76,7 +77,7 @@ class PresentPositions:
     single_layers: Collection[str] = ()
 
     def masks(self, block: Block, num_calls: int) -> Masks | None:
-        """Return masks of the positions of a weight block's layer, for each call; None for all."""
+        """Return a mask for each call of a weight block's layer; None if no position is masked."""
         if block.is_vector:
             return None
         if block.layer in self.masks_by_layer:
@@ -87,7 +88,7 @@ class PresentPositions:
 
 
 class PositionFinder:
-    """A search for the positions that count, batch by batch.
+    """A search, batch by batch, for the positions that take part.
 
     `layer_calls` and `outputs` are the layer calls and outputs for one example.
     """
@@ -112,7 +113,7 @@ class PositionFinder:
                 lengths.setdefault(block, set()).add(positions)
         called = {call.layer for call in layer_calls}
         uncalled = [block for block in self._all_blocks if block.layer not in called]
-        # Layers that this example does not call may have positions for others.
+        # Layers that this example does not call may have several positions for other examples.
         self._blocks = [*lengths, *uncalled]
         self._single_layers = {block.layer for block in self._all_blocks}
         self._single_layers -= {block.layer for block in self._blocks}
@@ -126,8 +127,8 @@ class PositionFinder:
     def find(self, x: Inputs, y: Tensor, conditional: Collection[Site]) -> PresentPositions:
         """Find the positions of a batch that take part.
 
-        Whether some do not take part is decided on the device of inputs and targets. On an
-        accelerator, the host waits for the answer, and once more for the result of a pass.
+        Whether some positions do not take part is decided on the device of inputs and targets. On
+        an accelerator, the host waits for the answer, and once more for the result of a pass.
 
         Args:
             x: The inputs.
@@ -155,9 +156,10 @@ class PositionFinder:
         return PresentPositions(masks_by_layer, counted_examples, self._single_layers)
 
     def sites_not_reached(self, x: Inputs, y: Tensor) -> set[Site]:
-        """Find the sites of layers that are not reached by some example with a target that counts.
+        """Find the sites of layers that some example with a target that counts does not reach.
 
-        The outputs of the example do not depend on the layer, though the batch may call it for all.
+        The outputs of such an example do not depend on the layer, though the batch may call the
+        layer for all examples.
         """
         counted = self._cotangents.counted(y, self._ndim)
         masks_by_layer = self._find_by_pass(x, counted, self._all_blocks)
@@ -175,10 +177,11 @@ class PositionFinder:
     def _find_by_pass(
         self, x: Inputs, counted: Tensor | None, conditional_blocks: Sequence[Block]
     ) -> Mapping[str, Masks]:
-        """Find positions by a backward pass; there are no masks if all take part."""
+        """Find positions by a backward pass; there are no masks if all positions take part."""
         blocks = list(dict.fromkeys([*self._blocks, *conditional_blocks]))
         if self._pass is None or self._pass.blocks != blocks:
-            # Hooks cost time, and most data contain no padding.
+            # The pass is made only now, because its hooks cost time and most data contain no
+            # padding.
             self._pass = _Pass(shared_copy(self._network), blocks)
         # The numbers of positions of tokens or masks `[B, T]`.
         tokens = [t for t in tensors_of(x) if t.ndim == 2]
@@ -202,7 +205,7 @@ def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     tensors = tensors_of(x)
     zero_rows = _zero_rows(tensors)
     if zero_rows is not None:
-        # Images have no such rows, so the host need not wait.
+        # For images, `zero_rows` has no positions, so the host need not wait for an answer.
         return is_pooled and zero_rows.shape[1] > 0 and bool(zero_rows.any())
     return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
 
@@ -230,12 +233,12 @@ class _RecordedCall:
     """A call of a layer in the pass.
 
     Attributes:
-        path: The path of a layer that has blocks; None for any other layer.
+        path: The path of a layer that has blocks, or None for any other layer.
         layer: The layer.
         x: The input of the layer.
         z: The output of the layer.
-        gradient: The cotangent at this output; None if the network's outputs do not depend on it,
-            or before the backward pass.
+        gradient: The cotangent at this output. It is None before the backward pass, and if the
+            network's outputs do not depend on this output.
     """
 
     path: str | None
@@ -260,15 +263,15 @@ class _RecordedCall:
 
 @dataclass(frozen=True, eq=False)
 class _IdlePositions:
-    """The reasons for which positions do not take part in a call if their gradient vanishes there.
+    """The reasons why positions with a vanishing gradient do not take part in a call.
 
     Attributes:
-        ignored: The positions of outputs that do not count; None if all count.
+        ignored: The positions of outputs that do not count, or None if all outputs count.
         padding: The positions of padding tokens, by the number of positions.
         reached: The examples that have a gradient at some call of a layer, by the layer's path.
         influence: The positions where some layer has a gradient, by the number of positions.
-        zero_rows: The positions of the input whose features are all zero; None if the input shows
-            padding in a different way. See `_zero_rows`.
+        zero_rows: The positions of the input whose features are all zero; None if the input can
+            show padding by tokens, masks or lengths. See `_zero_rows`.
         lengths: The numbers of positions of tokens or masks.
         conditional: The layers that only some batches call.
     """
@@ -313,8 +316,8 @@ class _Pass:
         self.blocks = blocks
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
-        # Other layers are also recorded, so that the result does not depend on the choice of
-        # blocks.
+        # Layers without blocks are also recorded, so that the result does not depend on the choice
+        # of blocks.
         self._calls_without_block: list[_RecordedCall] = []
         for path, module in network.named_modules():
             if path not in layers and layer_rule(module).has_sequence(module):
@@ -349,7 +352,7 @@ class _Pass:
         if not (calls and outputs.requires_grad):
             return {}
         if counted is not None and not _broadcasts(counted, outputs):
-            # The loss raises an error about such targets when it receives the outputs.
+            # The loss raises an error about targets of a wrong shape when it receives the outputs.
             return {}
         _pass_through(outputs)
         edges = [call.z.edge for call in calls if call.z.edge is not None]
@@ -398,7 +401,7 @@ def _generic_cotangent(outputs: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, " batch"]]:
-    """Find the examples that have a gradient at some call of a layer, by the layer's path."""
+    """Find, by the layer's path, the examples that have a gradient at some call of a layer."""
     reached: dict[str, Tensor] = {}
     for call in calls:
         if call.path is not None:
@@ -408,7 +411,7 @@ def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, 
 
 
 def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
-    """Find where some layer has a gradient, by the layer's number of positions."""
+    """Find, by the number of positions, where some layer with so many positions has a gradient."""
     influence: dict[int, Tensor] = {}
     for call in calls:
         mask = call.has_gradient
@@ -418,7 +421,7 @@ def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch 
 
 
 def _padding(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
-    """Find where tokens are padding for some embedding, by the number of positions."""
+    """Find, by the number of positions, where tokens are padding for some embedding."""
     padding: dict[int, Tensor] = {}
     for call in calls:
         is_padding = call.rule.padding(call.layer, call.x)
@@ -436,7 +439,7 @@ def _broadcasts(mask: Tensor, outputs: Tensor) -> bool:
 def _pass_through(outputs: Tensor) -> None:
     """Let cotangents of the outputs pass nonlinearities as if their slope were a positive number.
 
-    Each nonlinearity has a different slope, so that different paths do not cancel.
+    Each nonlinearity has its own slope, so that the contributions of different paths do not cancel.
     """
     visited: set[Any] = set()
     nodes: list[Any] = [outputs.grad_fn]

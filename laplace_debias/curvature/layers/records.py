@@ -24,7 +24,7 @@ class BlockRecord:
             the loss Hessian's root.
         replayed: The calls of modules that read the block's parameter, if these calls are run
             again.
-        masks: The positions that take part, `[B, T]` for each call; None for all positions.
+        masks: The positions that take part, `[B, T]` for each call, or None if all take part.
         input_weights: The weights with which the examples enter the factor A; None if all are 1.
         has_new_inputs: Whether no earlier record had the inputs of these examples. A chunk whose
             columns are pushed back in several parts has one record for each part.
@@ -62,7 +62,7 @@ class BlockRecord:
     def columns(
         self, examples: slice = slice(None)
     ) -> list[Float[Tensor, "columns part *groups d_out positions"]]:
-        """Return the output gradients of each call as columns, for selected examples."""
+        """Return the output gradients of each call as columns; `examples` selects the examples."""
         rule = self.block.rule
         return [
             rule.output_gradients(self.layer, self.block, x[examples], g[:, examples])

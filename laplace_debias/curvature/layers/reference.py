@@ -1,4 +1,4 @@
-"""Reference gradients of single examples, by automatic differentiation.
+"""Reference gradients of single examples, computed by automatic differentiation.
 
 Blocks are compared with these gradients. The first two examples of the data may not use all parts
 of a model, because in a mixture of experts each example takes its own path. Therefore further
@@ -30,13 +30,13 @@ from laplace_debias.system.ranks import process_group
 
 FIRST_EXAMPLES = 16
 """Number of examples of the first batch that are run if two examples do not use all of a model."""
-# The number of examples that are run at a time after these.
+# The number of examples that are run at a time after the first examples.
 _AT_ONCE = 128
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Gradients of a few examples along one random cotangent, by automatic differentiation.
+    """Gradients of a few examples along one random cotangent, from automatic differentiation.
 
     Attributes:
         x: The examples.
@@ -70,7 +70,7 @@ class Reference:
     ) -> "Reference":
         """Run a network on a few examples, and differentiate the outputs in the named parameters.
 
-        `compared` are the parameters whose gradients are kept; None for all.
+        `compared` are the parameters whose gradients are kept. None keeps all gradients.
         """
         parameters = [network.get_parameter(name) for name in names]
         by_example = []
@@ -98,8 +98,8 @@ class Reference:
         eps = coarsest_eps(network)
         are_zero = (all_norms == 0).all(1).tolist()
         without_gradient = [n for n, is_zero in zip(names, are_zero, strict=True) if is_zero]
-        # Some gradients are only rounding errors, such as for the keys' bias, which cancels in
-        # softmax.
+        # Gradients at the size of rounding errors count as zero, such as the gradient of the keys'
+        # bias, which cancels in the softmax.
         rounding = eps**0.5 * float(all_norms.nan_to_num(0.0, 0.0).max())
         return cls(
             x=x,
@@ -132,7 +132,7 @@ class _Search:
         self.batches: list[Inputs] = []
 
     def read(self, x: Inputs) -> None:
-        """Search the examples of a batch for gradients of parameters that have none so far."""
+        """Search the examples of a batch for gradients of parameters without a gradient so far."""
         missing = [self._network.get_parameter(name) for name in self._missing]
         with requiring_grad(missing):
             outputs = _outputs(self._network, x)
@@ -236,7 +236,7 @@ def _random_cotangent(outputs: Tensor) -> Tensor:
 
 
 def _only(cotangent: Tensor, example: int) -> Tensor:
-    """Return a cotangent that is zero at all examples but one."""
+    """Return a cotangent that is zero at all examples except the given example."""
     # The batch keeps all examples, because some gradients of torch are wrong for a single example.
     single = torch.zeros_like(cotangent)
     single[example] = cotangent[example]

@@ -5,8 +5,8 @@ have its own forward pass, read a weight from outside its layer, or pass windows
 layer instead of examples. Therefore every block is compared with automatic differentiation. A
 parameter whose block differs is measured at the calls of the module that has the parameter. If the
 result still differs, the calls of the enclosing module are used, and so on up to the network
-itself. For a parameter without a layer, or of a normalisation, operations that multiply by the
-parameter or add it, entry by entry, are tried first.
+itself. For a parameter without a layer, or a parameter of a normalisation, operations that multiply
+by the parameter or add it, entry by entry, are tried first.
 """
 
 import math
@@ -49,8 +49,8 @@ class Resolved:
 
     Attributes:
         blocks: The blocks.
-        calls: Parameters that are not measured at their layers, with the paths of the modules whose
-            calls read them. Without paths, they are measured at operations.
+        calls: For each parameter that is not measured at its layer, the paths of the modules whose
+            calls read the parameter. Without paths, the parameter is measured at operations.
         unused: Parameters on which the outputs do not depend through differentiable operations.
     """
 
@@ -77,7 +77,8 @@ def resolve(
     network = tap.network
     few = take(x, slice(0, 2))
     if num_examples(few) == 1:
-        # With one example, the dimension of the examples could not be recognised.
+        # Two examples are needed, because the dimension of the examples cannot be recognised with
+        # one example.
         few = join([few, few])
     first_example = take(few, slice(0, 1))
     with torch.no_grad(), preserve_attributes(network.modules()):
@@ -137,7 +138,8 @@ def differing_blocks(
     check_outputs(reference.outputs)
     tap = Tap(network, blocks)
     if reference.is_partial:
-        # The dimensions of the examples are clear in a batch of several examples.
+        # The tap learns the dimensions of the examples from a batch of several examples, in which
+        # they are clear.
         tap.forward(take(x, slice(0, FIRST_EXAMPLES)), strict=False)
     forward_pass = tap.forward(few, strict=False)
     if not are_repeated(reference.outputs, forward_pass.outputs):
@@ -164,7 +166,7 @@ def _wrong(
         faults |= tap.forward(mixed, strict=False).faults
         for reference in references:
             for number in range(num_examples(reference.x)):
-                # This finds the layers that one example does not call.
+                # The pass finds the layers that one example does not call.
                 tap.forward(take(reference.x, slice(number, number + 1)), strict=False)
     wrong: dict[Block, Exception] = {}
     for reference in references:
@@ -190,7 +192,7 @@ def _different(
 ) -> dict[Block, Exception]:
     """Find blocks whose Jacobian along the cotangent differs from the reference, and why.
 
-    A site that is not reached has a Jacobian of zero.
+    The Jacobian at a site that is not reached is zero.
     """
     wrong: dict[Block, Exception] = {}
     deviations: dict[Block, Tensor] = {}
@@ -218,7 +220,8 @@ def _different(
     on_host = torch.stack(list(deviations.values())).tolist() if deviations else []
     for block, (by_example, norms) in zip(deviations, on_host, strict=True):
         for deviation, norm in zip(by_example, norms, strict=True):
-            # The fit finds numbers that are not finite, and reports where.
+            # A norm that is not finite is not reported here, because the fit reports where such
+            # numbers occur.
             allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
             if math.isfinite(norm) and not deviation <= allowed:
                 wrong[block] = NotImplementedError(
@@ -231,7 +234,7 @@ def _different(
 def _expected(
     network: nn.Module, block: Block, reference: Reference
 ) -> Float[Tensor, "batch size"]:
-    """Return a reference's gradients in a block's parameters, in the block's order of entries."""
+    """Return a reference's gradients in a block's parameters, ordered like the block's entries."""
     by_parameter = [reference.gradients[name] for name in block.parameters]
     gradients = torch.cat(by_parameter, 1) if len(by_parameter) > 1 else by_parameter[0]
     order = parameter_order(network, block.parameters, [block])

@@ -1,4 +1,4 @@
-"""Gradients of several columns of cotangents, together or one at a time."""
+"""Gradients for several columns of cotangents, computed together or one at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +61,7 @@ def column_by_column(
         differentiate: A function that computes the gradients at all targets for a column of
             cotangents, with an argument `retain_graph`.
         columns: The columns.
-        targets: The outputs of layers at which gradients are computed, by any key.
+        targets: The outputs of layers at which gradients are computed; the keys may be of any kind.
         keeps_graph: Whether the graph is kept after the last column.
 
     Returns:
@@ -124,7 +124,7 @@ def _vmapped(
 
 
 def _stacked(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Stack the gradients of all columns; None where the outputs do not depend on a target."""
+    """Stack the gradients of all columns; None stands for targets without influence."""
     return [
         None if gradients[0] is None else torch.stack(gradients)
         for gradients in zip(*by_column, strict=True)

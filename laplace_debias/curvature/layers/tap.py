@@ -1,4 +1,4 @@
-"""The layer tap: each layer's inputs and output gradients, for any forward pass."""
+"""The layer tap, which yields each layer's inputs and output gradients for any forward pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -79,7 +79,7 @@ class Tap:
         self._attached = blocks
         earlier_names = self._sites.names
         self._sites = TappedSites.from_blocks(self.network, blocks)
-        # At the same sites, the dimensions of the examples stay the same.
+        # If the sites are the same, the dimensions of the examples are still known.
         if self._sites.names != earlier_names:
             paths = self._sites.replayed_paths
             self._recorder = CallRecorder(self.network, paths) if paths else None
@@ -229,8 +229,9 @@ class Tap:
         return faults
 
     def _learn(self, x: Inputs) -> None:
-        """Find the examples' dimensions in layers' inputs, by a batch and by each example twice."""
-        # The two copies are neighbours, because some models need sequences sorted by length.
+        """Find the examples' dimensions in layers' inputs from a batch and a doubled batch."""
+        # The two copies of an example are neighbours, because some models need sequences sorted by
+        # length.
         doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
         earlier_forms = {} if self._recorder is None else self._recorder.forget_forms()
@@ -270,7 +271,7 @@ class Tap:
         return recording.forward_pass.outputs, shapes, calls
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
-        """Whether outputs stay the same if each example has a copy of tensors that all share."""
+        """Whether outputs stay the same if each example has its own copy of shared tensors."""
         dims = self._dims
         # With the shapes of the batch itself, it may be unclear whether to copy for these inputs,
         # and nothing would be copied.
@@ -295,10 +296,10 @@ class Tap:
         would add 6 % to the time of a small network's prediction.
 
         Returns:
-            The outputs `[B, C]` and the layer's inputs; None unless the network's outputs are the
-            layer's outputs, and the forward pass calls the layer once and changes neither inputs
-            nor outputs. If the result is None, `forward` may still record the layer, or explain why
-            it cannot.
+            The outputs `[B, C]` and the layer's inputs. The result is None unless the network's
+            outputs are the layer's outputs, and the forward pass calls the layer once and changes
+            neither inputs nor outputs. If the result is None, `forward` may still record the layer,
+            or explain why it cannot.
         """
         (layer,) = self.layers.values()
         calls: list[tuple[Tensor, int, Any]] = []
@@ -355,7 +356,7 @@ class _Recording:
 
 
 def _check_wide(layer: str, dtype: torch.dtype) -> None:
-    """Require that a layer does not compute in half precision unless its parameters are in it."""
+    """Require that only layers with parameters in half precision compute in half precision."""
     if dtype in NARROW:
         raise RuntimeError(
             f"The forward pass computes the outputs of {layer} in {dtype}, "
@@ -367,7 +368,7 @@ def _check_wide(layer: str, dtype: torch.dtype) -> None:
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
-    """Make the error for an input whose first dimension is not the examples."""
+    """Make the error for an input whose first dimension is not the dimension of the examples."""
     return NotImplementedError(
         f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, "
         "but its first dimension must be the examples. Keep positions in a "
