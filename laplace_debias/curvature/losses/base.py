@@ -1,4 +1,4 @@
-"""The loss as a function of the outputs of a batch, as curvature operators use it."""
+"""The loss as a function of a batch's outputs, in the form that curvature operators use."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -36,8 +36,9 @@ class Uniforms:
         rows = np.arange(first_index, first_index + len(like), dtype=np.uint64)[:, None]
         columns = np.arange(like[:1].numel(), dtype=np.uint64)
         state = np.array([seed % 2**64], dtype=np.uint64)
-        # Computed on the host: for an accelerator, a copy takes less time than fifty operations.
-        # The sample's number is also an array, because numpy warns if products of scalars overflow.
+        # The numbers are computed on the host: copying them to an accelerator takes less time than
+        # fifty operations there. The sample's number is also an array, because numpy warns if
+        # products of scalars overflow.
         for key in (np.array([sample], dtype=np.uint64), rows, columns):
             state = state + (key + np.uint64(1)) * _INCREMENT
             state = (state ^ (state >> np.uint64(30))) * _FIRST_MULTIPLIER
@@ -54,7 +55,7 @@ class Uniforms:
 
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-# A loss that is passed to an operator.
+# The types of losses that can be passed to an operator.
 Loss = LossFunction | Likelihood
 # A linear map of tangents at the outputs, from [..., *outputs] to the same shape.
 OutputMap = Callable[[Tensor], Tensor]
@@ -66,8 +67,8 @@ class Labels:
 
     Attributes:
         targets: The targets, in the form in which the loss uses them.
-        counted: The mask of the terms that count, `[B, ..., 1]`, or `[B, ...]` for a loss without
-            classes; None if all terms count.
+        counted: The mask of the terms that count, that is, contribute to the loss, `[B, ..., 1]`,
+            or `[B, ...]` for a loss without classes. It is None if all terms count.
         curvature_weights: The weights ω of the Hessians of the terms, `[B, ..., 1]` or
             `[B, ..., C]`; None if all are 1.
         example_weights: The weights of the examples, `[B]`, which only `weighted_value` and
@@ -100,7 +101,7 @@ class OutputLoss(ABC):
         """Raise a `ValueError` or `TypeError` if targets do not fit outputs of this shape."""
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Prepare targets for the other methods, for outputs with `ndim` dimensions."""
+        """Prepare targets for the other methods; the outputs have `ndim` dimensions."""
         return Labels(targets)
 
     @abstractmethod
@@ -113,7 +114,7 @@ class OutputLoss(ABC):
 
     @abstractmethod
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Compute the sum over the batch, a scalar that is differentiable in the outputs."""
+        """Compute the sum of the loss over the batch, a scalar differentiable in the outputs."""
 
     @abstractmethod
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
@@ -183,14 +184,14 @@ class OutputLoss(ABC):
 class NegativeLogLikelihood(OutputLoss):
     """The loss −log p(y | f), in nats, summed over the positions of an example.
 
-    The mean is over examples. A target that the likelihood does not count (`ignore_index`) adds
-    nothing.
+    The mean is over examples. A target that does not count for the likelihood (`ignore_index`) adds
+    nothing to the sum.
     """
 
     reduction = "mean"
-    # A user may define a likelihood.
+    # It is unknown whether a user's likelihood can be recorded safely.
     is_recordable = False
-    # The dimension of the classes, in outputs and in targets of the same shape.
+    # The dimension of the classes in outputs, and in targets of the same shape as the outputs.
     class_dim = -1
 
     def __init__(self, likelihood: Likelihood) -> None:
@@ -201,7 +202,7 @@ class NegativeLogLikelihood(OutputLoss):
         self.likelihood.check(*flat_terms(outputs, targets))
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Return one row of targets per term, which terms count, and their curvature weights."""
+        """Return one row of targets per term, the mask of counted terms, and curvature weights."""
         targets = targets.movedim(self.class_dim, -1) if targets.ndim == ndim else targets
         positions = targets.shape[: ndim - 1]
         rows = targets.flatten(0, ndim - 2)
@@ -241,7 +242,7 @@ class NegativeLogLikelihood(OutputLoss):
         return placed.movedim(-1, self.class_dim)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Return the likelihood's columns, each at one position and zero at all others."""
+        """Return the likelihood's columns, each of which is zero at all positions but one."""
         columns = self._root(outputs, labels)
         positions = columns.shape[2:-1]
         if not positions:
@@ -252,7 +253,7 @@ class NegativeLogLikelihood(OutputLoss):
         return columns.flatten(0, 1).unflatten(2, positions)
 
     def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """Add up the columns of all positions at once, with random signs."""
+        """Add up the columns of all positions at once, each multiplied by a random sign."""
         outputs = outputs.movedim(self.class_dim, -1)
 
         def draw_signs(num_columns: int) -> Tensor:

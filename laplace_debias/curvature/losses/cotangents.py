@@ -20,8 +20,9 @@ class BatchCotangents:
         columns: The cotangents, `[K, B, ...]`. Their outer products add up to the weighted Hessians
             of the examples' losses.
         loss: The weighted sum of the examples' losses, 0-d.
-        input_weights: The weight of each example in the Kronecker factor A, `[B]`; None if all are
-            1. It is the weight of the example times the mean weight of its terms in the Hessian.
+        input_weights: The weight of each example in the Kronecker factor A, `[B]`: the weight of
+            the example times the mean weight of its terms in the Hessian. None if all weights are
+            1.
     """
 
     columns: Float[Tensor, "columns batch *outputs"]
@@ -36,8 +37,9 @@ class Cotangents:
     The loss of an example is the sum of the losses at its positions. With T positions, `"exact"`
     has T times as many columns, each at one position. `"mc"` and `"empirical"` use the labels of
     all positions at once, and `"signs"` adds up the columns of all positions. For targets with an
-    entry for every output, `class_dim` is the dimension of the classes, as in the outputs of the
-    network before it was moved to the end; None if the targets already have the layout of the loss.
+    entry for every output, `class_dim` is the dimension of the classes in the targets, which is
+    their dimension in the network's own outputs. It is None if the targets already have the layout
+    of the loss.
     """
 
     loss: OutputLoss
@@ -54,7 +56,7 @@ class Cotangents:
         return OutputCotangents(self.loss, self.fisher, self.class_dim, output, num_outputs)
 
     def num_columns(self, num_outputs: int) -> int:
-        """Return the number of columns for an example with so many outputs."""
+        """Return the number of columns for an example with `num_outputs` outputs."""
         return num_outputs if self.fisher.kind == "exact" else self.fisher.mc_samples
 
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
@@ -107,7 +109,7 @@ class Cotangents:
             return BatchCotangents(columns, value, input_weights)
         weights = weights.to(outputs.device)
         losses = self.loss.values(outputs, labels).double()
-        # The roots are rounded to the precision of the cotangents, not of the weights.
+        # The roots have the precision of the cotangents, not the precision of the weights.
         columns = scale_examples(columns, weights.to(columns.dtype).sqrt(), 1)
         input_weights = weights if input_weights is None else weights * input_weights
         return BatchCotangents(columns, losses @ weights.double(), input_weights)

@@ -1,4 +1,4 @@
-"""Losses of torch, three of them in closed form and others by differentiation."""
+"""Losses of torch: three losses in closed form, and all other losses by differentiation."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) -> OutputLoss:
-    """Return the loss as the operators use it.
+    """Return the loss in the form that the operators use.
 
     The loss of a `Likelihood` is the mean of −log p(y | f) over examples, for outputs
     `[B, ..., C]`. `reduction` is the reduction of a callable without such an attribute. With
@@ -58,7 +58,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
             '`reduction="mean"` or `reduction="sum"`.'
         )
     if stated == "batchmean":
-        # KLDivLoss uses this name for a mean over examples.
+        # `batchmean` is the name that KLDivLoss uses for a mean over examples.
         stated = "mean"
     if stated not in REDUCTIONS:
         raise ValueError(
@@ -70,7 +70,8 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
         (nn.MSELoss, SquaredError),
         (nn.BCEWithLogitsLoss, BinaryCrossEntropy),
     ):
-        # A subclass may compute something else.
+        # Only the exact classes have a closed form, because a subclass may compute a different
+        # loss.
         if isinstance(loss, kind) and type(loss).forward is kind.forward:
             return in_closed_form(loss)  # type: ignore[arg-type]
     for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
@@ -170,7 +171,7 @@ class SquaredError(OutputLoss):
         _check_like_outputs("MSELoss", outputs, targets)
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Return the targets, with as many dimensions as the outputs."""
+        """Return the targets, reshaped to the number of dimensions of the outputs."""
         return Labels(columns_of(targets, ndim))
 
     def count(self, targets: Tensor) -> float:
@@ -204,7 +205,8 @@ class SquaredError(OutputLoss):
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Draw √2 ε with standard normal ε."""
-        # In float64, because a uniform number that is rounded to float32 can be 1.
+        # Quantiles are computed in float64, because a uniform number that is rounded to float32 can
+        # be 1.
         return (2**0.5 * torch.special.ndtri(uniforms(outputs))).to(outputs.dtype)
 
 
@@ -314,10 +316,11 @@ class BinaryCrossEntropy(OutputLoss):
 
 
 class AnyLoss(OutputLoss):
-    """A callable `loss(outputs, targets) -> scalar`, differentiated by torch.
+    """A callable `loss(outputs, targets) -> scalar` that torch differentiates.
 
     A mean is taken to be over examples, so that the data set's loss weights every batch by its
-    size. If the loss ignores targets (`ignore_index`), this does not hold, and an error is raised.
+    size. A loss that ignores targets (`ignore_index`) is not a mean over examples, and raises an
+    error.
     """
 
     # The operations of the callable are unknown: see `SquaredError.value`.

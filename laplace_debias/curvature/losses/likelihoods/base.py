@@ -38,7 +38,8 @@ class Likelihood(ABC):
     Attributes:
         name: The name in `Laplace(likelihood=)`, in files and as `--task`. None if the class is not
             in this package.
-        targets: The type of a target: one class, several labels, or numbers; None if not stated.
+        targets: The type of a target: one class, several labels, or numbers. None if the type is
+        not stated.
         activation: How outputs that are logits become probabilities: by one softmax, or by a
             sigmoid for each output. Links and temperatures apply to these likelihoods. None if the
             outputs are not logits.
@@ -66,7 +67,8 @@ class Likelihood(ABC):
         for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
             if attribute not in vars(cls):
                 setattr(cls, attribute, getattr(Likelihood, attribute))
-        # The general form of a method uses the class's own loss and root of the Hessian.
+        # If a class overrides a method, the methods that follow from it take their general form,
+        # which uses the class's own loss and root of the Hessian.
         for method, derived_methods in _DERIVED_METHODS.items():
             for derived in derived_methods:
                 if method in vars(cls) and derived not in vars(cls):
@@ -84,7 +86,7 @@ class Likelihood(ABC):
 
     @property
     def is_assumed(self) -> bool:
-        """Whether there is a noise `sigma` that was not given, and has not been tuned."""
+        """Whether there is a noise `sigma` that was neither given nor tuned."""
         return False
 
     @property
@@ -93,7 +95,7 @@ class Likelihood(ABC):
         return False
 
     def for_new_fit(self) -> "Likelihood":
-        """Return the likelihood for a new fit, without the values that `tune` chose."""
+        """Return the likelihood for a new fit, which drops the values that `tune` chose."""
         return self
 
     def for_same_curvature(self) -> "Likelihood":
@@ -113,7 +115,7 @@ class Likelihood(ABC):
     def hessian_root(
         self, outputs: Float[Tensor, "batch outputs"]
     ) -> Float[Tensor, "columns batch outputs"]:
-        """Compute a square root of the loss Hessian, with `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
+        """Compute a square root of the loss Hessian: columns with `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
 
     def signed_root(
         self,
@@ -167,11 +169,11 @@ class Likelihood(ABC):
         """Return the distribution of y, averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return a mask `[B]` of the targets that enter the loss; None if all targets do."""
+        """Return a mask `[B]` of the targets that enter the loss; None if no target is excluded."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
-        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`; None if all are 1.
+        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`; None if all weights are 1.
 
         The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
         \mathrm{diag}(\sqrt\omega)$, where $s_k$ are the columns of `hessian_root`, which do
@@ -317,7 +319,7 @@ class Likelihood(ABC):
         return self.name or type(self).__name__
 
     def warn_of_outputs(self, network: nn.Module, outputs: Float[Tensor, "*batch outputs"]) -> None:  # noqa: B027 (most have no doubt)
-        """Warn if a network's outputs are not those that the likelihood needs."""
+        """Warn if the likelihood needs outputs that differ from the network's outputs."""
 
     def options(self) -> dict[str, Any]:
         """Return the constructor arguments as JSON data, to store in a posterior file.
@@ -337,11 +339,11 @@ RESHAPE_TARGETS = (
     "Reshape the targets in the data, or pass `batch=`, a function that converts a batch to "
     "(inputs, targets)."
 )
-"""Advice for targets that do not match the outputs, for batches of any form."""
+"""Advice about targets that do not match the outputs, which applies to batches of any form."""
 
 
 def columns_of(targets: Tensor, ndim: int = 2) -> Tensor:
-    """Return targets with as many dimensions as the outputs; targets of one output may lack one."""
+    """Return targets with `ndim` dimensions; targets of a single output may lack the last one."""
     return targets.unsqueeze(-1) if targets.ndim == ndim - 1 else targets
 
 

@@ -1,4 +1,4 @@
-"""Likelihoods of one label that applies or not, and of several labels."""
+"""Likelihoods for one binary label and for several binary labels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ class _Sigmoids(Likelihood):
         return _deviations(outputs.double()).square().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch labels"]:
-        """Draw zeros and ones from the sigmoids, with one uniform number per label."""
+        """Draw zeros and ones from the sigmoids by means of one uniform number per label."""
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Bernoulli(_Sigmoids):
         check_length(self.positive_weight, 1, "positive_weight")
 
     def options(self) -> dict[str, Any]:
-        """Return the weight of the positive class, if one was given."""
+        """Return the weight of the positive class if a weight was given."""
         if self.positive_weight is None:
             return {}
         return {"positive_weight": self.positive_weight.item()}
@@ -164,7 +164,7 @@ class MultiLabel(_Sigmoids):
         ignore_index: The example (or position) does not count if every label has this value.
             It is not possible to ignore only some labels of an example.
         label_weights: w, one number per label.
-        positive_weights: π, one number per label or one for all.
+        positive_weights: π, one number per label or one number for all labels.
 
     Raises:
         ValueError: If weights are out of range.
@@ -187,7 +187,7 @@ class MultiLabel(_Sigmoids):
         self.positive_weights = checked_weights(positive_weights, "positive_weights")
 
     def options(self) -> dict[str, Any]:
-        """Return `ignore_index`, and the weights if any were given."""
+        """Return `ignore_index`, and the weights that were given."""
         options: dict[str, Any] = {"ignore_index": self.ignore_index}
         if self.label_weights is not None:
             options["label_weights"] = self.label_weights.tolist()
@@ -196,7 +196,7 @@ class MultiLabel(_Sigmoids):
         return options
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require targets that are 0 or 1, in the shape of the outputs."""
+        """Require targets that are 0 or 1 and have the shape of the outputs."""
         check_length(self.label_weights, outputs.shape[1], "label_weights")
         check_length(self.positive_weights, outputs.shape[1], "positive_weights", single=True)
         if columns_of(targets).shape != outputs.shape:
@@ -256,9 +256,10 @@ class MultiLabel(_Sigmoids):
         return (columns_of(targets).double() != self.ignore_index).any(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
-        r"""Return independent Bernoulli distributions, by the probit approximation.
+        r"""Return independent Bernoulli distributions in the probit approximation.
 
-        Batch shape `[B]`, event shape `[C]`; `.mean` are the labels' probabilities.
+        The batch shape is `[B]`, the event shape is `[C]`, and `.mean` are the labels'
+        probabilities.
         """
         logits = mean if covariance is None else probit(mean, covariance)
         return Independent(BernoulliDistribution(logits=logits), 1)

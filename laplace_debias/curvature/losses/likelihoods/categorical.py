@@ -19,7 +19,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import are_finite, require, warn_of_probabilities
 from laplace_debias.system.checks import checked_weights
 
-# How far from 1 the sum of a soft target may be; in half precision, more rounding is allowed.
+# The largest allowed distance of a soft target's sum from 1; half precision allows more rounding.
 _ROUNDING = 1e-3
 _SEVERAL_LABELS = ' If several labels can apply to an example, use `likelihood="multilabel"`.'
 
@@ -80,7 +80,7 @@ class Categorical(Likelihood):
         self.label_smoothing = float(label_smoothing)
 
     def options(self) -> dict[str, Any]:
-        """Return `ignore_index`, plus the class weights and label smoothing if given."""
+        """Return `ignore_index`, and the class weights and label smoothing that were given."""
         options: dict[str, Any] = {"ignore_index": self.ignore_index}
         if self.class_weights is not None:
             options["class_weights"] = self.class_weights.tolist()
@@ -124,7 +124,7 @@ class Categorical(Likelihood):
             )
         if len(targets) == 0:
             return
-        # There is no indexing by a mask, because the host would wait for the device.
+        # Targets are not indexed by a mask, because the host would have to wait for the device.
         labels = targets.long()
         # Ignored labels are replaced by a label that is in range.
         low, high = labels.masked_fill(labels == self.ignore_index, 0).aminmax()
@@ -171,8 +171,8 @@ class Categorical(Likelihood):
         if not _are_soft(targets):
             labels = targets.long()
             if labels.device.type != "cpu":
-                # On a device, a label out of range would end the process before `check` raises an
-                # error.
+                # Labels are clamped, because on a GPU a label out of range would end the process
+                # before `check` raises an error.
                 in_range = labels.clamp(0, outputs.shape[-1] - 1)
                 labels = in_range.where(labels != self.ignore_index, labels)
             return F.cross_entropy(
@@ -258,7 +258,7 @@ class Categorical(Likelihood):
         return (p * (1 - p)).sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
-        """Draw class indices from the softmax, with one uniform number per example."""
+        """Draw class indices from the softmax by means of one uniform number per example."""
         return _drawn_labels(outputs.softmax(-1), uniforms)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class Categorical(Likelihood):
         return p.scatter(-1, labels.unsqueeze(-1), -1.0, reduce="add")
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
-        r"""Return the categorical distribution of the label, by the probit approximation."""
+        r"""Return the categorical distribution of the label in the probit approximation."""
         logits = mean if covariance is None else probit(mean, covariance)
         if not are_finite(logits):
             return CategoricalDistribution(logits=logits)
@@ -290,7 +290,7 @@ def _normalised_distribution(log_probs: Tensor) -> CategoricalDistribution:
     distribution._param = log_probs
     distribution._num_events = log_probs.shape[-1]
     Distribution.__init__(distribution, log_probs.shape[:-1], validate_args=False)
-    # torch then checks only the values at which the distribution is evaluated.
+    # With this attribute, torch checks only the values at which the distribution is evaluated.
     del distribution._validate_args
     return distribution
 

@@ -17,12 +17,12 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import require
 from laplace_debias.system.checks import real
 
-# After so many halvings, a bracket of quantiles is smaller than the rounding error of float64.
+# After this number of halvings, a bracket of quantiles is smaller than float64's rounding error.
 _HALVINGS = 64
 
 
 class NormalMixture(MixtureSameFamily):
-    r"""The mixture of S normals of equal weight, with `icdf`."""
+    r"""The mixture of S normals of equal weight, which also has quantiles (`icdf`)."""
 
     def __init__(
         self, means: Float[Tensor, "samples *batch"], deviations: Float[Tensor, "samples *batch"]
@@ -153,7 +153,7 @@ class Gaussian(Likelihood):
         if self._origin == "assumed":
             return {"sigma": None}
         options: dict[str, Any] = {"sigma": self.sigma.tolist()}
-        # `tune` depends on whether σ was given.
+        # A file has to state whether σ was given, because `tune` depends on it.
         if self._origin != "given":
             options[f"is_{self._origin}"] = True
         if self._curvature_sigma is not None:
@@ -208,10 +208,11 @@ class Gaussian(Likelihood):
         check_finite_floats(targets, "Regression")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the negative log-density of the targets, in float64."""
+        """Compute the negative log-density of the targets in float64."""
         residuals = outputs - columns_of(targets)
         squares = (residuals / self._loss_sigma(outputs)).square().sum(-1)
-        # In float32, squares of residuals far below sigma would be lost when the constant is added.
+        # Use float64, because in float32 the squares of residuals far below sigma would be lost
+        # when the constant is added.
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
     def log_normaliser(self, num_outputs: int) -> float:
@@ -220,7 +221,7 @@ class Gaussian(Likelihood):
         return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        """Compute the C columns of `diag(1/σ)`, the same for every example."""
+        """Compute the C columns of `diag(1/σ)`, which are the same for every example."""
         root = torch.diag(1 / self._loss_sigma(outputs))
         return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
@@ -264,7 +265,7 @@ class Gaussian(Likelihood):
 
 
 def _for_outputs(sigma: Float[Tensor, "*outputs"], outputs: Tensor) -> Float[Tensor, " outputs"]:
-    """Return the noise of each output, in the outputs' dtype and on their device."""
+    """Return the noise of each output in the dtype and on the device of the outputs."""
     if sigma.ndim == 1 and len(sigma) != outputs.shape[-1]:
         raise ValueError(
             f"`sigma` has {len(sigma)} entries, but the model has {outputs.shape[-1]} outputs. "
@@ -299,7 +300,7 @@ def noisy_normal(
     """
     diagonal = torch.diag_embed(noise)
     total = diagonal if covariance is None else covariance + diagonal
-    # Because of rounding, the sum may be less symmetric than torch's check requires.
+    # The sum is made symmetric, because rounding may break the symmetry that torch checks.
     total = (total + total.mT) / 2
     if not _is_resolved(total):
         largest = float(total.diagonal(dim1=-2, dim2=-1).max())
@@ -387,7 +388,7 @@ class HeteroscedasticGaussian(Likelihood):
             )
         self._check_targets(outputs[:, : size // 2], targets)
         log_variances = outputs[:, size // 2 :]
-        # The exponentials of both s and −s are needed.
+        # Both s and −s are bounded, because the exponentials of both numbers are needed.
         limit = -math.log(torch.finfo(outputs.dtype).tiny)
         low, high = torch.aminmax(log_variances)
         dtype = outputs.dtype

@@ -125,7 +125,7 @@ class Ordinal(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, " batch"]:
         r"""Compute −log p(y | f), without cancellation.
 
-        It uses $\sigma(a) - \sigma(b) = \sigma(a)\sigma(-b)(1 - e^{b-a})$.
+        The method uses $\sigma(a) - \sigma(b) = \sigma(a)\sigma(-b)(1 - e^{b-a})$.
         """
         log_probs = self._log_probs(outputs)
         return -log_probs.gather(1, targets.long().unsqueeze(1)).squeeze(1)
@@ -133,7 +133,7 @@ class Ordinal(Likelihood):
     def _log_probs(
         self, outputs: Float[Tensor, "*batch 1"], scale: Tensor | float = 1.0
     ) -> Float[Tensor, "*batch classes"]:
-        """Compute log-probabilities of all classes, for a scale of the logistic distribution."""
+        """Compute log-probabilities of all classes for some scale of the logistic distribution."""
         thresholds = self.thresholds.to(outputs)
         distances = (thresholds - outputs) / scale
         below = F.pad(F.logsigmoid(distances), (0, 1))
@@ -165,7 +165,7 @@ class Ordinal(Likelihood):
         return (cumulative <= uniforms.to(cumulative)).sum(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
-        """Return the distribution of the class, `[B]`, by the probit approximation."""
+        """Return the distribution of the class, `[B]`, in the probit approximation."""
         if covariance is None:
             return CategoricalDistribution(logits=self._log_probs(mean))
         is_matrix = covariance.ndim > mean.ndim

@@ -100,7 +100,7 @@ class Poisson(Likelihood):
         return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the negative log-probability of the counts, in float64."""
+        """Compute the negative log-probability of the counts in float64."""
         counts = columns_of(targets).double()
         residuals = outputs.exp() - counts.to(outputs.dtype) * outputs
         return residuals.sum(-1).double() + (counts + 1).lgamma().sum(-1)
@@ -124,7 +124,7 @@ class Poisson(Likelihood):
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
         """Return the distribution of independent counts with log-normal rates.
 
-        Batch shape `[B]`, event shape `[C]`.
+        The batch shape is `[B]`, and the event shape is `[C]`.
         """
         if covariance is None:
             # torch's Poisson distribution lacks a distribution function and quantiles.
@@ -246,7 +246,7 @@ class PoissonLogNormal(_Counts):
         )
         is_certain = variance == 0
         log_prob = counts * mean - mean.exp()
-        # Predictions of the network without a posterior have no variance, and need no integral.
+        # Without a posterior, the network's predictions have no variance, so no integral is needed.
         if not is_certain.all():
             integral = self._log_integral(counts, mean, torch.where(is_certain, 1.0, variance))
             log_prob = torch.where(is_certain, log_prob, integral)
@@ -272,9 +272,10 @@ class PoissonLogNormal(_Counts):
     def _cdf(self, counts: Tensor) -> Tensor:
         r"""Compute the probability of at most y by quadrature.
 
-        This is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1.
-        The nodes belong to the variable whose distribution is narrower on a logarithmic scale: the
-        distribution function of the other variable is then smooth between the nodes.
+        This probability is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of
+        shape y + 1. The nodes belong to the variable whose distribution is narrower on a
+        logarithmic scale: the distribution function of the other variable is then smooth between
+        the nodes.
         """
         tensors = torch.broadcast_tensors(
             counts.floor(), self.log_mean.double(), self.log_variance.double()
@@ -355,12 +356,13 @@ def _around_mode(
         by_rate = (math.log(square) - log_rate).clamp_min(2)
         right = torch.minimum(by_rate, (square / (rate + precision)).sqrt())
     nodes, weights = (tensor.to(rate) for tensor in _legendre())
-    # From [-1, 1] to [0, 1].
+    # Map the nodes from [-1, 1] to [0, 1].
     nodes = (1 + nodes) / 2
     weights = weights / 2
     u = torch.cat([-left * nodes, right * nodes], -1)
     series = u.square() / 2 * (1 + u / 3 + u.square() / 12 + u.pow(3) / 60)
-    # For small u, the terms are many orders of magnitude larger than their sum.
+    # For small u, use a series, because the terms are many orders of magnitude larger than their
+    # sum.
     near = rate * torch.where(u.abs() < 1e-3, series, u.clamp_max(1).expm1() - u)
     # A tiny rate times the exponential of a large u is the exponential of a sum.
     far = (log_rate + u).exp() - rate * (1 + u)
@@ -385,7 +387,7 @@ def _hermite() -> tuple[Tensor, Tensor]:
 
 
 def poisson_cdf(counts: Tensor, rates: Tensor) -> Tensor:
-    """Return the Poisson distribution function, by the incomplete gamma function."""
+    """Return the Poisson distribution function, computed as an incomplete gamma function."""
     below = torch.special.gammaincc(counts.floor().clamp_min(0) + 1, rates)
     return torch.where(counts < 0, 0.0, below)
 

@@ -1,4 +1,4 @@
-"""The likelihoods by their names, without importing them."""
+"""A registry of likelihoods by name that imports a likelihood only when it is used."""
 
 from typing import TYPE_CHECKING, Literal
 
