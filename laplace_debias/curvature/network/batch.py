@@ -24,10 +24,11 @@ class Batch:
     Attributes:
         inputs: The inputs of the model, with the examples along the first dimension.
         targets: The targets, `[B, ...]`.
-        weights: The weights of the examples, which are finite and at least 0; None if each example
+        weights: The weights of the examples, which are finite and at least 0. None if each example
             counts once.
         number: The number of the batch in the user's data, counted from 1 and used in error
-            messages; None if the batch was made from several or parts of the user's batches.
+            messages; None if the batch was made from several batches, or from a part of a batch, of
+            the user.
         first_index: The index of the first example in the data of all processes; the other examples
             have the following indices. Random numbers for an example, such as for its Monte-Carlo
             label, depend on its index.
@@ -63,21 +64,21 @@ class Batch:
 
     @property
     def weights_or_ones(self) -> Float[Tensor, " batch"]:
-        """The weights; ones if the batch has no weights."""
+        """The weights, or ones if the batch has no weights."""
         if self.weights is None:
             return torch.ones(self.num_examples, device=self.targets.device)
         return self.weights
 
     @property
     def total_weight(self) -> float:
-        """The sum of the weights; the number of examples if the batch has no weights."""
+        """The sum of the weights, or the number of examples if the batch has no weights."""
         if self.weights is None:
             return self.num_examples
         return float(self.weights.double().sum())
 
     @property
     def mark(self) -> str:
-        """A text that depends on the order and on every entry of the examples."""
+        """A string that depends on the order and on every entry of the examples."""
         return digest_of_examples(self.inputs, self.targets, self.weights)
 
     def take(self, examples: slice | Tensor) -> "Batch":
@@ -103,7 +104,7 @@ class Batch:
 
 
 def scale_examples(values: Tensor, scales: Float[Tensor, " batch"], dim: int) -> Tensor:
-    """Multiply every example by its scale, along dimension `dim`."""
+    """Multiply every example by its scale; the examples lie along dimension `dim`."""
     shape = [1] * values.ndim
     shape[dim] = -1
     return values * scales.to(values).view(shape)

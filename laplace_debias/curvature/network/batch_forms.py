@@ -32,8 +32,8 @@ class PlainBatch:
 
     Attributes:
         inputs: The inputs; a `dict` if they come from a mapping or dataclass.
-        targets: The targets; None if the batch has none.
-        weights: The weights of the examples; None if the batch has none.
+        targets: The targets, or None if the batch has no targets.
+        weights: The weights of the examples, or None if the batch has no weights.
     """
 
     inputs: Inputs
@@ -47,7 +47,7 @@ class NamedBatch:
 
     Attributes:
         entries: The entries by name. Targets of None are left out if the reader needs no targets.
-        target_name: The name of the entry with the targets; None if there is none.
+        target_name: The name of the entry with the targets, or None if there are no targets.
     """
 
     entries: dict[str, Any]
@@ -110,9 +110,9 @@ def hook_form(batch: Any) -> PlainBatch:
 
 
 def named_entries(batch: Any) -> dict[str, Any] | None:
-    """Return a dict of the entries of a mapping or a dataclass; None for anything else."""
+    """Return a dict of the entries of a mapping or a dataclass, or None for any other object."""
     if isinstance(batch, OneArgument):
-        return None  # The model receives it unchanged.
+        return None  # The model receives a `OneArgument` unchanged.
     if isinstance(batch, Mapping):
         return dict(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

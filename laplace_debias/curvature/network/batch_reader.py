@@ -83,7 +83,7 @@ class BatchReader:
     learned: Learned = dataclasses.field(default_factory=Learned)
 
     def __call__(self, batch: Any, name: str = "A batch") -> Batch:
-        """Read a batch; errors refer to the batch by its name."""
+        """Read a batch. Errors refer to the batch by `name`."""
         form: PlainBatch | NamedBatch
         if self.hook is not None:
             form = hook_form(self.hook(batch))
@@ -103,7 +103,7 @@ class BatchReader:
         return checked_batch(inputs, targets, weights, name)
 
     def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
-        """Return the inputs of a prediction, from inputs or from a mapping with targets.
+        """Return the inputs of a prediction, which may be passed in a mapping with targets.
 
         An entry is an input if the forward pass has a parameter of this name, except for `labels`.
         With a hook, which returns only the inputs of a batch, `labels` are also an input. The
@@ -161,7 +161,7 @@ def _check_dtypes(inputs: Inputs, model: nn.Module) -> None:
 
 
 def _has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a parameter has a dtype; faster than `model.parameters()` if the first one does."""
+    """Whether any parameter has the dtype; fast if the first parameter has it."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype == dtype:

@@ -1,4 +1,4 @@
-"""Data as batches of inputs and targets, from anything that can be iterated over."""
+"""Data as batches of inputs and targets, read from any iterable."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ _END = object()
 
 
 def consecutive(batches: Iterable[Batch]) -> list[Batch]:
-    """Give the examples of batches consecutive indices, from 0."""
+    """Give the examples of batches consecutive indices that begin at 0."""
     indexed = []
     num_before = 0
     for batch in batches:
@@ -54,7 +54,7 @@ def check_batches(source: Any) -> None:
 
 
 def total_size(batches: Sequence[Any]) -> int | None:
-    """Return the number of examples of some batches; None if a batch contains no tensor.
+    """Return the number of examples of the given batches; None if a batch contains no tensor.
 
     The number is the sum of the lengths of the batches' first tensors, which are inputs or targets.
     """
@@ -95,9 +95,9 @@ class Stream:
         read: The reader, which reads a batch as inputs and targets.
         generator: The generator that determines the order and the augmentation of passes; see
             `randomness`.
-        device: The device to which inputs are moved; None to leave them where they are.
-        target_device: The device to which targets are moved; None to leave them where they are.
-        progress: The title of a progress bar; None for no bar.
+        device: The device to which inputs are moved. None leaves them on their device.
+        target_device: The device to which targets are moved. None leaves them on their device.
+        progress: The title of a progress bar. None shows no progress bar.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Stream:
 
     @property
     def first(self) -> Batch | None:
-        """The first batch; None if there is none."""
+        """The first batch, or None if there are no batches."""
         if self._first is None and self._started_pass is None:
             started_pass = iter(self)
             self._first = next(started_pass, None)
@@ -156,7 +156,7 @@ class Stream:
         return isinstance(self.source, Sized) and not isinstance(self.source, Iterator)
 
     def extra_pass(self) -> Iterator[Inputs]:
-        """Yield the inputs of all batches, in a pass in addition to the passes of the fit."""
+        """Yield the inputs of all batches in a pass that is not one of the fit's passes."""
         for batch in self._pass(self.source):
             yield batch.inputs
 
@@ -191,7 +191,8 @@ def _of_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterato
     marks = set[str]()
     for number, batch in enumerate(batches, start=1):
         if number <= 2 and num_workers > 1:
-            # These are the first batches of the workers, which take turns.
+            # The first batches of the stream come from different workers, because the workers take
+            # turns.
             marks.add(digest_of_examples(batch.inputs, batch.targets))
             if len(marks) < number:
                 raise ValueError(

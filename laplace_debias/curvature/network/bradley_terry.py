@@ -18,7 +18,7 @@ class BradleyTerry(nn.Module):
 
     A constant that is added to all rewards changes no preference. Only the prior determines this
     constant, so the variance of a reward contains the prior variance of the constant. Differences
-    of rewards do not contain it.
+    of rewards do not contain this constant.
 
     Args:
         model: A network with one output, `[B, 1]` or `[B]`.

@@ -70,7 +70,8 @@ def returned_outputs(
             outputs = functional_call(model, dict(parameters), arguments, named)
             return without_subclass(logits_of(outputs))
     except ValueError as error:
-        # The model computes statistics over the batch, but the batch has a single example.
+        # torch raises this error if the model computes statistics over a batch that has a single
+        # example.
         if "more than 1 value per channel" in str(error):
             raise mixing_error() from error
         raise
@@ -102,7 +103,7 @@ def layer_by_layer() -> Iterator[None]:
 _PLAIN_CHECKPOINTS = PlainCheckpoints(layer_by_layer.is_made_by_this_thread)
 
 
-# Prevents fused attention kernels, which have no forward derivative.
+# Disable fused attention kernels, because they have no forward derivative.
 _plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
 
 
@@ -141,7 +142,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
     with ExitStack() as stack:
-        # These switches also set the TF32 flag, which causes a warning.
+        # The switches below also set the TF32 flag, which causes a warning.
         with quiet():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
@@ -154,7 +155,7 @@ def _plain_recurrence() -> Iterator[None]:
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Make a model differentiable forward and back, to any order."""
+    """Make a model differentiable to any order, in forward and in reverse mode."""
     is_recurrent = any(layer_rule(module).is_recurrent for module in model.modules())
     recurrence = _plain_recurrence() if is_recurrent else nullcontext()
     with layer_by_layer(), _plain_attention(), ReplacedFunctions(), recurrence:

@@ -1,4 +1,4 @@
-"""Detection of changes in a model since a fit, which reads most of the model only once."""
+"""Detection of changes in a model since a fit; most of the model is read only once."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class _UnchangedModel:
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether the model is still the same."""
-        # The snapshot also compares the places of all tensors.
+        # The places of all tensors need no further check, because the snapshot compares them.
         if not self.modules.is_current(model) or not self.frozen.are_unchanged(self.others):
             return False
         return all(parameter.equal(values) for parameter, values in self.parameters)
@@ -60,7 +60,7 @@ class ChangeDetector:
             mean: The posterior's mean.
 
         Returns:
-            The snapshot; None after a change, or if nothing is remembered.
+            The snapshot, or None if the model has changed or nothing is remembered.
         """
         unchanged = self._unchanged
         if unchanged is None or unchanged.mean is not mean or not unchanged.is_current(model):
@@ -70,7 +70,7 @@ class ChangeDetector:
     def changed_tensor(
         self, model: nn.Module, names: Collection[str], sums: Mapping[str, int]
     ) -> str | None:
-        """Return the name of a tensor that has changed, is new or is missing; None if none has.
+        """Return the name of a tensor that has changed, is new or is missing, or None.
 
         Args:
             model: The model.
@@ -82,7 +82,8 @@ class ChangeDetector:
         has_same_names = tensors.keys() == sums.keys()
         if self._frozen is not None and has_same_names and self._frozen.are_current(parts):
             return None
-        # This precedes the reading, so that the next comparison notices a change in the meantime.
+        # The versions are taken before the reading, so that the next comparison notices a change in
+        # the meantime.
         frozen = FrozenTensors(parts)
         for name, tensor in tensors.items():
             if name not in sums or sum_of_bits(tensor) != sums[name]:
@@ -104,7 +105,7 @@ class ChangeDetector:
             mean: The posterior's mean.
 
         Returns:
-            A snapshot of the model's modules; None if their changes cannot be detected.
+            A snapshot of the model's modules, or None if their changes cannot be detected.
         """
         modules = ModuleSnapshot.of(model)
         if modules is None:

@@ -1,7 +1,7 @@
 """Activation checkpointing, which is switched off in working copies of a model.
 
 A checkpointed function keeps no graph, and the backward pass runs it again. By then, the hooks that
-record the calls of layers are gone, so the second run differs from the first one. Derivatives of
+record the calls of layers are gone, so the second run differs from the first run. Derivatives of
 higher order, along several columns or with respect to single tensors are not supported either. So
 the passes of this package run a checkpointed function as a plain call, with the same results.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-# The first name is used in torch 2.8, and the second one in later versions. These generators
-# receive the function and its arguments. They yield just before the function is called, and resume
-# after it returns.
+# torch 2.8 uses the first name, and later versions use the second name. These generators receive
+# the function and its arguments. They yield just before the function is called, and resume after it
+# returns.
 _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
@@ -24,7 +24,7 @@ _INHERITED_APPLY = CheckpointFunction.apply
 
 
 class _Recomputed:
-    """A function of this package, for which a backward pass needs no hooks."""
+    """A checkpointed function of this package, whose second run needs no hooks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -72,7 +72,7 @@ class PlainCheckpoints:
 
     def __exit__(self, *_: object) -> None:
         vars(torch_checkpoint).update(self._originals)
-        # The class then inherits the original method again.
+        # After the attribute is deleted, the class inherits the original method again.
         del CheckpointFunction.apply
 
     def _start(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Outputs at chosen positions only, such as those of a language model's last token."""
+"""Outputs at chosen positions only, such as the outputs at a language model's last token."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ class ChosenPositions:
         is_single: Whether a single position was requested. Results then have no dimension for
             positions.
         head: The path of the `nn.Linear` whose outputs, `[B, T, C]`, are the outputs of the
-            network. This layer needs only the inputs at the positions. None if there is no such
-            layer.
+            network. This layer needs only the inputs at the positions. The path is None if there is
+            no such layer.
     """
 
     columns: Int[Tensor, "batch p"]
@@ -44,7 +44,7 @@ class ChosenPositions:
     head: str | None
 
     def inputs(self, x: Inputs) -> Inputs:
-        """Add the positions to the inputs, for the network that `network` returns."""
+        """Add the positions to the inputs, as the network that `network` returns requires."""
         if isinstance(x, Tensor):
             return (x, self.columns)
         if isinstance(x, Mapping):
@@ -52,7 +52,7 @@ class ChosenPositions:
         return (*x, self.columns)
 
     def network(self, model: nn.Module, before_head: bool) -> nn.Module:
-        """Copy a model, with outputs `[B, p, C]` for the inputs that `inputs` returns.
+        """Copy a model so that it returns outputs `[B, p, C]` for the inputs that `inputs` returns.
 
         With `before_head`, only the chosen positions are passed to the head, so that nothing of
         size T·C is computed.
@@ -111,7 +111,7 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     mask = _attention_mask(model, x, outputs.shape[1])
     requested = requested.to(outputs.device)
     columns = _columns(requested, mask, num_examples(x), outputs.shape[1])
-    # Whether the outputs are the unchanged outputs of a linear layer.
+    # The head can be applied to chosen positions only if the outputs are its unchanged outputs.
     is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
     chosen = ChosenPositions(columns, requested.ndim == 0, calls.path)
     if is_head and calls.x.ndim == 3 and _takes_fewer(model, chosen, example, outputs):
@@ -189,7 +189,7 @@ def _columns(
 
 
 def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
-    """Return the attention mask among the inputs, or the decoder's mask if it has its own inputs.
+    """Return the attention mask among the inputs, or the mask of a decoder with its own inputs.
 
     A prompt of PEFT comes before the positions of the inputs, and is not padding.
     """

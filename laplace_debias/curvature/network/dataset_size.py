@@ -1,4 +1,4 @@
-"""The number of training examples, as far as a loader's sampler determines it."""
+"""The number of training examples, inferred from a loader's sampler if possible."""
 
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class TrainingSize:
     """N, the number of training examples of a fit.
 
     Attributes:
-        num_data: N; None if N is the number of examples that the fit reads.
+        num_data: N, or None if N is the number of examples that the fit reads.
         is_inferred: Whether N was inferred from a loader's sampler.
         must_match_read: Whether the fit reads the whole loader, so that it must read exactly N
             examples.
@@ -109,8 +109,8 @@ def dataset_size(loader: Any) -> int | None:
     """Infer the number of training examples from a plain `DataLoader`'s sampler.
 
     Returns:
-        The number; None for other data, such as a list, a stream or a user-defined sampler, whose
-        examples are counted in a pass over all data.
+        The number, or None for other data, such as a list, a stream or a user-defined sampler,
+        whose examples are counted in a pass over all data.
 
     Raises:
         ValueError: In the same cases as `check_sampler`.
@@ -161,7 +161,7 @@ def check_held_out_sampler(loader: Any) -> None:
 
 
 def repeated_held_out(fault: str) -> ValueError:
-    """Return the error for held-out data of which a sampler repeats examples or prefers some.
+    """Return the error for a sampler that repeats or prefers some of the held-out examples.
 
     Args:
         fault: The name of the sampler and what it does, from `fault_of_draws`.
@@ -174,7 +174,7 @@ def repeated_held_out(fault: str) -> ValueError:
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler of a `DataLoader` that draws its indices; None for other data."""
+    """Return the sampler that draws the indices of a `DataLoader`, or None for other data."""
     if not _has_sampler(loader):
         return None
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -188,7 +188,7 @@ def fault_of_draws(sampler: Any, *, allows_parts: bool = False) -> str | None:
         allows_parts: Whether the sampler may draw a part of the data without weights.
 
     Returns:
-        The name of the sampler and what it does; None if it draws every example once.
+        The name of the sampler and what it does, or None if it draws every example once.
     """
     if isinstance(sampler, RandomSampler):
         num_examples = len(sampler.data_source)

@@ -12,12 +12,12 @@ from laplace_debias.curvature.network.quantised import plain_parts
 from laplace_debias.system.files import bytes_of
 from laplace_debias.system.gathering import full_value, is_sharded
 
-# Integers with as many bytes as an entry.
+# The integer types by the number of bytes of an entry.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
-    """Compute a number for each tensor of the model's state, the same on every device.
+    """Compute a number for each tensor of the model's state that is the same on every device.
 
     The number is the sum of the entries' bits, read as integers. The sum is exact, so it does not
     depend on a device's rounding. Training, a different checkpoint or new statistics of a
@@ -34,8 +34,8 @@ def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under every name that they have.
 
-    These are the tensors of `state_dict`, except for modules that PEFT has replaced. `state_dict`
-    itself is not called, because quantised layers change during its call.
+    The tensors are the tensors of `state_dict`, except for modules that PEFT has replaced.
+    `state_dict` itself is not called, because quantised layers change during its call.
     """
     replaced = unused_originals(model)
     modules = [
@@ -76,14 +76,14 @@ def as_integers(values: Tensor) -> Tensor:
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    """Hash each tensor of the model's state; unlike `fingerprint`, the order of entries counts."""
+    """Hash each tensor of the model's state; unlike in `fingerprint`, the entries' order counts."""
     return {name: digest_of([tensor]) for name, tensor in state_tensors(model)}
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """Hash tensors; the result depends on the shapes, the entries and the order of the entries.
 
-    This takes one to two seconds per GB, on the CPU.
+    The hash takes one to two seconds per GB on the CPU.
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:

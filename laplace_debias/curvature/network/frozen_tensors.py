@@ -9,7 +9,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprints import as_integers
 
-# The number of entries of a tensor that are compared; the actual number is up to twice this.
+# The least number of compared entries of a larger tensor; the actual number is less than twice as
+# large.
 _SAMPLE_SIZE = 1024
 
 
@@ -19,7 +20,7 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return torch's count of the changes of each tensor; None for tensors from inference mode."""
+    """Return torch's count of each tensor's changes, or None for a tensor from inference mode."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
@@ -29,9 +30,9 @@ def versions(tensors: Sequence[Tensor]) -> list[int | None]:
 class FrozenTensors:
     """Tensors that should not change, with their places, their versions, and some of their entries.
 
-    A tensor whose storage was replaced is in another place. torch counts changes in place in the
-    tensor's version. Writing through `.data` or NumPy changes neither of them, so a sample of the
-    entries is compared too.
+    If a tensor's storage is replaced, its place changes. torch counts changes in place in the
+    tensor's version. Writing through `.data` or NumPy changes neither the place nor the version, so
+    a sample of the entries is compared too.
 
     Args:
         tensors: The tensors.
@@ -49,7 +50,7 @@ class FrozenTensors:
         self._samples = [(views, torch.cat(views)) for views in entries.values()]
 
     def are_current(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the given tensors are these, in the same places, and have not changed."""
+        """Whether the given tensors are in the same places as these, and have not changed."""
         return list(map(place, tensors)) == self._places and self.are_unchanged(tensors)
 
     def are_unchanged(self, tensors: Sequence[Tensor]) -> bool:
@@ -60,7 +61,7 @@ class FrozenTensors:
 
 
 def _sampled_entries(tensor: Tensor) -> Tensor:
-    """View entries at equal distances in a tensor's memory, as integers."""
+    """View entries at equal distances in a tensor's memory as integers."""
     integers = as_integers(tensor.detach())
     length = 0
     if integers.numel():

@@ -57,7 +57,8 @@ class FunctionModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the function with the parameters and the inputs."""
-        # Within `functional_call`, the parameters are plain tensors, which `get_parameter` rejects.
+        # Read attributes, because within `functional_call` the parameters are plain tensors, which
+        # `get_parameter` rejects.
         parameters = {name: attrgetter(name)(self) for name in self._names}
         return self._function(parameters, *args, **kwargs)
 

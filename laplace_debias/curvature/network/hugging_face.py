@@ -42,7 +42,7 @@ def with_decoder_inputs(model: nn.Module, named: dict[str, Any]) -> dict[str, An
 
 
 def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
-    """Return the inputs that a Hugging Face model passes to its decoder; None for other modules.
+    """Return the inputs that a Hugging Face model passes to its decoder, or None for other modules.
 
     Some models (Whisper, M2M100, Blenderbot) have no method for this purpose, but call a function
     of the file that defines them.
@@ -68,7 +68,7 @@ def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
 
 
 def are_token_labels(targets: Any, inputs: Inputs) -> bool:
-    """Return whether targets are labels of tokens, `[B, T]`, in the shape of some input."""
+    """Return whether targets are labels of tokens, `[B, T]`, with the shape of some input."""
     if not isinstance(targets, Tensor) or targets.ndim != 2:
         return False
     if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -83,7 +83,7 @@ class LabelPositions:
     Attributes:
         num_virtual: The number of positions before the positions of the tokens, for a prompt that
             PEFT adds.
-        is_shifted: Whether a label belongs to the output at the position before it.
+        is_shifted: Whether a label belongs to the output at the position before the label.
     """
 
     num_virtual: int = 0
@@ -132,7 +132,8 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
         outputs = twin(**example, labels=marked)
     is_tuple = isinstance(outputs, tuple)
     loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
-    # The gradient at NaN is NaN, even if the loss ignores it.
+    # Outputs that are NaN are rejected, because their gradient is NaN even if the loss ignores
+    # them.
     check_outputs(logits)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()

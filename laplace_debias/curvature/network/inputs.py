@@ -47,7 +47,7 @@ class OneArgument(dict[str, Any]):
 
 
 def like(inputs: Mapping[str, Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Wrap other named values in the type of the inputs."""
+    """Wrap other named values in the type of `inputs`."""
     return OneArgument(named) if isinstance(inputs, OneArgument) else named
 
 
@@ -171,7 +171,7 @@ def digest_of_examples(inputs: Inputs, targets: Tensor, weights: Tensor | None =
 
 
 def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
-    """Replace the tensors among the inputs, in order."""
+    """Replace the tensors among the inputs by the given tensors in order."""
     replacements = iter(tensors)
     if isinstance(inputs, Tensor):
         return next(replacements)

@@ -1,4 +1,4 @@
-"""A check that a model's outputs do not depend on the targets, which are not passed in calls."""
+"""A check that a model's outputs do not depend on the targets, which calls do not pass."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def check_outputs_without_targets(
 
     Args:
         model: A model whose forward pass takes the targets by name.
-        batch: The batch with its targets, as the data yield it.
+        batch: The batch with its targets, in the form in which the data yield it.
         inputs: The arguments of the model: the batch without the targets.
         name: The name of the entry with the targets.
 

@@ -62,7 +62,7 @@ class ModuleSnapshot:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModuleSnapshot | None":
-        """Take a snapshot; None if changes of the modules cannot be detected.
+        """Take a snapshot, or return None if changes of the modules cannot be detected.
 
         Changes can be detected if the attributes of all modules are numbers, strings, functions,
         containers of them, and plain tensors.
@@ -134,7 +134,7 @@ class Entries:
         return zip(chain.from_iterable(self._names), self._values, strict=True)
 
     def are_in(self, dictionaries: list[dict[str, Any]]) -> bool:
-        """Whether dictionaries have the same names in the same order, with the same objects."""
+        """Whether dictionaries have the same names in the same order and the same objects."""
         if list(map(tuple, dictionaries)) != self._names:
             return False
         return all(map(is_, chain.from_iterable(map(dict.values, dictionaries)), self._values))
@@ -157,14 +157,14 @@ def _constant(value: Any) -> Hashable:
     if kind is list or kind is tuple or kind is torch.Size:
         return (kind, *map(_constant, value))
     if kind is float or kind is bool:
-        return (kind, value)  # 1, 1.0 and True compare equal.
+        return (kind, value)  # The type distinguishes 1, 1.0 and True, which compare equal.
     if isinstance(value, _CONSTANTS):
         return value
     raise _UncomparableAttributeError
 
 
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the modules' attributes that are numbers or texts, by the module's path and name.
+    """Return the attributes that are numbers or strings, by the module's path and their name.
 
     Two attributes are left out: the mode, because working copies are in eval mode, and torch's flag
     for hooks.

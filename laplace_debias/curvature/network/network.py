@@ -1,4 +1,4 @@
-"""A network as a function of its parameters, on a copy of the user's model."""
+"""A network as a function of its parameters, computed on a copy of the user's model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ from laplace_debias.system.checks import check_is, check_no_autocast
 
 
 class Network:
-    """A model as a function of the selected parameters, in the model's order; the others are fixed.
+    """A model as a function of the selected parameters, in the model's order; all others are fixed.
 
     Tied weights are one parameter under their first name, and derivatives include all uses of it.
     The data are needed only to find the last layer, by running an example.
@@ -86,11 +86,11 @@ class Network:
         *,
         takes_weights: bool = False,
     ) -> Stream:
-        """Read data as batches, which are not moved, and may have weights with `takes_weights`."""
+        """Read data as batches without moving them; `takes_weights` allows examples' weights."""
         return Stream(data, replace(self._read, takes_weights=takes_weights), generator)
 
     def working_copy(self) -> nn.Module:
-        """Make a new copy of the user's model, in single precision or wider."""
+        """Make a new copy of the user's model with single precision or a wider dtype."""
         return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
@@ -99,7 +99,7 @@ class Network:
         self._numbers = numbers_of(unwrapped(self._user_model))
         copies: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # The linearisations that are kept refer to these copies, which must not change.
+            # New copies are made, because linearisations that are kept refer to the earlier copies.
             if not is_kept(tensor):
                 copies[name] = tensor.detach().clone()
         self._copied_state = tuple(copies.values())
@@ -116,7 +116,7 @@ class Network:
         return (*self.parameters, *self.fixed)
 
     def is_current(self) -> bool:
-        """Whether the model's parameters, buffers and numbers are the same as when it was copied.
+        """Whether the model's parameters, buffers and numbers are unchanged since it was copied.
 
         Their contents are compared, because a change through `.data` leaves no other trace.
         """
@@ -188,7 +188,7 @@ class Network:
         ]
 
     def join(self, tensors: Any, batched: bool) -> Tensor:
-        """Invert `split`, for vectors with or without a leading dimension."""
+        """Invert `split`; `batched` says whether vectors have a leading dimension."""
         if batched:
             return torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in tensors], -1)
         return torch.cat([x.flatten() for x in tensors])

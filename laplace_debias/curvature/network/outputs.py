@@ -24,7 +24,7 @@ from laplace_debias.system.memory import ROOM, is_out_of_memory
 from laplace_debias.system.shown import warn
 
 PASS_BYTES = 2**27
-"""Memory limit on a CPU, in bytes, if the user sets none."""
+"""The default memory limit on a CPU in bytes."""
 LARGEST_DEFAULT_BYTES = 2**32
 """If one example needs more than the default limit, up to this many bytes are used."""
 # The number of answers that are kept before they are read. It is bounded so that a pass over wrong
@@ -83,7 +83,7 @@ def require(is_right: Tensor | bool, error: Callable[[], Exception]) -> None:
     checks = _CURRENT.get()
     if checks is not None and isinstance(is_right, Tensor) and is_right.device.type != "cpu":
         checks.pending.append((is_right, error, checks.number))
-    elif not is_right:  # On the CPU, this does not wait.
+    elif not is_right:  # On the CPU, reading the answer does not wait.
         raise _with_batch_number(error(), None if checks is None else checks.number)
 
 
@@ -115,7 +115,7 @@ def checked_memory_bound(
 
 
 def check_outputs(outputs: Tensor, least: int = 2) -> None:
-    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`, with at least `least` dimensions.
+    """Require finite outputs `[B, C]` or `[B, ..., C]` that have at least `least` dimensions.
 
     Within a pass over data, `DeferredChecks` reports outputs that are not finite.
     """
@@ -137,12 +137,13 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
 
 
 def are_finite(values: Tensor) -> Tensor | bool:
-    """Return whether all entries are finite; on a GPU, as a tensor to be computed."""
+    """Return whether all entries are finite; on a GPU, the answer is a tensor."""
     values = values.detach()
     if values.is_cpu and math.isfinite(values.sum()):
         return True  # The sum of finite entries may overflow, but no other sum is finite.
     if values.is_floating_point() and values.numel() > 0:
-        # The largest magnitude is NaN or infinite if an entry is, and is computed in a single pass.
+        # The largest magnitude takes a single pass, and is NaN or infinite if any entry is NaN or
+        # infinite.
         return torch.linalg.vector_norm(values, math.inf) < math.inf
     return values.isfinite().all()
 
@@ -205,7 +206,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outpu
         raise mixing_error()
 
 
-# How far from 1 the sum of probabilities may be, because softmaxes may be in half precision.
+# The largest allowed distance from 1 of a sum of probabilities, which may be in half precision.
 _ROUNDING = 1e-3
 
 
@@ -216,7 +217,8 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
         outputs = logits_of(raw_outputs)
         has_dim = -outputs.ndim <= class_dim < outputs.ndim
         if not has_dim or class_dim % max(outputs.ndim, 1) == 0:
-            # The batch may be one that the package made up, so its size is not stated.
+            # The message does not state the batch size, because the package may have made up the
+            # batch.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
                 f"`class_dim={class_dim}` must be a dimension of the model's outputs "

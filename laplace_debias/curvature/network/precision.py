@@ -1,4 +1,4 @@
-"""The floating-point precision of a network, and of the curvature of its parameters."""
+"""The floating-point precision of a network and of its parameters' curvature."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the curvature of parameters of some dtype is computed."""
+    """Return the dtype in which the curvature of parameters of the given dtype is computed."""
     return torch.float32 if dtype in NARROW else dtype
 
 

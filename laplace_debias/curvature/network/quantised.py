@@ -47,7 +47,8 @@ def shared_parameter(parameter: nn.Parameter) -> Tensor:
             values = values.clone()
         return nn.Parameter(values, requires_grad=False)
     shared = Tensor._make_subclass(type(parameter), parameter.data, False)
-    # Forward passes change such attributes, but the user's parameter must not change.
+    # The attributes are copied, because forward passes change them and the user's parameter must
+    # not change.
     for name, value in vars(parameter).items():
         vars(shared)[name] = value if isinstance(value, Tensor) else copy.copy(value)
     return shared
@@ -165,7 +166,7 @@ def split_over_processes(name: str) -> NotImplementedError:
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter that is not offloaded; the CPU if there is none."""
+    """Return the device of the first parameter that is not offloaded, by default the CPU."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             return parameter.device
@@ -193,7 +194,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors of which a tensor consists: itself, or the parts of a subclass."""
     detached: Any = tensor.detach()
     if is_sharded(detached):
-        # This is the part of this process.
+        # The local tensor is the part of this process.
         yield detached.to_local()
         return
     if detached.is_meta:

@@ -1,4 +1,4 @@
-"""Data that can be read repeatedly, with an error if its batches change."""
+"""Data that can be read repeatedly, and that raises an error if its batches change."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Look rows up, and keep the row of `padding_idx` fixed in every derivative, as in training.
+    """Look up rows, and keep the row of `padding_idx` fixed in every derivative, as in training.
 
     torch's forward derivatives wrongly include this row, and so do derivatives of a table for each
     example.
@@ -36,8 +36,8 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Look rows up and reduce them bag by bag: torch's function has only one derivative."""
-    if max_norm is not None:  # This changes the table in place.
+    """Look up rows and reduce them bag by bag, because torch's function has only one derivative."""
+    if max_norm is not None:  # The lookup changes the table in place.
         return F.embedding_bag(
             input,
             weight,
@@ -82,19 +82,20 @@ def _embedding_bag(
 
 
 def _pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
-    """Compute distances between every two rows, in the order of `F.pdist`."""
+    """Compute the distances of all pairs of rows in the order of `F.pdist`."""
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
     return torch.linalg.vector_norm(input[first] - input[second], p, -1)
 
 
-# These functions replace torch functions with missing or wrong derivatives. Arguments have torch's
-# names, because they may be passed by name; `compute_mode` of distances affects only the speed.
+# The functions below replace torch functions with missing or wrong derivatives. Arguments have
+# torch's names, because they may be passed by name; `compute_mode` of distances affects only the
+# speed.
 _IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.embedding: _embedding,
     # torch has neither a forward derivative nor a second derivative of these two functions.
     F.embedding_bag: _embedding_bag,
     F.pdist: _pairwise_distances,
-    # torch has no second derivative.
+    # torch has no second derivative of this function.
     F.hardsigmoid: lambda input, inplace=False: (
         input.add_(3).clamp_(0, 6).div_(6) if inplace else F.relu6(input + 3) / 6
     ),
@@ -102,7 +103,7 @@ _IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.cdist: lambda x1, x2, p=2.0, compute_mode=None: torch.linalg.vector_norm(
         x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1
     ),
-    # torch's second derivative is not symmetric.
+    # torch's second derivative of this function is not symmetric.
     torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
 }
 

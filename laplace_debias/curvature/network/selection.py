@@ -114,7 +114,7 @@ def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _only_rescales(module: nn.Module) -> bool:
-    """Whether a module only rescales, as a normalisation or a module of only single numbers."""
+    """Whether a module only rescales its input, as do normalisations and single-number scales."""
     rule = layer_rule(module)
     if rule.only_rescales:
         return True
@@ -137,7 +137,7 @@ def _cutter(cuts: list[tuple[str, Tensor]], path: str) -> Any:
 
 
 def _trainable(model: nn.Module, path: str) -> list[str]:
-    """Return the names of a layer's trainable parameters, which no other layer may share."""
+    """Return the names of a layer's trainable parameters; no other layer may share them."""
     layer = _owner(model, path)
     title = f"{path or 'model'} ({type(layer).__name__})"
     parameter_ids = {id(parameter) for parameter in layer.parameters()}
@@ -222,7 +222,8 @@ def select_parameters(
             )
         names = [name for name in trainable if name in selected]
     else:
-        # Only the type is shown, because the selection itself may contain every weight.
+        # The message shows only the type of the selection, because the selection may contain every
+        # weight.
         came = type(selection).__name__
         if isinstance(selection, Sequence) and selection:
             came += f" of {type(selection[0]).__name__}"
@@ -244,7 +245,7 @@ def leaving_out(names: Sequence[str]) -> str:
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require real Bayesian parameters with the same device and dtype, and with separate memory."""
+    """Require real Bayesian parameters of one device and dtype that do not share memory."""
     _check_own_memory(model, names)
     kinds = set()
     for name in names:
@@ -275,8 +276,8 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
 def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
     """Require that no other parameter has the same memory as a Bayesian parameter.
 
-    Training changes such parameters together, but derivatives treat them as independent. If several
-    modules have the same parameter as one object, it is not such a case.
+    Training changes such parameters together, but derivatives treat them as independent. A single
+    parameter object that several modules have is permitted.
     """
     owners: dict[tuple[torch.device, int, int], str] = {}
     bayesian = {id(model.get_parameter(name)) for name in names}

@@ -22,9 +22,9 @@ _IS_WIDE = "_gathers_single_precision"
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module, which gives the module a class of FSDP.
+    """Whether `fully_shard` was called on a module, which changes the module's class.
 
-    The class is recognised by its methods, because importing it takes a second.
+    The new class is recognised by its methods, because importing it takes a second.
     """
     return hasattr(type(module), "unshard") and hasattr(type(module), "reshard")
 
@@ -64,7 +64,7 @@ def plain_unit(module: Any) -> nn.Module:
 
 
 def gather_in_single_precision(network: nn.Module) -> None:
-    """Make the units of a working copy gather parameters in single precision or wider."""
+    """Make the units of a working copy gather parameters with single precision or a wider dtype."""
     for module in network.modules():
         if _is_plain_unit(module):
             setattr(module, _IS_WIDE, True)

@@ -1,4 +1,4 @@
-"""Data that is divided among processes, so that each example is read once."""
+"""Data that is divided among processes so that each example is read once."""
 
 import itertools
 from collections.abc import Iterator, Sequence, Sized
@@ -23,9 +23,9 @@ from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness
 
-# The number of examples that are read to compare a data set with another one.
+# The number of examples that are read to compare two data sets.
 _NUM_COMPARED = 4
-# Without known sizes, the indices of two processes' examples are this far apart.
+# If the sizes of the data are unknown, the indices of two processes' examples are this far apart.
 FAR = 2**40
 
 
@@ -103,7 +103,7 @@ class ShardedBatches(Sampler[list[int]]):
             size = min(self.batch_size, len(self.data) - start)
             share, remainder = divmod(size, self.num_ranks)
             first = start + self.rank * share + min(self.rank, remainder)
-            # The first ranks have one more example.
+            # If the parts differ in size, the first ranks have one example more.
             shares.append(range(first, first + share + (self.rank < remainder)))
         return list(filter(None, shares))
 
@@ -125,7 +125,7 @@ class ShardedBatches(Sampler[list[int]]):
 
 
 def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[Any]:
-    """Return a loader of other batches that reads and collates like a given loader."""
+    """Return a loader of other batches that reads and collates examples like a given loader."""
     return DataLoader(
         dataset,
         batch_sampler=batch_sampler,

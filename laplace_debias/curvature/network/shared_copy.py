@@ -77,7 +77,8 @@ def shared_copy(model: nn.Module) -> nn.Module:
             if type(attribute) is dict and not name.startswith("_"):
                 for key, value in attribute.items():
                     if isinstance(value, Tensor) and not value.is_leaf:
-                        # The copy computes a module's cache between passes again.
+                        # A cache that a module keeps between passes is emptied, so that the copy
+                        # computes it again.
                         vars(copied)[name].pop(key, None)
         if _is_in_mixed_precision(module):
             _set_method(copied, "forward", vars(copied).pop("_original_forward"))
@@ -133,7 +134,8 @@ def _set_method(module: nn.Module, name: str, method: Any) -> None:
 def _is_in_mixed_precision(module: nn.Module) -> bool:
     """Whether accelerate has wrapped the module's forward pass in `torch.autocast`.
 
-    Hugging Face's Trainer with `bf16=True` does this, and does not undo it after training.
+    Hugging Face's Trainer with `bf16=True` wraps the forward pass, and does not unwrap it after
+    training.
     """
     original = vars(module).get("_original_forward")
     if original is None:
@@ -179,7 +181,7 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
                 "it an attribute of the module that calls it, or exclude its parameters."
             )
 
-    # This is a global hook, because copies that other threads make meanwhile would include hooks of
+    # The hook is global, because copies that other threads make meanwhile would include hooks of
     # the user's own modules.
     handle = register_module_forward_pre_hook(refuse)
     try:
@@ -214,7 +216,7 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
         saved.restore()
 
 
-# Without hooks, modules of these files do not change in a forward pass in eval mode.
+# Without hooks, the modules that these files define do not change in a forward pass in eval mode.
 _CONSTANT_MODULES = {
     f"torch.nn.modules.{name}"
     for name in (
@@ -234,7 +236,7 @@ _CONSTANT_MODULES = {
 
 
 def are_constant(modules: Iterable[nn.Module]) -> bool:
-    """Whether forward passes do not change attributes of modules, as for torch's own modules."""
+    """Whether forward passes cannot change attributes of the modules, such as torch's modules."""
     for module in modules:
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         if has_hooks or "forward" in vars(module):
@@ -255,7 +257,8 @@ class SavedAttributes:
         self._saved = []
         self._modules = list(modules)
         self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are empty, for hooks that a module does not have.
+        # Most containers are for hooks that a module does not have, and are empty. They are
+        # compared together.
         self._empty: list[Any] = []
         self._filled: list[tuple[Any, Any]] = []
         for module in self._modules:
@@ -289,7 +292,7 @@ class SavedAttributes:
 
 
 def _has_entries(container: Any, entries: Any) -> bool:
-    """Whether a dictionary or list has the same objects as another, in the same order."""
+    """Whether a dictionary or list has the same objects as another in the same order."""
     if len(container) != len(entries):
         return False
     if type(container) is list:

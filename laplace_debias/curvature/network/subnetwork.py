@@ -83,7 +83,8 @@ class Subnetwork(nn.Module):
         start = 0
         for name, size in self._sizes.items():
             is_inside = (self.indices >= start) & (self.indices < start + size)
-            # Within `functional_call`, it is a plain tensor, which `get_parameter` rejects.
+            # Read the attribute, because within `functional_call` it is a plain tensor, which
+            # `get_parameter` rejects.
             fixed = attrgetter(name)(self.network)
             positions = self.indices[is_inside] - start
             values = fixed.flatten().index_put((positions,), self.entries[is_inside])
@@ -150,7 +151,7 @@ def largest_variance(
 
 
 def flattened(parameters: Mapping[str, Tensor]) -> Float[Tensor, " parameters"]:
-    """Concatenate all entries, in the parameters' order."""
+    """Concatenate the entries of all parameters in the order of the mapping."""
     return torch.cat([parameter.flatten() for parameter in parameters.values()])
 
 
@@ -159,7 +160,7 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[Tensor, " entries"]:
-    """Return ascending indices among all entries, from masks or from indices in any order."""
+    """Convert masks, or indices in any order, to ascending indices among all entries."""
     num_entries = sum(parameter.numel() for parameter in parameters.values())
     device = next(iter(parameters.values())).device
     if isinstance(entries, Mapping):
@@ -190,7 +191,7 @@ def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[T
 def _complete_mask(
     masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> Bool[Tensor, " parameters"]:
-    """Concatenate the masks of all parameters; no entry is selected without a mask."""
+    """Concatenate the masks of all parameters; a parameter without a mask has no selected entry."""
     unknown = sorted(masks.keys() - parameters.keys())
     if unknown:
         raise ValueError(

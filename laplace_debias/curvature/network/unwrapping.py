@@ -1,4 +1,4 @@
-"""The user's model without wrappers, and the names of its parameters without them."""
+"""The user's model without wrappers, and the parameters' names in this plain model."""
 
 import copy
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def without_outer_wrappers(model: nn.Module) -> nn.Module:
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return names in the plain model, `0.weight` for `module.0.weight`; keep unknown names."""
+    """Return names in the plain model (`0.weight` for `module.0.weight`); keep unknown names."""
     plain = dict(unwrapped(model).named_parameters())
     own_names = {id(parameter): name for name, parameter in plain.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False)) | plain

@@ -18,7 +18,8 @@ def validate_model(model: nn.Module) -> nn.Module:
     """Check that curvature is defined for a model, and return the model without wrappers.
 
     Parameters must be finite, and the outputs must not be random or depend on the whole batch. A
-    buffer may contain Inf, as an attention mask does: if this matters, the outputs are not finite.
+    buffer may contain Inf, as an attention mask does: if Inf affects the outputs, they are not
+    finite.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")

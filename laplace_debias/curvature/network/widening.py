@@ -17,8 +17,8 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
 
     The parameters keep their values, which single precision holds exactly. Therefore curvature,
     directions and predictives belong to the function with these values, without the rounding of
-    every activation and gradient to the 8 bits of bfloat16. This takes 4 bytes for each parameter
-    of the model, Bayesian or not.
+    every activation and gradient to the 8 bits of bfloat16. The copy takes 4 bytes for each
+    parameter of the model, Bayesian or not.
     """
     dtypes = set[torch.dtype]()
     for name in names:
