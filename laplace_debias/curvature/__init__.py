@@ -1,4 +1,4 @@
-"""Curvature of networks as linear operators, exact or factored."""
+"""The exact or factored curvature of networks as linear operators."""
 
 from typing import TYPE_CHECKING
 

@@ -8,7 +8,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import ALONE, Ranks
 
 FISHERS = ("exact", "mc", "signs", "empirical")
-# Types with `mc_samples` random vectors per example.
+# The types that draw `mc_samples` random vectors per example.
 _RANDOM = ("mc", "signs")
 
 
@@ -46,10 +46,10 @@ class FisherType:
         return self.kind in _RANDOM
 
     def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
-        """Draw the seed of labels or signs from a generator, or from torch's global one.
+        """Draw the seed of labels or signs from a generator, or from torch's global generator.
 
-        With several processes, the first one draws. If no labels or signs are drawn, no seed is
-        drawn.
+        With several processes, the first process draws the seed. If no labels or signs are drawn,
+        no seed is drawn.
         """
         if not self.is_random:
             return self

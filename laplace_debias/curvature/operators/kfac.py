@@ -1,4 +1,4 @@
-"""K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
+"""K-FAC and EKFAC of a torch loss as linear operators in the model's parameter order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,11 +66,11 @@ class KFAC(Permuted):
             arguments; with `fisher="empirical"` also a callable `loss(outputs, targets) -> scalar`
             on a batch.
         data: Re-iterable batches `(inputs, targets)`, or with weights of the examples as a third
-            entry; see `CurvatureOperator`. They determine the directions, and also the magnitudes
-            unless `magnitudes` is passed.
+            entry; see `CurvatureOperator`. These batches determine the directions, and also the
+            magnitudes unless `magnitudes` is passed.
         params: The parameters; see `CurvatureOperator`.
-        num_data: The number of examples, if known. If the data have a different number, an error is
-            raised.
+        num_data: The number of examples, or None if it is not known. An error is raised if the data
+            have a different number of examples.
         magnitudes: Other batches on which the curvature along the directions is measured. This
             removes the bias of measuring the curvature on the data that chose the directions (Eq.
             9). The operator is then for the loss on *these* batches.
@@ -86,7 +86,7 @@ class KFAC(Permuted):
         joint: Whether to treat the weight and the bias of a layer as one block instead of two.
         sharing: How to treat weights that are applied at several positions of a convolution or a
             sequence: `"expand"` or `"reduce"`, or a mapping from layers' paths to these.
-        backend: `"backpack"`, `"hooks"`, or `"auto"`. All give the same factors.
+        backend: `"backpack"`, `"hooks"`, or `"auto"`. All backends give the same factors.
         factor_dtype: The dtype in which factors are summed and decomposed.
         memory_bound: The limit of the working memory for output gradients, in bytes. It does not
             affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
@@ -95,8 +95,8 @@ class KFAC(Permuted):
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
-        order: The index among the parameters of each row of the blocks; None if the order is the
-            same.
+        order: For each row of the blocks, its index among the parameters; None if both orders are
+            the same.
         layout: The parameters' names and shapes.
         num_data: N, the number of examples that the magnitudes come from.
 
@@ -268,7 +268,7 @@ def _resolved_blocks(
 
 
 class LossData:
-    """Batches of the data, with the scale of the loss and checks of the targets."""
+    """Batches of the data, together with the scale of the loss and checks of the targets."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Linearisation:
 
 
 class Lineariser:
-    """A lineariser of networks, batch by batch, by traced programs where possible.
+    """A lineariser that linearises a network batch by batch, by traced programs where possible.
 
     A program (see `tracing`) is recorded once for inputs of the same shapes, and then used for all
     batches of these shapes. A product then runs no forward pass and no bookkeeping of automatic
@@ -51,7 +51,7 @@ class Lineariser:
         self.programs: dict[object, Program | None] = {}
 
     def first_order(self, inputs: Inputs) -> Linearisation:
-        """Compute the outputs, the Jacobian and its adjoint in the parameters."""
+        """Compute the outputs, and the Jacobian in the parameters with its adjoint."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
@@ -76,7 +76,7 @@ class Lineariser:
             )
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
-        """Compute the Hessian, in the parameters, of the loss's weighted sum over a batch."""
+        """Compute the Hessian in the parameters of the loss's weighted sum over a batch."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
@@ -87,7 +87,8 @@ class Lineariser:
             def total(p: tuple[Tensor, ...]) -> Tensor:
                 return loss.weighted_value(forward(*p), point_labels)
 
-            # This forward pass and the forward pass of `total` are recorded as one.
+            # Recording merges this forward pass and the forward pass of `total`, so it costs no
+            # time.
             outputs = forward(*parameters)
             return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
 
@@ -143,7 +144,7 @@ class Lineariser:
         points: Tensors,
         vectors: Callable[[], Sequence[Tensors]],
     ) -> Program | None:
-        """Return the program with a key, see `_program_key`; record it the first time.
+        """Return the program with the given key (see `_program_key`); record it the first time.
 
         Returns:
             The program, or None if the network cannot be recorded.
@@ -203,13 +204,13 @@ def linearised_by_reverse(
 
 
 def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
-    """Require that the last map is the adjoint of the first: some of torch's rules disagree."""
+    """Require that the last map is the adjoint of the first, because some torch rules disagree."""
     if not are_adjoint(linearisation.maps[0], linearisation.maps[-1], parameters):
         raise UntraceableError("derivatives forward and back differ")
 
 
 def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
-    """Return whether two linear maps are adjoint, by a test with random vectors."""
+    """Test with random vectors whether two linear maps are adjoint."""
     generator = torch.Generator(parameters[0].device).manual_seed(0)
 
     def drawn_like(tensors: Tensors) -> Tensors:
@@ -244,7 +245,7 @@ def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linear
 
 
 def _with_fallback(linear_map: Map) -> Map:
-    """Apply a map to batched vectors one after the other if torch cannot do it in one call."""
+    """Apply a map to batched vectors one after the other if torch cannot apply it in one call."""
 
     def apply(vector: Tensors, batched: bool) -> Tensors:
         try:
@@ -271,7 +272,7 @@ def _apply_function(
 
 
 def _num_bytes(tensors: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
-    """Count the bytes of the storages of tensors, each once."""
+    """Count the bytes of the storages of tensors; a shared storage counts once."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     for x in not_counted:
         storages.pop(x.untyped_storage().data_ptr(), None)

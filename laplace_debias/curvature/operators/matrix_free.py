@@ -26,7 +26,8 @@ from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.curvature.operators.zero_norms import has_norms
 from laplace_debias.system.ranks import Ranks, collective
 
-# The number of entries of vectors that processes compare; the actual number is up to twice this.
+# The least number of entries of longer vectors that processes compare. The actual number is up to
+# twice as large.
 _SAMPLE_SIZE = 1024
 
 
@@ -56,8 +57,8 @@ class CurvatureOperator(NetworkOperator):
         params: `"all"` (also None), `"weights"`, `"last_layer"`, names, or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never included; tied parameters count
             as one.
-        num_data: The number of examples, if known. If the data have a different number, an error is
-            raised.
+        num_data: The number of examples, or None if it is not known. An error is raised if the data
+            have a different number of examples.
         reduction: `"mean"` or `"sum"` over examples, for a callable without an attribute
             `reduction`.
         memory_bound: The largest number of bytes of the linearised batches that are kept between
@@ -129,7 +130,7 @@ class CurvatureOperator(NetworkOperator):
         self._loss.check(outputs, targets)
 
     def _weighted_labels(self, batch: Batch) -> Labels:
-        """Return the labels of a batch, with the weights of the examples."""
+        """Return the labels of a batch, including the weights of the examples."""
         labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
         return replace(labels, example_weights=batch.weights)
 
@@ -235,8 +236,8 @@ class Fisher(CurvatureOperator):
     Args:
         fisher: `"exact"` (type II): the expectation in closed form. `"mc"` (type I): the mean over
             drawn labels. `"signs"`: sums of the columns of the loss Hessian's root with random
-            signs. These are exact for one output per example, and have less noise than `"mc"` for a
-            confident network.
+            signs. Such sums are exact for one output per example, and have less noise than `"mc"`
+            for a confident network.
         mc_samples: For `"mc"` and `"signs"`: the number of labels or sums per example. Default: 1.
         generator: For `"mc"` and `"signs"`: the generator of the labels or signs. The draws depend
             on the generator and on the example's index in the data, and are the same in every

@@ -28,8 +28,8 @@ from laplace_debias.system.threads import Lock
 Result = TypeVar("Result")
 
 LINEARISATION_BYTES = 2**31
-# If activations have more bytes than this, it gains nothing on a CPU to multiply several columns at
-# once: one column already uses the whole CPU, and several do not fit into its caches.
+# If activations have more bytes than this, multiplying several columns at once saves no time on a
+# CPU: one column already uses the whole CPU, and several columns do not fit into its caches.
 CPU_CHUNK_BYTES = 2**22
 # With fewer columns than this, the overhead of torch.vmap per operation exceeds its savings.
 FEW_COLUMNS = 8
@@ -41,7 +41,7 @@ def loss_scale(loss: OutputLoss, data: RepeatableBatches, outputs: Tensor) -> fl
     like_first: torch.Size | None = None
     for batch in data:
         like_first = batch.targets.shape[1:] if like_first is None else like_first
-        # Sequences of other lengths are checked once their outputs have been computed.
+        # Targets of sequences of other lengths are checked once their outputs have been computed.
         if batch.targets.shape[1:] == like_first:
             loss.check(outputs[:1].expand(batch.num_examples, *outputs.shape[1:]), batch.targets)
         if batch.weights is None:
@@ -77,7 +77,7 @@ class Item:
     Attributes:
         rows: Indices of the batch's outputs among the flattened outputs of all data.
         linearisation: The outputs and the linear maps in the parameters.
-        at_outputs: The linear map at the outputs; None if there is none.
+        at_outputs: The linear map at the outputs, or None if the operator has no such map.
         num_bytes: Bytes that the item needs while it is kept.
     """
 
@@ -100,12 +100,12 @@ class NetworkOperator(LinearOperator):
         num_bytes_kept: Bytes of the linearised batches that are kept between products.
     """
 
-    # Whether batches may have weights of their examples.
+    # Whether batches may contain weights of their examples.
     _takes_weights = True
-    # Seeds the order of the data, and also the labels or signs if the operator draws any.
+    # The generator seeds the order of the data, and also the labels or signs if these are drawn.
     _generator: torch.Generator | None = None
 
-    # In inference mode, nothing could be differentiated.
+    # Leave inference mode, in which nothing could be differentiated.
     @collective("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
@@ -199,7 +199,8 @@ class NetworkOperator(LinearOperator):
                 # Another thread may have refreshed the network in the meantime.
                 if not self._network.is_current():
                     self._network.refresh()
-                    # The list is replaced because other threads may be iterating over the old one.
+                    # The list is replaced, not changed, because other threads may be iterating over
+                    # it.
                     self._items = []
                     self._is_full = False
                     self._lineariser.programs.clear()
@@ -214,7 +215,8 @@ class NetworkOperator(LinearOperator):
             if index < len(self._items):
                 return self._items[index]
             item = self._make(batch)
-            # The list starts with the first batch, also if another thread has just emptied it.
+            # The list must begin with the first batch, even if another thread has just emptied the
+            # list.
             if not self._is_full and index == len(self._items):
                 self._is_full = self.num_bytes_kept + item.num_bytes > self._memory_bound
                 if not self._is_full:
@@ -245,8 +247,8 @@ class Jacobian(NetworkOperator):
         model: The network; see `CurvatureOperator`.
         data: Batches `(inputs, targets)`; the targets are not used. See `CurvatureOperator`.
         params: The parameters; see `CurvatureOperator`.
-        num_data: The number of examples, if known. If the data have a different number, an error is
-            raised.
+        num_data: The number of examples, or None if it is not known. An error is raised if the data
+            have a different number of examples.
         memory_bound: The largest number of bytes of the linearised batches that are kept between
             products.
         chunk_size: The number of columns of a matrix that are multiplied at once; see
@@ -261,7 +263,8 @@ class Jacobian(NetworkOperator):
             tensors.
     """
 
-    # The rows of a Jacobian are outputs, which have no weights.
+    # Batches may not contain weights, because the rows of a Jacobian are outputs, which have no
+    # weights.
     _takes_weights = False
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Recorded programs, whose linear maps are run many times."""
+"""Recorded programs whose linear maps are run many times."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,7 +128,8 @@ def _simplify(graph: fx.Graph) -> None:
         if node.op not in ("call_function", "get_attr"):
             continue
         if node.target is aten.view.default:
-            # Batched columns may have a different order in memory.
+            # Views are replaced by reshapes, because batched columns may have a different order in
+            # memory.
             node.target = aten.reshape.default
         source: Any = None
         if node.target in (aten.alias.default, aten.detach.default):
@@ -136,7 +137,7 @@ def _simplify(graph: fx.Graph) -> None:
         elif node.target is aten.copy.default and _has_same_type(node, node.args[1]):
             source = node.args[1]
         if source is not None:
-            # The operation only copies its source.
+            # The operation only copies its source, so its result is replaced by the source.
             node.replace_all_uses_with(source)
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
@@ -158,7 +159,7 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     if node.target in _RESHAPES:
         return node.args[0] in zeros
     if node.target is aten.convolution.default and node.args[2] is not None:
-        return False  # The bias is added.
+        return False  # The result also contains the bias.
     return node.target in _PRODUCTS and any(factor in zeros for factor in node.args[:2])
 
 
@@ -168,13 +169,13 @@ def _has_same_type(node: Any, argument: Any) -> bool:
 
 
 def _shape_and_dtype(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
-    """Return the shape and dtype of a node's tensor; None if the node is not a tensor."""
+    """Return the shape and dtype of a node's tensor, or None for both if it is not a tensor."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(meta, "shape", None), getattr(meta, "dtype", None)
 
 
 def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
-    """Find the index of the vector that each node depends on, −1 for none.
+    """Find the index of the vector on which each node depends; −1 if it depends on no vector.
 
     Args:
         graph: The graph.
@@ -200,7 +201,8 @@ def _split(
 
     Args:
         graph_module: The recorded graph.
-        dependencies: Index of the vector that each node depends on, −1 for none.
+        dependencies: Index of the vector on which each node depends, or −1 if it depends on no
+        vector.
         groups: For each output, 0 if the output is a value, k + 1 if it must be linear in vector k.
     """
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
@@ -235,7 +237,7 @@ def _subgraph(
     nodes: Sequence[fx.Node],
     results: Sequence[fx.Node],
 ) -> Function:
-    """Build the function from sources, and the placeholders among the nodes, to results."""
+    """Build the function that maps the sources and the nodes' placeholders to the results."""
     graph = fx.Graph()
     copies = {source: graph.placeholder(f"residual_{i}") for i, source in enumerate(sources)}
     for node in nodes:

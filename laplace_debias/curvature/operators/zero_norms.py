@@ -19,11 +19,11 @@ _NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackwa
 """Prefixes of the names of those nodes in torch's graphs that belong to a norm."""
 
 _PIECEWISE_LINEAR = (0.0, 1.0, float("inf"), -float("inf"))
-"""Orders of norms whose second derivative is 0 almost everywhere, as for a ReLU."""
+"""Orders of norms whose second derivative is 0 almost everywhere, as it is for a ReLU."""
 
 
 def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels) -> bool:
-    """Check a batch for norms that are 0, and return whether it has norms at all.
+    """Check a batch for norms that are 0, and return whether its loss depends on any norms.
 
     Raises:
         ValueError: If the loss depends on a norm that is 0 while its vector depends on the
@@ -58,7 +58,7 @@ def _nodes(value: Tensor) -> Iterator[Any]:
 
 
 def _is_zero(node: Any) -> Tensor:
-    """Return which norms of a node are 0, in the shape of its result."""
+    """Return a mask of the norms of a node that are 0; the mask has the shape of the result."""
     order = getattr(node, "_saved_ord", getattr(node, "_saved_p", 2.0))
     norms = node._saved_result
     if order is not None and float(order) in _PIECEWISE_LINEAR:
@@ -74,7 +74,8 @@ def _is_differentiated(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[An
         for node in nodes
     ]
     torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
-    # At 0, a squared norm has the first derivative 0: only the second derivative reveals it.
+    # Differentiate twice: the first derivative of a squared norm is 0 at 0, so only the second
+    # derivative reveals the norm.
     first = [cotangent for passed in cotangents.values() for cotangent in passed]
     first = [cotangent for cotangent in first if cotangent.requires_grad]
     if first:
@@ -107,7 +108,7 @@ def _inject_at(node: Any, norms: Tensor) -> None:
 
 def _dimensions(node: Any, ndim: int) -> list[int]:
     """Return the dimensions over which a node's norms are taken."""
-    # torch saves negative numbers as unsigned ones.
+    # torch saves negative dimensions as unsigned numbers, which are converted back here.
     return [(dim - 2**64 if dim >= 2**63 else dim) % ndim for dim in node._saved_dim]
 
 

@@ -1,4 +1,4 @@
-"""Curvature structures: one file for each, with its fits, its memory and its tensors."""
+"""Curvature structures; the file of each structure has its fits, its memory and its tensors."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +39,7 @@ def curvature_structure(
     inducing: Any = None,
     independent_outputs: bool = False,
 ) -> "CurvatureStructure":
-    """Return the structure of a name, with a rank or inducing inputs where it takes them."""
+    """Return the structure with a name, and with a rank or inducing inputs if it takes them."""
     if name not in STRUCTURES:
         raise ValueError(f"Unknown curvature={name!r}. Use one of {', '.join(STRUCTURES)}.")
     structure = STRUCTURES[name]

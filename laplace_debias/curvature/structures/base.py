@@ -1,4 +1,4 @@
-"""The interface of a curvature structure: its fits, its memory, its tensors."""
+"""The interface of a curvature structure: its fits, its memory and its tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,8 @@ from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # A block of all parameters is low-rank, or has the eigenvectors of the whole matrix.
 CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
-# The numbers of rows of the factors G and A of blocks; None for a factor that is a matrix.
+# The numbers of rows of the factors G and A of each block. The number is None for a factor that is
+# a matrix.
 NumRows = Mapping[Block, Sequence[int | None]]
 NO_ROWS: NumRows = {}
 EIGH_MATRICES = 5
@@ -66,7 +67,7 @@ class Workload:
     """The size of a planned fit, from a trial on one batch.
 
     Attributes:
-        is_debiased: Whether magnitudes are measured on other data than the directions.
+        is_debiased: Whether magnitudes are measured on data that did not determine the directions.
         num_folds: The number of folds; 1 without cross-fitting.
         num_passes: How often data of the size of one batch, or of one fold of a batch, are read;
             None if the number of batches is unknown.
@@ -95,7 +96,7 @@ class CurvatureStructure(ABC):
     A new structure is a subclass in a file of its own, and a line in `STRUCTURES`.
 
     Attributes:
-        rank: The number of directions that are kept; None for a structure without a rank.
+        rank: The number of directions that are kept, or None for a structure without a rank.
         name: The structure's name, which a user passes as `curvature`.
         is_dense: Whether all parameters make a single block.
         has_factors: Whether a layer's block is a Kronecker product of factors.
@@ -126,12 +127,12 @@ class CurvatureStructure(ABC):
 
     @property
     def draws_examples(self) -> bool:
-        """Whether a fit draws random examples, by their indices in the data."""
+        """Whether a fit draws random examples according to their indices in the data."""
         return False
 
     @property
     def inducing_mark(self) -> int | str | None:
-        """The number of inducing inputs, or a text that changes with the inputs."""
+        """The number of inducing inputs, or a string that changes with the inputs."""
         return None
 
     @property
@@ -141,7 +142,7 @@ class CurvatureStructure(ABC):
 
     @property
     def directions_per_factor(self) -> int | None:
-        """The largest number of directions of each Kronecker factor; None for all."""
+        """The largest number of directions of each Kronecker factor; None if it is not limited."""
         return None
 
     def check(self, context: FitContext) -> None:  # noqa: B027 (most have nothing to check)
@@ -158,7 +159,7 @@ class CurvatureStructure(ABC):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to some data, and measure magnitudes on other data (Eq. 9) or the same."""
+        """Fit directions to data, and measure magnitudes on other (Eq. 9) or the same data."""
 
     @abstractmethod
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
@@ -177,8 +178,8 @@ class CurvatureStructure(ABC):
             context: The network and its blocks.
             information: The information of the earlier data.
             data: The new data.
-            num_data: The number of examples that the new data represent; None to count the
-                examples.
+            num_data: The number of examples that the new data represent. If it is None, the
+                examples are counted.
 
         Returns:
             The curvature of the mean loss of all examples, and the totals of the new data.
@@ -201,12 +202,12 @@ class CurvatureStructure(ABC):
     def decomposed_sizes(
         self, context: FitContext, num_rows: NumRows = NO_ROWS
     ) -> Sequence[int] | None:
-        """List the sizes d of the `[d, d]` matrices that a fit decomposes; None if not known."""
+        """List the sizes d of the `[d, d]` matrices that a fit decomposes; None if unknown."""
         return None
 
     @abstractmethod
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """Count the bytes of each block; none if all parameters make a single block."""
+        """Count the bytes of each block; the list is empty if there is only a single block."""
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
         """Count the bytes of the fitted curvature."""

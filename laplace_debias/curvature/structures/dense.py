@@ -42,7 +42,7 @@ class DenseCurvature(CurvatureStructure):
         return [partial(_rows_trial, context, data)]
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """Return no bytes of single blocks, because there is only one."""
+        """Return an empty list, because all parameters make a single block."""
         return []
 
 
@@ -53,7 +53,7 @@ def measure_along(
     data: Iterable[Batch] | None,
     totals: DataTotals,
 ) -> tuple[Float[Tensor, " k"], DataTotals]:
-    """Measure the curvature along directions, on other data if there are any.
+    """Measure the curvature along directions, on separate data if they are passed.
 
     `totals` are the totals of the data of the directions; the totals of both data sets are
     returned.

@@ -1,4 +1,4 @@
-"""EKFAC: K-FAC's directions, and the exact curvature along every one of them."""
+"""EKFAC: K-FAC's directions, and the exact curvature along each of these directions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from laplace_debias.operators import EigenKronecker
 
 @dataclass(frozen=True)
 class EkfacCurvature(FactoredCurvature):
-    """K-FAC's directions with the exact curvature along each."""
+    """K-FAC's directions, with the exact curvature along each direction."""
 
     name = "ekfac"
     reads_data_twice = True
@@ -38,7 +38,7 @@ class EkfacCurvature(FactoredCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to some data, and measure magnitudes on other data or the same."""
+        """Fit directions to data, and measure magnitudes on other data or on the same data."""
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
@@ -54,7 +54,7 @@ class EkfacCurvature(FactoredCurvature):
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
-        This takes two passes over the data, and holds the factors of all folds.
+        Cross-fitting takes two passes over the data, and holds the factors of all folds.
         """
         folds = split_folds(context.ranks, data, num_folds)
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
@@ -111,7 +111,7 @@ class EkfacCurvature(FactoredCurvature):
         bases = factors
         if workload.is_crossfit:
             bases = workload.num_folds * factors + 2 * factors
-        # Rotations use copies of the directions in the model's dtype.
+        # The copies of the directions in the model's dtype, which rotations use, are also counted.
         copies = 0
         if context.factor_dtype.itemsize != context.dtype.itemsize:
             copies = factors * context.dtype.itemsize // context.factor_dtype.itemsize
@@ -132,7 +132,7 @@ def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
     magnitudes = curvature.magnitudes.to(dtype)
     traces_G = curvature.input_directions.trace(magnitudes)
     traces_A = curvature.output_directions.trace(magnitudes.mT)
-    # Products of the two sides' eigenvalues then have the unit of the curvature.
+    # After this division, products of the two sides' eigenvalues have the unit of the curvature.
     trace = curvature.output_directions.trace(traces_G).unsqueeze(-1)
     traces_A = (traces_A / trace).nan_to_num(0.0)
     return Eigenbasis(Eigenpairs(traces_G, curvature.U_G), Eigenpairs(traces_A, curvature.U_A))

@@ -30,7 +30,7 @@ class FactoredCurvature(CurvatureStructure):
 
     Attributes:
         rank: The number of directions of each factor or, if below 1, the fraction of the trace that
-            the directions contain; None for all directions.
+            the directions contain. None keeps all directions.
     """
 
     has_factors = True
@@ -108,7 +108,7 @@ def _entries(factor: Factor) -> torch.Tensor:
 
 
 def _sizes(key: FactorKey, num_rows: NumRows) -> tuple[int, int | None]:
-    """Return the number of entries of a factor, and the number of its rows; None for a matrix."""
+    """Return a factor's number of entries and number of rows, which is None for a matrix."""
     counts = num_rows.get(key.block, (None, None))
     factor_rows = key.max_rows if key.is_streamed else counts[key.side]
     if factor_rows is not None:

@@ -1,4 +1,4 @@
-"""The curvature of all parameters together, as a matrix `[D, D]`."""
+"""The curvature of all parameters together as a matrix `[D, D]`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class FullCurvature(DenseCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to some data, and measure magnitudes on other data or the same."""
+        """Fit directions to data, and measure magnitudes on other data or on the same data."""
         accumulator = MomentMatrix(context)
         totals = accumulate(accumulator, directions)
         eigenvalues, U = accumulator.decompose(totals.weight)

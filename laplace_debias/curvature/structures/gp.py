@@ -51,7 +51,7 @@ from laplace_debias.system.files import STORED_DTYPES
 from laplace_debias.system.memory import ROOM
 
 _DOUBLE_BYTES = 8
-# Examples among which one inducing input is chosen.
+# The number of examples among which each inducing input is chosen.
 _CANDIDATES = 4
 # A function of the context of an output's fit and of the output's index, or None for all outputs
 # together.
@@ -75,9 +75,9 @@ class GpCurvature(DenseCurvature):
 
     Attributes:
         inducing: The number of the data's examples that are inducing, or the inducing inputs; None
-            for all examples. If it is a number, four times as many examples are drawn, and the
-            inducing inputs are chosen among them such that their span leaves little of the others'
-            Jacobian rows.
+            if all examples are inducing. If it is a number, four times as many examples are drawn,
+            and the inducing inputs are chosen among them such that little of the other examples'
+            Jacobian rows lies outside the span.
         independent_outputs: Whether each output has a separate process, with the kernel between the
             rows of only this output, and the diagonal of the loss Hessians. The data are then read
             once per output.
@@ -122,7 +122,7 @@ class GpCurvature(DenseCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to some data, and measure magnitudes on other data or the same."""
+        """Fit directions to data, and measure magnitudes on other data or on the same data."""
         inducing = self._inducing_inputs(context, self._inputs(context, directions))
 
         def fit_output(
@@ -164,7 +164,8 @@ class GpCurvature(DenseCurvature):
                 totals = totals + accumulate(accumulator, fold)
                 sums_by_fold.append(accumulator)
             projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
-            # All rows with the same products have the same eigenvectors.
+            # The rows of all folds are replaced by fewer rows with the same products, which have
+            # the same eigenvectors.
             rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
             values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
             U = replace(basis, coefficients=basis.coefficients @ Q)
@@ -252,7 +253,7 @@ class GpCurvature(DenseCurvature):
         )
 
     def _chosen(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
-        """Choose candidates whose span leaves the least of the other candidates' Jacobian rows."""
+        """Choose candidates whose span contains most of the other candidates' Jacobian rows."""
         assert isinstance(self.inducing, int)
         pairs = {}
         if context.ranks.rank == 0:
@@ -264,7 +265,7 @@ class GpCurvature(DenseCurvature):
         return indices
 
     def check(self, context: FitContext) -> None:
-        """Require inducing inputs like those of the data, and no more than there are examples."""
+        """Require inducing inputs of the data's form, and at most as many as there are examples."""
         example = context.example
         if not isinstance(example, Tensor):
             raise TypeError(
@@ -299,7 +300,7 @@ class GpCurvature(DenseCurvature):
             )
 
     def _num_rows(self, context: FitContext) -> int | None:
-        """M·C, the rows of the Jacobian at the inducing inputs; None if it is unknown."""
+        """M·C, the number of rows of the Jacobian at the inducing inputs; None if it is unknown."""
         num_inputs = len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
         if num_inputs is None:
             num_inputs = context.num_examples

@@ -40,7 +40,7 @@ class KfacCurvature(FactoredCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to some data, and measure magnitudes on other data (Eq. 9) or the same.
+        """Fit directions to data, and measure magnitudes on other data (Eq. 9) or on the same data.
 
         The second factors are projected and freed one block at a time.
         """
@@ -57,9 +57,9 @@ class KfacCurvature(FactoredCurvature):
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
 
-        This takes one pass over the data, and holds the factors of all folds. A factor of full rank
-        is decomposed K + 1 times. A factor of low rank r, as from few examples of a linear layer,
-        is decomposed once, and then K matrices `[r, r]` are decomposed.
+        Cross-fitting takes one pass over the data, and holds the factors of all folds. A factor of
+        full rank is decomposed K + 1 times. A factor of low rank r, as from few examples of a
+        linear layer, is decomposed once, and then K matrices `[r, r]` are decomposed.
         """
         folds = split_folds(context.ranks, data, num_folds)
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
@@ -77,8 +77,8 @@ class KfacCurvature(FactoredCurvature):
 
         A sum of two Kronecker products is not a Kronecker product. It is approximated by the
         product of both means, as K-FAC approximates the sum over examples:
-        $\tfrac1N(N_1 G_1 + N_2 G_2) \otimes \tfrac1N(N_1 A_1 + N_2 A_2)$. This is the K-FAC of all
-        data, if the earlier curvature is that of a fit to one set of data, without a rank.
+        $\tfrac1N(N_1 G_1 + N_2 G_2) \otimes \tfrac1N(N_1 A_1 + N_2 A_2)$. The product is the K-FAC
+        of all data if the earlier curvature is from a fit to one set of data, without a rank.
         """
         sums, totals = factor_sums(context, data)
         counts = ExampleCounts.for_update(information, num_data, totals)

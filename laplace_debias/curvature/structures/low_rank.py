@@ -39,7 +39,8 @@ class LowRankCurvature(DenseCurvature):
     """The leading eigenvectors; in all other directions the posterior is the prior.
 
     Attributes:
-        rank: The number of directions, 20 if None. There are at most as many as Jacobian rows.
+        rank: The number of directions; None selects 20. There are at most as many directions as
+        Jacobian rows.
     """
 
     name = "lowrank"
@@ -60,7 +61,7 @@ class LowRankCurvature(DenseCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to some data, and measure magnitudes on other data or the same.
+        """Fit directions to data, and measure magnitudes on other data or on the same data.
 
         Up to 1 GiB of Jacobian rows are kept, and the eigenvectors are then exact. More rows are
         compressed to their `4 rank` leading directions during the pass.
@@ -130,12 +131,13 @@ class LowRankCurvature(DenseCurvature):
         rows = kept_row_bytes(workload)
         row_bytes = context.factor_dtype.itemsize * num_parameters(context)
         directions = min(row_bytes * self.num_directions, rows)
-        # Rows of several batches are joined.
+        # Joining the rows of several batches needs memory for a copy of the rows.
         if workload.num_passes == 1:
             working_bytes = workload.working_bytes - workload.row_bytes
         else:
             working_bytes = max(workload.working_bytes, rows)
-        # During their computation there are two copies of the directions, in cross-fitting three.
+        # While the directions are computed, there are two copies of them, or three in
+        # cross-fitting.
         copies = 3 if workload.is_crossfit else 2
         rows_of_folds = 2 * rows if workload.is_crossfit else rows
         return {
