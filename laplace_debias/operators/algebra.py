@@ -163,7 +163,7 @@ class Transpose(Wrapper):
         return self.operator
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the adjoint with a different dtype or device."""
+        """Return the adjoint, converted to another dtype or device."""
         # `product` belongs to the operator before its conversion, so the adjoint of the converted
         # operator is taken.
         return self.operator.to(*args, **kwargs).T

@@ -74,8 +74,8 @@ class ParameterLayout:
                 `[*shape, k]`.
 
         Raises:
-            ValueError: If a parameter is missing, unexpected, or of a different shape, or dtypes or
-                devices differ.
+            ValueError: If a parameter is missing, unexpected, or not of its declared shape, or
+                dtypes or devices differ.
         """
         if isinstance(parameters, Mapping):
             missing = [name for name in self.names if name not in parameters]
@@ -119,7 +119,7 @@ class ParameterLayout:
         """Split a vector `[D]`, or columns `[D, k]`, into parameters by name.
 
         Raises:
-            ValueError: If the tensor has a different number of rows.
+            ValueError: If the tensor does not have D rows.
         """
         if tensor.ndim not in (1, 2) or tensor.shape[0] != self.size:
             raise ValueError(

@@ -115,7 +115,7 @@ STORED_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that a file may have, by their names in the safetensors format."""
+"""The dtypes of a file's tensors by their names in the safetensors format."""
 _BLANK = "0" * 64
 # Quotes within names and strings are escaped, so this pattern matches only once in a header.
 _CHECKSUM = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')

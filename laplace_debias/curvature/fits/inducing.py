@@ -199,7 +199,7 @@ class InducingDirections(LinearOperator):
         return CoordinatesAlong(self)
 
     def coordinates(self, rows: BlockRows) -> Float[Tensor, "rows k"]:
-        """Compute J U for rows of a Jacobian J, in double precision."""
+        """Compute J U in double precision for rows of a Jacobian J."""
         return self.inducing.kernel(rows, self.output) @ self.coefficients
 
     def _matmat(self, matrix: Tensor) -> Tensor:

@@ -183,7 +183,8 @@ def _triangular(
 ) -> Float[Tensor, "batch *groups n n"]:
     """Compute triangular matrices `L` with the same products as the rows, `L Lᵀ = rows rowsᵀ`."""
     if rows.dtype != torch.float64 and rows.device.type == "cpu":
-        # This is many times faster than LAPACK's QR on several threads. Scaling avoids overflow.
+        # A Cholesky factor is many times faster than LAPACK's QR on several threads. Scaling avoids
+        # overflow.
         scale = rows.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         scaled = rows.float() / scale
         L, info = torch.linalg.cholesky_ex(scaled @ scaled.mT)

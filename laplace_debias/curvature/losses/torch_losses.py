@@ -81,7 +81,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
                 "over a batch by a number that cannot be determined here. Pass the loss "
                 'with `reduction="sum"`.'
             )
-    # These functions ignore the same targets as the classes, but have no `ignore_index`.
+    # Functional losses ignore the same targets as the classes, but have no `ignore_index`.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
     return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent), takes_vectors)
 

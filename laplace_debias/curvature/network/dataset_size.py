@@ -132,7 +132,7 @@ def check_sampler(loader: Any) -> None:
 
     Raises:
         ValueError: If the sampler draws with replacement, draws only a part of the data, or splits
-            the data over a different set of processes.
+            the data over processes other than the processes of the process group.
     """
     fault = _fault_of_split(loader) or fault_of_draws(sampler_of(loader))
     if fault is not None:
@@ -151,7 +151,7 @@ def check_held_out_sampler(loader: Any) -> None:
 
     Raises:
         ValueError: If the sampler draws with replacement or with weights, or splits the data over
-            a different set of processes.
+            processes other than the processes of the process group.
     """
     is_alone = process_group().size == 1
     fault = None if is_alone else _fault_of_split(loader)
@@ -207,7 +207,7 @@ def fault_of_draws(sampler: Any, *, allows_parts: bool = False) -> str | None:
 
 
 def _fault_of_split(loader: Any) -> str | None:
-    """Describe a sampler that splits the data over a different set of processes."""
+    """Describe a sampler that splits the data over processes other than the group's."""
     if not _has_sampler(loader):
         return None
     batches = loader.batch_sampler

@@ -44,7 +44,7 @@ class Subnetwork(nn.Module):
     Raises:
         TypeError: If `entries` is neither masks nor integers.
         ValueError: If no entry is selected, an index is out of range or repeated, a name is unknown
-            or frozen, or a mask has a different shape.
+            or frozen, or a mask does not have the shape of its parameter.
 
     Reference:
         Daxberger, Nalisnick, Allingham, Antorán, Hernández-Lobato. Bayesian deep learning via

@@ -31,7 +31,7 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "whose layers are not accessible. Pass the Python module that it was made from, "
                 "with the same state_dict."
             )
-        # These classes are recognised by attributes, because importing them takes a second.
+        # FSDP's classes are recognised by attributes, because importing them takes a second.
         if hasattr(module, "summon_full_params"):
             raise split_over_processes(path or "The model")
         if is_unit(module):

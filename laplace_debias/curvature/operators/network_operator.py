@@ -151,7 +151,7 @@ class NetworkOperator(LinearOperator):
 
     @property
     def layout(self) -> ParameterLayout:
-        """The selected parameters, in the model's order."""
+        """The selected parameters in the model's order."""
         return self._network.layout
 
     @property

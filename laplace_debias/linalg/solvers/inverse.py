@@ -1,4 +1,4 @@
-"""Inverses of operators as operators, in closed form if possible and otherwise by solves."""
+"""Inverses of operators, which are operators: in closed form if possible, otherwise by solves."""
 
 from dataclasses import dataclass
 

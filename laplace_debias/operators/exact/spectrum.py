@@ -30,7 +30,8 @@ from laplace_debias.system.checks import check_no_autocast
 Value = TypeVar("Value")
 
 
-class NoClosedFormError(Exception): """There is no closed form."""
+class NoClosedFormError(Exception):
+    """There is no closed form."""
 
 
 def or_none(

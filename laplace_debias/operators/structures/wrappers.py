@@ -166,7 +166,7 @@ class Permuted(Wrapper):
 
     Raises:
         ValueError: If A is not square, the order is not a permutation of its rows, or the layout
-            has a different size.
+            does not have the size of A.
     """
 
     order: Int[Tensor, " n"] | None = None
