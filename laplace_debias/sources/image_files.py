@@ -118,7 +118,7 @@ def images_below(folder: Path) -> list[Path]:
 
 
 def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
-    """Whether the network takes one channel, according to its convolution, mean and std, or files."""
+    """Whether the network takes one channel, by its convolution, mean and std, or its files."""
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first in (1, 3):
         return first == 1
