@@ -171,7 +171,7 @@ class InducingDirections(LinearOperator):
         inducing: Z.
         coefficients: W, in double precision.
         output: The output whose rows of J_Z span the directions. None means the rows of all
-        outputs.
+            outputs.
     """
 
     inducing: InducingInputs

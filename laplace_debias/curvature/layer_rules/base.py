@@ -161,10 +161,10 @@ class LayerRule:
     r"""The rule by which the curvature of one layer type is measured.
 
     The defaults are for a layer with a weight matrix W, and optionally a bias b. The output at each
-    position t is $W a_t + b$, and the gradient of the weight along one cotangent is $\sum_t g_t
-    a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods that differ.
-    In these methods, x are inputs of a layer, `[B, ...]`, and g are gradients at its outputs, `[K,
-    B, ...]`, with one column per cotangent.
+    position t is $W a_t + b$, and the gradient of the weight along one cotangent is
+    $\sum_t g_t a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods
+    that differ. In these methods, x are inputs of a layer, `[B, ...]`, and g are gradients at its
+    outputs, `[K, B, ...]`, with one column per cotangent.
 
     Attributes:
         module_types: The layer types, as classes or, to avoid an import, as names that include the

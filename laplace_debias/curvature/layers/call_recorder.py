@@ -23,7 +23,7 @@ class CallForm:
 
     Attributes:
         shapes: Shapes of the arguments and the outputs. The shape is None if an argument is not a
-        tensor.
+            tensor.
         dims: For each argument, the dimension of the examples; None if all examples share the
             argument.
         output_dims: The dimension of the examples in each output.

@@ -67,7 +67,7 @@ class PresentPositions:
         masks_by_layer: The positions that take part, by the layer's path, for every call on which
             the outputs depend; empty if all positions take part.
         counted_examples: The examples with a target that contributes to the loss ("counts"); None
-        if all examples have such a target.
+            if all examples have such a target.
         single_layers: The layers with one position per example. The position takes part if the
             example counts.
     """

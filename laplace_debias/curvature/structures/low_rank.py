@@ -40,7 +40,7 @@ class LowRankCurvature(DenseCurvature):
 
     Attributes:
         rank: The number of directions; None selects 20. There are at most as many directions as
-        Jacobian rows.
+            Jacobian rows.
     """
 
     name = "lowrank"

@@ -39,7 +39,7 @@ class Likelihood(ABC):
         name: The name in `Laplace(likelihood=)`, in files and as `--task`. None if the class is not
             in this package.
         targets: The type of a target: one class, several labels, or numbers. None if the type is
-        not stated.
+            not stated.
         activation: How outputs that are logits become probabilities: by one softmax, or by a
             sigmoid for each output. Links and temperatures apply to these likelihoods. None if the
             outputs are not logits.
