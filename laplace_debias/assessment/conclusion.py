@@ -246,7 +246,7 @@ class _Verdict:
 
     @cached_property
     def best_method(self) -> str | None:
-        """The method to use; None if no method is better than the network."""
+        """The method to use, or None if no method is better than the network."""
         remedies = [key for key in self._others if self._is_better(key, self._network)]
         # The first method on which no other method improves is chosen, because simple methods come
         # first.

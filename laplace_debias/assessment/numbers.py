@@ -91,7 +91,7 @@ def _variances(mean: Tensor, covariance: Tensor) -> Tensor:
 def _epistemic_variance(
     likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> Float[Tensor, "n targets"]:
-    """Compute the variance of the targets' means, in closed form or over Sobol points."""
+    """Compute the variance of the targets' means in closed form or over Sobol points."""
     if likelihood.has_marginals:
         return likelihood.epistemic_variances(mean, _variances(mean, covariance))
     return uncertainty_of_draws([likelihood], [gaussian_draws(mean, covariance)]).epistemic

@@ -83,7 +83,7 @@ Result = TypeVar("Result")
 
 
 def in_order(own_results: Sequence[tuple[int, Result]]) -> list[Result]:
-    """Collect the results of all processes' batches, in the order of the batches.
+    """Collect the results of all processes in the order of the batches.
 
     Args:
         own_results: For each batch of this process, the index of the first example, and the result.

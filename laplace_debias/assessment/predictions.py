@@ -219,7 +219,7 @@ class PredictedSet:
 
     Attributes:
         predictions: The predictions.
-        targets: The targets; zeros if the set has none.
+        targets: The targets; zeros if the set has no targets.
         index: Positions of the examples in the set.
         seconds: The time for the predictions in the slowest process, without reading the data.
     """

@@ -170,7 +170,7 @@ def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
 
 
 def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:
-    """Return the density of the other eigenvalues, from which the deflation's zeros are removed."""
+    """Return the density of the other eigenvalues, and leave out the zeros from the deflation."""
     num_null = size * density.null_fraction - (size - num_others)
     null_fraction = max(0.0, num_null) / num_others
     growth = (1 - null_fraction) / (1 - density.null_fraction)

@@ -82,7 +82,7 @@ def run(settings: Settings) -> dict[str, Any]:
         if process_group().rank == 0:
             print_results(folder, has_page=False)
         results = results_of(folder)
-        # The first process removes the folder after all processes have read it.
+        # Wait here, because the first process removes the folder once all processes have read it.
         process_group().exchange(None)
         return results
 

@@ -70,7 +70,7 @@ def run(settings: Settings) -> "Tuning":
     from laplace_debias.sources.shares import share
 
     output = settings.output or settings.posterior
-    # If there is no output, the tuned posterior replaces the original file.
+    # Without an output, the tuned posterior replaces the original file.
     check_output(output, settings.overwrite or settings.output is None)
     # Read the file before the data, which can take minutes.
     file.read(settings.posterior)

@@ -22,7 +22,7 @@ __all__ = ["ConditionedModel", "LaplaceModel"]
 
 
 class LaplaceModel(Model):
-    """A fitted regression as BoTorch's `Model`, for acquisition functions.
+    """A fitted regression as a BoTorch `Model` for acquisition functions.
 
     The posterior at q points is the Gaussian of the linearised network's outputs at these points,
     including the covariances between them. Gradients flow back to points that require them, as in

@@ -49,7 +49,7 @@ def _shared(loader: Any) -> Any:
     if num_ranks == 1 or not isinstance(getattr(loader, "dataset", None), Sized):
         return loader
     if batch_size is None:
-        # The data set or a sampler of the user creates the batches.
+        # The data set or a sampler of the user creates the batches, so the loader stays as it is.
         return loader
     indices = _indices_of_run(loader)
     dataset = loader.dataset if indices is None else Subset(loader.dataset, indices)

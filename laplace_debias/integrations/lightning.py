@@ -100,7 +100,7 @@ class LaplaceCallback(Callback):
         numbers, _ = self._settings.fit(la, _training_loader(trainer), validation_loader)
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
-        # Set this before saving, which may fail after a long training.
+        # Set the attribute before saving, because saving may fail after a long training.
         self.laplace = la
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
@@ -138,7 +138,7 @@ def _validation_loader(trainer: Trainer) -> Any:
     if not trainer.enable_validation:
         raise ValueError(NO_VALIDATION_DATA)
     if trainer.val_dataloaders is None:
-        # Lightning creates the loader for the first validation, which may not have taken place.
+        # Lightning creates the loader for the first validation. If there was none, create it here.
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
     loader = _single_loader(trainer.val_dataloaders, "validation")
     return _converted(loader, trainer.precision_plugin.convert_input)
@@ -177,7 +177,7 @@ class _ConvertedCollation:
 
 
 def _converted(loader: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a loader of the same examples, with batches in the dtype of the run.
+    """Return a loader of the same examples that yields batches in the dtype of the run.
 
     Lightning also converts the batches of a run with `precision="bf16-true"` or `"64-true"`.
     """

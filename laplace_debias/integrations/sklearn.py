@@ -114,7 +114,7 @@ class _LaplaceEstimator(BaseEstimator):
     def _trained_network(
         self, X: np.ndarray, y: np.ndarray, num_outputs: int
     ) -> tuple[nn.Module, str]:
-        """Return a copy of the network in eval mode, trained if necessary, and its likelihood.
+        """Return a trained copy of the network in eval mode, and its likelihood.
 
         Args:
             X: Inputs, `[n, ...]`.

@@ -137,7 +137,7 @@ class GaussianPrior:
         return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
 
     def applied_to(self, fitted: FittedPosterior) -> FittedPosterior:
-        """Replace the prior of a fit by this prior, without reading data.
+        """Replace the prior of a fit by this prior without reading data.
 
         Raises:
             ValueError: If the parameters differ from the parameters of the prior, or the structure
@@ -152,7 +152,7 @@ class GaussianPrior:
             lambda name, block: _with_excess(block, posterior.curvature_weight, excess[name])
         )
         posterior = posterior.changed(curvature=curvature, prior=prior)
-        # The curvature is no longer proportional to σ⁻².
+        # The curvature is no longer proportional to σ⁻², so `num_targets` is None.
         return replace(fitted, posterior=posterior, num_targets=None)
 
     def check_parameters(self, parameters: ParameterBlocks) -> None:

@@ -318,7 +318,7 @@ def tempered_predictive(
     covariance: Float[Tensor, "..."] | None,
     temperatures: Sequence[float],
 ) -> Distribution:
-    """Return p(y) for a formula at several temperatures, with batch shape `[temperatures, B]`.
+    """Return p(y) of batch shape `[temperatures, B]` for a formula at several temperatures.
 
     Without a covariance, every formula is the softmax or the sigmoid.
     """

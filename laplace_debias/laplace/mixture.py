@@ -89,7 +89,8 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
     options = _options(likelihood)
     first_options = _options(first)
     for key in first_options | options:
-        # An option with its default value may be missing in a file, but it is an attribute.
+        # An option with its default value may be missing in a file, but it is an attribute of the
+        # likelihood.
         value = options.get(key, getattr(likelihood, key, None))
         first_value = first_options.get(key, getattr(first, key, None))
         if value != first_value:

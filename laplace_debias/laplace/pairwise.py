@@ -114,7 +114,7 @@ def difference_variances(
     covariances: Float[Tensor, "*batch classes classes"],
 ) -> Float[Tensor, "*batch classes classes"]:
     """Compute the variances of the differences of all pairs of logits."""
-    # Double precision keeps the digits of the differences if there is a large common variance.
+    # Double precision keeps the digits of the differences even if a common variance is large.
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
     differences = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
@@ -238,14 +238,15 @@ def _pairwise_of_pairs(
     """
     batch, num_classes = means.shape
     num_shifts = num_classes // 2
-    # If the number of classes is even, the pairs at the largest distance occur in both orders.
+    # If the number of classes is even, the pairs at the largest distance occur in both orders, so
+    # they are not mirrored.
     num_mirrored = (num_classes - 1) // 2
     width = num_classes + num_mirrored
     most_examples = _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes)
     num_blocks = math.ceil(batch / max(1, most_examples))
     block_size = math.ceil(batch / max(1, num_blocks))  # All blocks have nearly the same size.
     log_2_means = means * (math.sqrt(_SCALE) / math.log(2))
-    # The first classes follow the last class.
+    # The first classes follow the last class, because the pairs are in cyclic order.
     cyclic_means = torch.cat([log_2_means, log_2_means[:, :num_shifts]], 1)
     second_means = cyclic_means.unfold(1, num_classes, 1)[:, 1:]
     # Every block of examples uses the same memory, which stays in the processor's cache.
@@ -277,5 +278,5 @@ def _pairwise_of_pairs(
             torch.sum(terms, 1, out=total)
             total += mirrored_sums[:, :num_classes]
             total[:, :num_mirrored] += mirrored_sums[:, num_classes:]
-    # The exponential of the difference between a class and itself is 1.
+    # Add 1, the exponential of the difference between a class and itself.
     return sums.add_(1).log_().neg_()

@@ -108,7 +108,8 @@ def thin_posterior(
     def errors(
         compressed: FittedPosterior, half: slice, full_variances: Tensor
     ) -> Float[Tensor, " half"]:
-        # An output that depends on no parameter has the variance 0 in both posteriors.
+        # An output that depends on no parameter has the variance 0 in both posteriors, so its ratio
+        # 0/0 counts as 1.
         ratios = (variances(compressed, half) / full_variances).nan_to_num(nan=1.0)
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
 

@@ -82,7 +82,7 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     def by_example(by_confidence: Tensor) -> Tensor:
         values = torch.empty_like(by_confidence)
         values[order] = by_confidence
-        # Equally confident examples are exchangeable.
+        # Equally confident examples are exchangeable, so their values are averaged.
         return mean_of_equals(error_probabilities, values)
 
     influence = by_example(offsets) + (1 - right) * by_example(error_weights)

@@ -69,7 +69,8 @@ def proportion_interval(successes: float, total: int, level: float) -> tuple[flo
     centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half_width = z / (1 + z**2 / total)
     half_width *= math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    # At shares of 0 and 1, one end of the interval is exactly 0 or 1, except for rounding.
+    # At shares of 0 and 1, one end of the interval is 0 or 1, which rounding errors must not
+    # change.
     low = 0.0 if successes == 0 else centre - half_width
     high = 1.0 if successes == total else centre + half_width
     return max(0.0, low), min(1.0, high)

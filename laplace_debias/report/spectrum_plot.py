@@ -58,7 +58,7 @@ def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
 def spectrum_figure(
     eigenpairs: EigenPairs, trace: Estimate, density: SpectralDensity | None, matrix: str
 ) -> Figure:
-    """Draw leading eigenvalues one by one, and the density of the others.
+    """Draw leading eigenvalues one by one, and the density of the other eigenvalues.
 
     Args:
         eigenpairs: The leading eigenpairs of a matrix.

@@ -47,7 +47,7 @@ def style_axes(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture atomically, in the format of its suffix.
+    """Write a picture atomically in the format of its suffix.
 
     PNG files have 150 dots per inch.
     """

@@ -50,7 +50,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
-    """Write a table as CSV, with real numbers in full precision.
+    """Write a table as CSV, keeping the full precision of real numbers.
 
     The file is written atomically, and missing parent folders are created. Strings are passed
     through `not_a_formula`.

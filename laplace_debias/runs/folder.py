@@ -187,7 +187,7 @@ class RunFolder:
         return arrays
 
     def predictions_summary(self, method: str, set_name: str) -> PredictionsSummary | None:
-        """Return the summary of a complete table, or None if there is none."""
+        """Return the summary of a complete table, or None if there is no such table."""
         ranks = process_group()
         content = None
         if ranks.rank == 0:
@@ -282,7 +282,7 @@ class RunFolder:
         columns: Mapping[str, np.ndarray],
         summary: PredictionsSummary,
     ) -> None:
-        """Write a table of columns `[n]` or `[n, k]` with its summary; NaN becomes null."""
+        """Write a table of columns `[n]` or `[n, k]` and its summary, and replace NaN by null."""
         arrays = {
             name: pa.array(list(values) if values.ndim == 2 else values, from_pandas=True)
             for name, values in columns.items()

@@ -50,7 +50,7 @@ class SetRecord:
 
 @dataclass
 class MethodRecord:
-    """A method, with its tuned values and its costs.
+    """A method, its tuned values and its costs.
 
     Attributes:
         key: Name of its files.

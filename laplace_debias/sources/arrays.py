@@ -24,7 +24,8 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
             if not isinstance(archive, Mapping):
                 raise ValueError("it contains one array without a name")
             return dict(archive)
-    # If the file is damaged, the readers of zip files and headers may raise errors of any type.
+    # If the file is damaged, the readers of zip files and headers may raise errors of any type, so
+    # every exception is caught.
     except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(

@@ -90,7 +90,8 @@ def opened(file: Path, is_grey: bool = False) -> Any:
             if picture.mode[0] in "IF":  # Pillow would clip the values.
                 raise ValueError("more than 8 bits per pixel")
             return picture.convert("L" if is_grey else "RGB")
-    # If the file is damaged, Pillow's decoders may raise errors of any type.
+    # If the file is damaged, Pillow's decoders may raise errors of any type, so every exception is
+    # caught.
     except Exception as error:
         raise _unreadable(file, error) from error
 
@@ -118,7 +119,7 @@ def images_below(folder: Path) -> list[Path]:
 
 
 def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
-    """Whether the network takes one channel, by its convolution, mean and std, or its files."""
+    """Whether the network takes one channel, according to its layers, mean and std, or files."""
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first in (1, 3):
         return first == 1

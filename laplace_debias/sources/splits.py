@@ -219,7 +219,8 @@ def batches_of(
     number = len(dataset)
     if number == 0:
         raise ValueError(f"The {name} is empty. Add at least one example.")
-    # The same limit applies to all OOD sets, and some of them may be smaller.
+    # The same limit applies to all OOD sets, so a set that is smaller than the limit is not an
+    # error.
     if max_examples is not None and max_examples > number and limit != "ood_examples":
         raise ValueError(
             f"{limit} is {max_examples}, but the {name} has only {number} examples. Pass a "

@@ -70,7 +70,8 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
 def _pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # If the file is not a pickle, torch's reader may raise errors of any type.
+    # If the file is not a pickle, torch's reader may raise errors of any type, so every exception
+    # is caught.
     except Exception as error:
         # Torch names the object that it refuses to unpickle. Any other error means that it cannot
         # read the file.

@@ -1,4 +1,4 @@
-"""A copy of a network in training, for which curvature can be computed."""
+"""A copy of a network in training whose curvature can be computed."""
 
 from torch import nn
 

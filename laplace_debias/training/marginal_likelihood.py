@@ -283,7 +283,7 @@ def _check_steps(
 def _argument_of_step(
     stepping: Optimizer | torch.optim.lr_scheduler.LRScheduler,
 ) -> str | None:
-    """Return the first argument that an object's `step` requires, or None if there is none."""
+    """Return the first argument that an object's `step` requires, or None if it needs none."""
     # Look at the class, because a scheduler replaces the method of the optimizer object.
     _, *parameters = inspect.signature(type(stepping).step).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -65,9 +65,9 @@ class OnlineCurvature:
     the directions along which it is measured, so its extremes do not bias the magnitudes. When the
     directions are refreshed, the magnitudes so far are projected onto the new directions.
 
-    By default, every fourth batch is measured; `update` only counts the others. With random signs
-    or sampled labels, the gradients of a few examples are summed before they are squared, because
-    products of different examples' gradients vanish on average.
+    By default, every fourth batch is measured; `update` only counts the other batches. With random
+    signs or sampled labels, the gradients of a few examples are summed before they are squared,
+    because products of different examples' gradients vanish on average.
 
     An update runs the batch through a copy of the network that shares its parameters. The copy is
     in eval mode: it has no dropout, and uses the running statistics of batch normalisations. It
@@ -397,7 +397,8 @@ class OnlineCurvature:
                 Eigenpairs(tensors["eigenvalues_G"], tensors.get("U_G")),
                 Eigenpairs(tensors["eigenvalues_A"], tensors.get("U_A")),
             )
-            # In a state of an earlier version, the directions have the dtype of the sums.
+            # In a state of an earlier version, the directions have the dtype of the sums, so they
+            # are converted.
             self._bases[block] = basis.to(context.dtype)
         self._factors.totals = DataTotals(
             num_examples=state["num_examples"],
@@ -450,7 +451,7 @@ class OnlineCurvature:
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(context, factors, self._factors.totals)
         for block, basis in self._bases.items():
-            # There are no magnitudes if the batch after the last refresh was rejected.
+            # There are no magnitudes to project if the batch after the last refresh was rejected.
             if block in self._magnitudes.sums.parts:
                 self._magnitudes.rotate(block, basis, bases[block], dtype)
         self._bases = bases

@@ -60,7 +60,7 @@ class RunningSum:
 
 
 def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
-    """Return the parts of every block, with rows replaced by their products.
+    """Return the parts of every block, and replace rows by their products.
 
     If a layer has one position per example, the rows of G are the same for its bias and its weight.
     Their products are computed only once.
@@ -250,7 +250,8 @@ class SquaredSums(SquaredGradients):
         """Compute the squares for a chunk of examples."""
         block = record.block
         if block.is_vector or block.is_one_hot or record.num_positions == 1:
-            # These gradients have few entries, or are outer products that are rotated in parts.
+            # These gradients have few entries, or are outer products that are rotated in parts, so
+            # they need not be summed first.
             return super().measure(record)
         output_directions, input_directions = self._directions[block]
         total: Tensor | None = None

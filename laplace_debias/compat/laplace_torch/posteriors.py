@@ -193,7 +193,8 @@ class Laplace:
         else:
             self._fit.update(train_loader, progress=progress_bar)
         if self._prior is not None:
-            # From now on, the blocks and the parameters of a last layer are known.
+            # From now on, the blocks and the parameters of a last layer are known, so the
+            # precisions can be checked.
             self.prior_precision = self._prior.precisions
 
     def __call__(
@@ -604,7 +605,8 @@ class Laplace:
                 "of this class. A state of laplace-torch cannot be loaded."
             )
         for name, value in self._options.items():
-            # A state of an earlier version does not name the last layer.
+            # A state of an earlier version does not name the last layer, so the name cannot be
+            # compared.
             is_known = name in state_dict or name != "last_layer_name"
             if is_known and state_dict.get(name) != value:
                 raise ValueError(

@@ -39,7 +39,7 @@ _MIN_EXAMPLES = 16
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """The state of a fit that did not finish, from which a later fit continues.
+    """The state from which a later fit continues a fit that did not finish.
 
     Attributes:
         sums: The sums over the examples that have been read.

@@ -175,7 +175,7 @@ def prepare_fit(
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.is_random or config.structure.draws_examples:
-            # Draws are keyed by an example's index among those of all processes.
+            # Draws are keyed by an example's index among the examples of all processes.
             first_indices = [first_indices_of_stream(ranks, stream) for stream in streams]
         model_checksum = checksum(setup.spec.plain_model)
         ranks.require_same(model=model_checksum, blocks=parameters.block_names)

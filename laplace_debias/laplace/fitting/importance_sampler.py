@@ -163,7 +163,7 @@ class _NewExamples:
     num_drawn: int = 0
 
     def joined_if_possible(self, needs_indices: bool) -> list[Batch]:
-        """Return the drawn examples of this process, in one batch if possible.
+        """Return the drawn examples of this process, joined into one batch if possible.
 
         Examples of different shapes are not joined. If `needs_indices` is true, examples are also
         not joined if examples of other processes lie between them.
@@ -265,7 +265,7 @@ class ImportanceSampler:
         num_drawn = sums.num_drawn
         folds = []
         for fold in sums.folds:
-            # The memory of the sums of a fold is freed before the next fold.
+            # Pop each fold, so that the memory of its sums is freed before the next fold.
             new = new_by_fold.pop(0)
             folds.append(self._with_new_examples(fold, new, num_drawn))
             num_drawn += new.num_drawn
@@ -380,7 +380,8 @@ class ImportanceSampler:
             totals = totals + read
             inputs = _sum_of_both(inputs, sum_at_owners(context, new.inputs))
         if new.num_drawn:
-            # Random labels depend on the index among the drawn examples.
+            # Random labels depend on the index among the drawn examples, which joined batches must
+            # keep.
             drawn = new.joined_if_possible(context.cotangents.fisher.is_random)
             factors, _ = factor_sums(context, drawn, num_drawn)
             gradients = _sum_of_both(gradients, {block: G for block, (G, _) in factors.items()})

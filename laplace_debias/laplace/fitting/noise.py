@@ -78,7 +78,7 @@ def _num_outputs(context: FitContext, batch: Batch | None) -> int:
 def _residual_deviations(
     context: FitContext, batches: Iterable[Batch]
 ) -> Float[Tensor, " outputs"] | None:
-    """Compute RMS residuals per output; None if all residuals or weights of an output are zero.
+    """Compute RMS residuals per output, or None if all residuals or weights of an output are zero.
 
     The residuals of all processes are used.
     """
@@ -93,7 +93,7 @@ def _residual_deviations(
     process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
     process_sums = [numbers for numbers in process_sums if numbers is not None]
     squares, output_squares, counts = torch.tensor(process_sums, dtype=torch.float64).sum(0)
-    # Residuals of this size are due to the rounding of outputs and targets.
+    # Residuals of this size are due to the rounding of outputs and targets, so they count as zero.
     rounding = _ROUNDINGS * torch.finfo(context.dtype).eps
     is_zero = squares <= rounding**2 * output_squares
     if not counts.all() or is_zero.any():

@@ -154,7 +154,7 @@ def plan_fit(
         assert batch is not None
         if reads.num_batches is not None:
             context = replace(context, num_examples=reads.num_batches * batch.num_examples)
-        # A pass reads one fold.
+        # A pass reads one fold, so the trial runs on one fold, too.
         fold = batch.take(slice(0, math.ceil(batch.num_examples / reads.num_folds)))
         x = move(fold.inputs, context.device, None)
         num_joined = _num_joined_batches(context, x, reads.num_parts)

@@ -143,7 +143,7 @@ def _parameters_on_examples(
 
 
 def _first_batch(stream: Stream) -> Batch:
-    """Return the first batch of this process, or of another process if this one has none."""
+    """Return the first batch of this process, or else the first batch of another process."""
     ranks = process_group()
     first = stream.first
     has_first = ranks.exchange(first is not None)
@@ -170,7 +170,7 @@ def _check_first_outputs(
     examples.
     """
     shape = torch.Size((len(y), *outputs.shape[1:]))
-    # It is enough to check one batch, since all batches use the same model.
+    # One batch is enough for the check, since all batches use the same model.
     fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]
     if class_dim is None and fits_both and shape[1] > 1:
         raise ValueError(

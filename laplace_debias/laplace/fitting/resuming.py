@@ -74,7 +74,8 @@ def fit_identity(
     config = prepared.config
     context = prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
-    # The string form of an object without its own `__repr__` contains the address of the object.
+    # The string form of an object without its own `__repr__` contains the address of the object,
+    # which differs in every process.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
@@ -96,7 +97,8 @@ def fit_identity(
         "device": context.device.type,
         "dtype": str(context.dtype),
         "number of processes": context.ranks.size,
-        # The rounding of sums and eigenvectors depends on the number of threads and the processor.
+        # The rounding of sums and eigenvectors depends on the number of threads and the processor,
+        # so a resumed fit needs the same ones.
         "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "version of laplace-debias": __version__,
@@ -111,7 +113,7 @@ def fit_identity(
 def _earlier_data_identity(
     prepared: PreparedFit, information: Information | None
 ) -> dict[str, Any] | None:
-    """Collect the information to which new data is added; None for a fit to new data only."""
+    """Collect the information to which new data is added; a fit to new data only has None."""
     if information is None:
         return None
     structure = prepared.config.structure

@@ -43,7 +43,7 @@ class Scheme(ABC):
 
     @property
     def num_folds(self) -> int | None:
-        """The number of folds, or None if the fit has none."""
+        """The number of folds, or None if the fit has no folds."""
         return None
 
     @property
@@ -146,7 +146,7 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit eigenvectors to one stream, and measure the curvature along them on the other."""
+        """Fit eigenvectors to one stream, and measure curvature along them on the other stream."""
         directions, magnitudes = prepared.streams
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 

@@ -36,7 +36,7 @@ def update(
     scheme = Full(loader, label="full")
     size = training_size(loader, num_data, scheme.label, reads_whole_loader=True)
     added = fit(
-        # The new data are added to the blocks that the fit found.
+        # Pass on the parameters, so that the new data are added to the blocks that the fit found.
         replace(fitted.setup, parameters=fitted.parameters),
         scheme,
         size,

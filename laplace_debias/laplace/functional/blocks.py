@@ -36,7 +36,8 @@ _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
 # The number of entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
 # A product is split into products of this many columns, which are summed afterwards. Libraries
-# compute each entry of a product on a single part of a GPU, however many columns there are.
+# compute each entry of a product on a single part of a GPU, so a long product would leave most of
+# the GPU idle.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 
 
@@ -62,7 +63,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             directions = operator.output_directions, operator.input_directions
             self._directions.append(directions)
         self._runs: dict[int, ColumnRuns] = {}
-        # 1/(N Λ + δ) of the blocks, for a single prior precision.
+        # The weights 1/(N Λ + δ) of the blocks at a single prior precision.
         self._weights: dict[int, Tensor] = {}
         # The last layers so far, by their sites: a network may end in different layers.
         self._last_layers: dict[Site, LastLayer] = {}
@@ -124,7 +125,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                     if index not in self._runs:
                         self._runs[index] = ColumnRuns.build(column_curvature, deltas)
                     total += self._runs[index].gram(rows)
-                # The memory is released before the next Jacobians are computed.
+                # Release the memory before the next Jacobians are computed.
                 del J, rows
             del record
 
@@ -160,7 +161,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 weights = block_weights if columns is None else block_weights[..., columns]
                 weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()
                 add_weighted_products(into[examples], J.flatten(2), weights, self._diagonal)
-                # The memory is released before the next Jacobians are computed.
+                # Release the memory before the next Jacobians are computed.
                 del J
             del record
 
@@ -294,7 +295,7 @@ def add_products(
 
 @dataclass(frozen=True)
 class ColumnRuns:
-    """The columns of a wide block, in runs of nearly equal curvature with one weight per run.
+    """The columns of a wide block; a run of nearly equal curvature has a common weight.
 
     Attributes:
         columns: Indices of the columns in each run.

@@ -57,7 +57,7 @@ class PredictionContext:
             ValueError: If the requested outputs do not exist.
         """
         values = map_outputs(self.network, self.x)
-        # One row per example, or per position of an example.
+        # The outputs have one row per example, or one row per position of an example.
         if self.positions is None:
             rows = values.flatten(1)
             shape = values.shape[:1]

@@ -21,7 +21,7 @@ _ROWS = 2**18
 
 
 class DenseAccumulator(CovarianceAccumulator):
-    r"""The covariance $J P^{-1} J^\top$, from coordinates $JU$ along the directions.
+    r"""The covariance $J P^{-1} J^\top$, computed from the coordinates $JU$ along the directions.
 
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
     + \tfrac{1}{N\tau + \delta}\big(JJ^\top - JU(JU)^\top\big)$$
@@ -103,7 +103,7 @@ class DenseAccumulator(CovarianceAccumulator):
                 rows = rows.double()
                 gram[examples] += self._product(rows, rows)
                 along[examples] += rows @ U.double()
-            # The memory is released before the rows of the next block are computed.
+            # Release the memory before the rows of the next block are computed.
             del record, rows
         return gram, along
 

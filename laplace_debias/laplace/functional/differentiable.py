@@ -62,7 +62,8 @@ def differentiable_moments(
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                # Some layers, such as an LSTM, cannot be vectorised over the examples.
+                # Some layers, such as an LSTM, cannot be vectorised over the examples, so the
+                # Jacobians are computed one by one.
                 by_example = [jacobian(trained, *rows) for rows in zip(*tensors, strict=True)]
                 jacobians = {name: torch.stack([J[name] for J in by_example]) for name in trained}
     J = torch.cat([jacobians[name].flatten(2) for name in trained], dim=2)

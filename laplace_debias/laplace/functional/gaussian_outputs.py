@@ -1,4 +1,4 @@
-"""The Gaussian distribution of a linearised network's outputs, in two forms.
+"""Two forms of the Gaussian distribution of a linearised network's outputs.
 
 `DenseOutputs` contain a covariance matrix for each example. `FactoredOutputs`, for a last layer
 with many outputs, contain factors that all examples share.

@@ -54,7 +54,7 @@ def joint_moments(
         indices = None if outputs is None else context.output_indices(outputs)
         prepared = context.prepared
         tap = Tap(context.network, blocks) if prepared is None else prepared.tap
-        # The memory that each example needs is measured on one example.
+        # Measure on one example how much memory each example needs.
         gradient_bytes = tap.forward(take(context.x, slice(0, 1))).output_bytes
         all_outputs = map_outputs(context.network, context.x)
         mean = all_outputs.flatten(1)

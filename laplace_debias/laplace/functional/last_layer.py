@@ -7,7 +7,7 @@ Bayesian, one forward pass without a graph yields everything that a prediction n
 | function               | what it computes                                                 |
 |------------------------|------------------------------------------------------------------|
 | `last_layer_moments`   | moments of the outputs, for `linearised.moments`                 |
-| `difference_variances` | variances of the differences between every two of few outputs    |
+| `difference_variances` | variances of the differences of all pairs of outputs (if few)    |
 | `factored_outputs`     | for draws and scores of many outputs: variances along directions |
 | `recorded_inputs`      | for `tune`: inputs that suffice at any prior precision           |
 
@@ -75,7 +75,7 @@ class LastLayer:
         chosen: Int[Tensor, "batch k"] | None,
         kind: HeadMomentKind,
     ) -> Float[Tensor, "grid batch columns *again"]:
-        """Compute moments of the outputs due to the layer's blocks, at every grid point.
+        """Compute, at every grid point, moments of the outputs due to the layer's blocks.
 
         Args:
             phi: The layer's inputs.
@@ -149,7 +149,7 @@ class LastLayer:
 
 
 class _HeadMoments:
-    """Moments of the outputs due to one block, at one prior precision.
+    """Moments of the outputs due to one block at one prior precision.
 
     Args:
         head: The block.
@@ -161,7 +161,7 @@ class _HeadMoments:
         self._variances = head.variances(prior_precision)
         self._num_outputs = len(head.magnitudes if head.U_G is None else head.U_G)
         self._direction_moments: dict[HeadMomentKind, Tensor] = {}
-        # The moments of all outputs due to a bias are the same for all examples.
+        # The moments of all outputs due to a bias are the same for all examples, so they are kept.
         self._bias_moments: dict[HeadMomentKind, Tensor] = {}
 
     def moments(
@@ -282,7 +282,7 @@ def last_layer_moments(
     layer = _last_layer(fitted, prepared)
     if prior_precisions is not None:
         layer = LastLayer(layer.heads, prior_precisions.unbind(1))
-    # The covariances of few outputs take little memory.
+    # The covariances of few outputs take little memory, so all examples form one chunk.
     chunks = [(context.x, request.outputs)]
     if num_classes > FEW_OUTPUTS:
         chunks = _chunks(fitted, context.x, request, num_classes)
@@ -434,7 +434,7 @@ def _chunks(
     chosen = request.outputs
     num_outputs = num_classes if chosen is None else chosen.shape[1]
     size = request.chunk_size(
-        # Variances need no square matrix per example.
+        # Variances need no square matrix per example, so one column per example is enough.
         num_columns=1 if request.diagonal else request.num_columns(num_outputs),
         gradient_bytes=num_classes * mean.element_size(),
         num_blocks=len(fitted.parameters.blocks),

@@ -45,7 +45,7 @@ class HeadOutputs:
     def from_indices(
         cls, weight: Tensor, h: Tensor, indices: Int[Tensor, "batch k"] | None
     ) -> "HeadOutputs":
-        """Select outputs by indices into an example's flattened outputs `[p · C]`; None for all."""
+        """Select all outputs, or outputs by indices into the flattened outputs `[p · C]`."""
         num_classes = len(weight)
         if indices is None:
             indices = torch.arange(h.shape[1] * num_classes, device=h.device).expand(len(h), -1)
@@ -236,7 +236,7 @@ class LinearHead:
             return eigen_variances
         if outputs is None:
             return torch.diag_embed(eigen_variances)
-        # An output may be requested twice.
+        # An output may be requested twice, so off-diagonal entries need not be zero.
         return eigen_variances.unsqueeze(-1) * (outputs.unsqueeze(-1) == outputs.unsqueeze(-2))
 
     def covariance_between_positions(

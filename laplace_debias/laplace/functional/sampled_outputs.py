@@ -123,7 +123,7 @@ def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: I
 def _chunks(
     parameters: Float[Tensor, "samples parameters"], shapes: Sequence[torch.Size]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield a few samples at a time, as one tensor `[samples, *shape]` per parameter."""
+    """Yield chunks of a few samples, each as one tensor `[samples, *shape]` per parameter."""
     sizes = [shape.numel() for shape in shapes]
     for rows in parameters.split(SAMPLES_AT_ONCE):
         columns = rows.split(sizes, dim=1)

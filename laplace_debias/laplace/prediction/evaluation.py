@@ -99,7 +99,7 @@ class CheckedTargets:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A predictive and its targets, with a row for each target that is not ignored.
+    """A predictive and its targets; each target that is not ignored has a row.
 
     Attributes:
         kind: The kind of the predictive.
@@ -287,12 +287,13 @@ def check_targets(
     _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check_predicted(outputs, labels)
     if likelihood.targets == "numbers":
-        # The targets of a single output may lack the dimension of the outputs.
+        # The targets of a single output may lack the dimension of the outputs, so they are
+        # reshaped.
         labels = labels.reshape(values.shape)
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    # An ignored target must still have a density.
+    # An ignored target must still have a density, so it is replaced by zero.
     with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
     with_density = with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):

@@ -19,7 +19,7 @@ def single_targets(predictive: Distribution) -> Any:
 def interval_ends(
     predictive: Any, level: float
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]] | None:
-    """Compute both ends of the central interval; None if there are no quantiles."""
+    """Compute both ends of the central interval, or return None if there are no quantiles."""
     mean = predictive.mean
     try:
         lower = predictive.icdf(mean.new_tensor((1 - level) / 2))

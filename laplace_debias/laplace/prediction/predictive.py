@@ -1,4 +1,4 @@
-"""The predictive distributions of a fit, from moments or samples of the outputs."""
+"""The predictive distributions of a fit, computed from moments or samples of the outputs."""
 
 import math
 from collections import defaultdict
@@ -130,7 +130,8 @@ class FitWithLink:
     def gaussian_outputs(self, x: Inputs | Record, method: PredictionMethod) -> GaussianOutputs:
         """Compute the distribution of the linearised network's outputs."""
         if method.positions is None:
-            # Up to 100 classes, a matrix per example is cheap.
+            # Up to 100 classes, a matrix per example is cheap, so factors are used only for more
+            # classes.
             factored = last_layer.factored_outputs(
                 self.fitted, x, min_outputs=links.MOST_CLASSES + 1
             )
@@ -255,7 +256,7 @@ def mean_logits(
     logits: Float[Tensor, "members *n outputs"], exclusive: bool
 ) -> Float[Tensor, "*n outputs"]:
     """Compute the logits of the members' mean probabilities."""
-    # Near a probability of one, only logits keep the digits.
+    # Compute with logits, because only they keep the digits of probabilities near one.
     if exclusive:
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
@@ -324,7 +325,7 @@ def _moments_for_links(
 def predictives_by_links(
     fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, links_used: Sequence[Link]
 ) -> Iterator[tuple[int, Distribution | ValueError]]:
-    """Predict in closed form at every point of a grid, with every link, in one pass.
+    """Predict in closed form with every link at every point of a grid in one pass.
 
     Yields:
         Pairs of the index of a point and a `"glm"` predictive of batch shape `[links, B]`, as

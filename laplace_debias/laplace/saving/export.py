@@ -206,12 +206,12 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
     names, args, kwargs = _arguments(join([example, example]))
     shapes = {name: {0: torch.export.Dim("batch")} for name in names}
     try:
-        # torch can only record in one thread at a time.
+        # torch can only record in one thread at a time, so the lock is held.
         with FORWARD_MODE, torch.no_grad():
             return torch.export.export(
                 module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False
             )
-    # torch's errors have no common base class.
+    # torch's errors have no common base class, so every exception is caught.
     except Exception as error:
         if is_out_of_memory(error):
             raise

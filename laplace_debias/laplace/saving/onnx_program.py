@@ -57,7 +57,7 @@ def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
 
     with _refusing("onnxruntime cannot run the program as ONNX"):
         session = InferenceSession(model, providers=["CPUExecutionProvider"])
-        # The model does not contain inputs on which the outputs do not depend.
+        # The model lacks inputs on which the outputs do not depend, so they are not passed.
         names = [argument.name for argument in session.get_inputs()]
         arrays = {name: inputs[name].detach().cpu().numpy() for name in names}
         outputs = session.run(None, arrays)
@@ -70,7 +70,8 @@ def _refusing(failure: str) -> Iterator[None]:
     """Raise a `NotImplementedError` that states the failure, unless memory ran out."""
     try:
         yield
-    # The errors of torch, onnxscript, protobuf and onnxruntime have no common base class.
+    # The errors of torch, onnxscript, protobuf and onnxruntime have no common base class, so every
+    # exception is caught.
     except Exception as error:
         if is_out_of_memory(error):
             raise

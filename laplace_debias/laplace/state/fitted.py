@@ -64,12 +64,12 @@ class FitSetup:
         return replace(self, temperature=temperature)
 
     def with_link(self, link: Link | None) -> "FitSetup":
-        """Return the setup with another link; None for the default."""
+        """Return the setup with another link; None selects the default link."""
         return replace(self, link=link)
 
     @property
     def names(self) -> Sequence[str] | None:
-        """The names of the Bayesian parameters; None if they are not known yet."""
+        """The names of the Bayesian parameters, or None if they are not known yet."""
         return self.earlier_names if self.parameters is None else self.parameters.names
 
     @property
@@ -80,7 +80,7 @@ class FitSetup:
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of a regression, at the noise σ at which its curvature was measured.
+    """The residuals of a regression, in units of the noise σ of its curvature.
 
     Attributes:
         num_targets: M, the number of entries of the targets of the N examples.
@@ -172,7 +172,7 @@ class FittedPosterior:
 
     @property
     def residuals(self) -> "Residuals | None":
-        """The residuals of a regression; None if the curvature is not proportional to σ⁻²."""
+        """The residuals of a regression, or None if the curvature is not proportional to σ⁻²."""
         if self.num_targets is None:
             return None
         assert isinstance(self.likelihood, Gaussian)

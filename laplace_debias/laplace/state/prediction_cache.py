@@ -101,7 +101,7 @@ class PreparedModel:
         tensors = _tensors(posterior)
         ids_and_versions = list(map(id, tensors)) + versions(tensors)
         if None in ids_and_versions:
-            # torch does not count the changes of a tensor from inference mode.
+            # torch does not count the changes of a tensor from inference mode, so no value is kept.
             return compute()
         if posterior is not self._posterior or ids_and_versions != self._ids_and_versions:
             self._values.clear()
@@ -171,7 +171,7 @@ class PredictionCache:
     def borrow(
         self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
     ) -> Iterator[PreparedModel]:
-        """Yield a prepared model that is not in use, with a tap of the blocks.
+        """Yield a prepared model that is not in use and that has a tap of the blocks.
 
         Args:
             spec: The model.

@@ -75,7 +75,7 @@ def search_range(
     D / S.
     """
     low, high = BOUNDS
-    # Parameters at the prior's mean, where S = 0, do not define a scale.
+    # Parameters at the prior's mean, where S = 0, do not define a scale, so they get the scale 1.
     largest = (num_parameters / squared_distances).nan_to_num(1.0, posinf=1.0)
     return (1e-6 * largest).clamp(_LIMITS[0], low), (10 * largest).clamp(high, _LIMITS[1])
 
@@ -326,7 +326,7 @@ def tune_noise(fitted: FittedPosterior) -> TunedFit:
     residuals = fitted.residuals
     assert residuals is not None
     posterior = fitted.posterior
-    # At temperature T, the likelihood has the weight of N/T examples.
+    # At temperature T, the likelihood has the weight of N/T examples, so M is divided by T.
     M = residuals.num_targets / posterior.temperature
     Q = residuals.squared / posterior.temperature
     D = sum(posterior.curvature.sizes)

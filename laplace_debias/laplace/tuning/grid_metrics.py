@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GridMetrics:
-    """A metric at every prior precision of a search, for every link.
+    """A metric for every link at every prior precision of a search.
 
     The metric is Σ sums / Σ counts over the examples. An example has one or several terms (targets,
     positions, labels). The terms of an example are not independent, so standard errors are computed
@@ -84,7 +84,7 @@ class GridMetrics:
 
     @cached_property
     def values(self) -> Float[Tensor, "points links"]:
-        """The metric, `[P, L]`; NaN for a setting that was not evaluated."""
+        """The metric, `[P, L]`, which is NaN for a setting that was not evaluated."""
         return self.sums.sum(-1) / self.counts.sum()
 
     @property
@@ -167,7 +167,7 @@ class GridMetrics:
 
 
 def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms links"]:
-    """Compute the negative log-density of each target that is not ignored, for every link."""
+    """Compute, for every link, the negative log-density of each target that is not ignored."""
     # Class probabilities are not computed: for a thousand classes, the log-probabilities of the
     # targets need a thousandth of the memory.
     log_probs = predicted.log_prob(
@@ -179,7 +179,7 @@ def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor
 def _brier_terms(
     predicted: Distribution, targets: CheckedTargets
 ) -> Float[Tensor, "counted links"]:
-    """Compute Σ_k (p_k − y_k)² of each term that is not ignored, for every link."""
+    """Compute, for every link, Σ_k (p_k − y_k)² of each term that is not ignored."""
     num_links = predicted.batch_shape[0]
     labels = targets.labels[targets.counted]
     if not len(labels):  # All targets of a batch may be ignored.
@@ -271,7 +271,7 @@ def evaluate_grid(
     links: Sequence[Link],
     class_dim: int | None = None,
 ) -> GridMetrics:
-    """Compute a metric for every prior precision and link, in one pass over the data.
+    """Compute a metric for every prior precision and link in one pass over the data.
 
     Args:
         predict: The predictives.
@@ -304,7 +304,7 @@ def evaluate_grid_with_noise(
     gammas: Sequence[float],
     class_dim: int | None = None,
 ) -> GridMetrics:
-    """Compute the NLL of a regression at the best noise for each γ = δ k², in one pass.
+    """Compute the NLL of a regression at the best noise for each γ = δ k² in one pass.
 
     Args:
         predict: The predictives at the noise σ₀.
@@ -336,7 +336,7 @@ def _scores_of_examples(
     links: Sequence[Link],
     class_dim: int | None,
 ) -> tuple[Float[Tensor, "points columns examples"], Float[Tensor, " examples"]]:
-    """Sum and count the terms of each example, at every prior precision.
+    """Sum and count the terms of each example at every prior precision.
 
     Examples without a term are left out. The sums are infinite where a batch has no predictive.
     """
@@ -352,7 +352,7 @@ def _scores_of_examples(
                 errors[point] = predicted
                 continue
             if scored is None:
-                # The result is the same for every link and every prior precision.
+                # The check has the same result for every link and every prior precision.
                 scored = ScoredTargets.check(likelihood, predicted, batch.targets, rule, class_dim)
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))

@@ -51,7 +51,8 @@ def _check_can_tune_noise(fitted: FittedPosterior) -> None:
             "with a posterior file saved by an early version of this library. Fit "
             'again with `fisher="exact"` or `fisher="mc"`.'
         )
-    # The squared residuals are the difference of these two numbers, in double precision.
+    # The squared residuals are the difference of these two numbers, so smaller values are rounding
+    # errors.
     if 1e-12 * (abs(fitted.nll) + residuals.num_targets) >= residuals.squared:
         raise ValueError(
             "The residuals are so small compared with `sigma` that they are zero up "
@@ -93,7 +94,7 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at
     if limits is not None:
-        # This keeps the ratio of the curvature to the prior precision.
+        # The factor keeps the ratio of the curvature to the prior precision.
         limits = tuple(limit * curvature_factor for limit in limits)
     return replace(
         fitted,

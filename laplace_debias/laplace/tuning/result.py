@@ -158,7 +158,7 @@ class Tuning:
 
     @property
     def _flatness(self) -> str:
-        """A sentence on the sharpness of the optimum; empty if the sharpness is unknown."""
+        """A sentence on the sharpness of the optimum, or "" if the sharpness is unknown."""
         if self.flat is None:
             return ""
         margin = "half a nat" if self.metric == LOG_EVIDENCE else "one standard error"

@@ -47,7 +47,7 @@ def search_temperatures(
     prior_precisions: Sequence[float],
     links: Sequence[Link],
 ) -> GridMetrics:
-    """Compute a metric at the settings that the search visits, in one pass over the data.
+    """Read the data once, and compute a metric at the settings that the search visits.
 
     These settings are, for each prior precision, the temperatures around the best one; and, for the
     chosen link, all prior precisions.
@@ -117,7 +117,7 @@ class LastLayerBatch:
     def sums(
         self, prior_precision: float, links: Sequence[Link]
     ) -> Float[Tensor, "examples links"]:
-        """Compute the metric of each example that has terms, with links of one formula.
+        """Compute the metric of links of one formula for each example that has terms.
 
         The metric is infinite if a predictive overflows.
         """

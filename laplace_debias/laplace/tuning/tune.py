@@ -1,4 +1,4 @@
-"""Tuning on held-out data: a grid of prior precisions and links, in one pass.
+"""Tuning on held-out data: a search over prior precisions and links in one pass.
 
 The search is over δ, or over γ = δ k² if σ = k σ₀ is also tuned. Links and temperatures cost little
 compared with the covariances, so the same pass evaluates all of them. For a last layer, the
@@ -356,7 +356,7 @@ def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
 
 
 def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
-    """Return the chosen link, with the temperatures of draws and of the network.
+    """Return the chosen link, including the temperatures of draws and of the network.
 
     A temperature that a search finds for the probit also corrects the errors of the probit, and
     would be wrong for draws. The pairwise formula has smaller errors, so its best temperature at

@@ -139,7 +139,7 @@ def _inline(picture: Picture) -> Markup:
     body = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: _themed(match[0]), body)
     body = re.sub(r">\s*\n\s*<", ">\n<", body)
     start = Markup('<svg {} role="img" aria-label="{}" tabindex="0">')
-    # The body was written by matplotlib, which has escaped the texts.
+    # Matplotlib has already escaped the strings in the body.
     return start.format(Markup(box[0]), picture.alt) + Markup(body)
 
 
