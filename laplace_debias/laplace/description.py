@@ -1,4 +1,4 @@
-"""The text of a `Laplace`: a few facts about its model, prior and fit."""
+"""The string form of a `Laplace`: a few facts about its model, prior and fit."""
 
 import torch
 

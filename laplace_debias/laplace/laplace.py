@@ -1037,8 +1037,8 @@ class Laplace(Predictor):
 
         The file does not contain the model. It contains a checksum, and is byte-identical for
         identical posteriors. An existing file is replaced only when the new one is complete. If the
-        path is a symbolic link, its target is replaced. With several processes, the first one
-        writes and the others wait for it.
+        path is a symbolic link, its target is replaced. With several processes, the first process
+        writes and the other processes wait for it.
 
         Args:
             path: The file, in a folder that exists.

@@ -4,8 +4,8 @@ Import a class from this module, as in `from laplace_debias.metrics.modules impo
 is separate from the other metrics, because torchmetrics takes seconds to import. `update` takes a
 batch of the arguments of the function after which the class is named, such as `low`, `high` and
 `targets` for `IntervalCoverage`. The classes of OOD detection take the scores of a batch, and 1 for
-each OOD example and 0 for the others. `compute` returns the function's value on all examples of all
-processes. The classes can be logged in Lightning like any metric of torchmetrics.
+each OOD example and 0 for all other examples. `compute` returns the function's value on all
+examples of all processes. The classes can be logged in Lightning like any metric of torchmetrics.
 `torchmetrics.regression.MeanSquaredError(squared=False)` is the root mean squared error.
 
 All classes store their inputs. For example, the metrics of probabilities need 4 · (classes + 2)

@@ -56,7 +56,7 @@ _OURS = (
 class RunFolder:
     """A folder with a run.
 
-    If there are several processes, the first process writes, and the others wait for it.
+    If there are several processes, the first process writes, and the other processes wait.
 
     Attributes:
         path: The folder.
@@ -225,7 +225,7 @@ class RunFolder:
         if unknown:
             raise FileExistsError(
                 f"{self.path} contains a run of an earlier version, whose {' and '.join(unknown)} "
-                "cannot be compared with those of this run. Pass a different --output, or add "
+                "cannot be compared with this run. Pass a different --output, or add "
                 "--overwrite to start again in this folder."
             )
         changed = differences(record.identity, plain(identity))

@@ -86,7 +86,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         if split.inputs.shape[1:] != train.inputs.shape[1:]:
             raise ValueError(
                 f"The inputs of x_{name} in {path} have shape {list(split.inputs.shape[1:])}, "
-                f"but those of x_train have shape {list(train.inputs.shape[1:])}. Use the same "
+                f"but the inputs of x_train have {list(train.inputs.shape[1:])}. Use the same "
                 "shape for both."
             )
     return Splits(

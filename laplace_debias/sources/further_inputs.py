@@ -50,7 +50,7 @@ def read_further_inputs(
         if splits.columns is None:
             raise ValueError(
                 f"{option}: {path} is a table, but the network was not trained on a table. Pass "
-                "inputs like those of the training data."
+                "inputs in the form of the training inputs."
             )
         return FurtherInputs(_unlabelled(splits.columns.inputs(read_table(path), str(path))))
     if path.is_dir():

@@ -129,7 +129,7 @@ def marginal_likelihood_training(
             starting at 1.
         temperature: T of the likelihood.
         curvature: The curvature of the posteriors; see `Laplace`.
-        params: The Bayesian parameters. The others have no prior.
+        params: The Bayesian parameters. All other parameters have no prior.
         fisher: The Fisher matrix of the posteriors.
         num_data: N, the number of training examples. It is needed if the loader leaves out examples
             (`drop_last=True`) or draws a random part of the examples. Default: the number that the

@@ -343,7 +343,7 @@ def _warn_of_error(report: FitReport, tolerance: float) -> None:
 
 
 def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
-    """Require that a fit continues with the network and the options of the earlier one."""
+    """Require that a fit continues with the network and the options of the earlier fit."""
     spec = prepared.setup.spec
     names = prepared.parameters.names
     is_same = (

@@ -102,7 +102,7 @@ def _parameters_on_examples(
 ) -> tuple[Inputs, int, ParameterBlocks, Tap]:
     """Check the parameters on the first batch.
 
-    A process without examples uses the batch of the first process that has some.
+    A process without examples uses the batch of the first process that has examples.
 
     Returns:
         The inputs of an example, the number of its outputs, the parameters, and the tap of the

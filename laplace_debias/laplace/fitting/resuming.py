@@ -98,7 +98,7 @@ def fit_identity(
         "dtype": str(context.dtype),
         "number of processes": context.ranks.size,
         # The rounding of sums and eigenvectors depends on the number of threads and the processor,
-        # so a resumed fit needs the same ones.
+        # so a resumed fit needs the same values.
         "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "version of laplace-debias": __version__,

@@ -165,7 +165,7 @@ class LinearHead:
     def variances(
         self, prior_precisions: Float[Tensor, "*grid"], rows: Int[Tensor, " k"] | None = None
     ) -> Float[Tensor, "*grid rows columns"]:
-        """Compute the posterior variances 1/P in the eigenbasis, or some rows of them."""
+        """Compute the posterior variances 1/P in the eigenbasis, or only the given rows."""
         magnitudes = self.magnitudes if rows is None else self.magnitudes[rows]
         precisions = self.curvature_weight * magnitudes + prior_precisions[..., None, None]
         return precisions.reciprocal()

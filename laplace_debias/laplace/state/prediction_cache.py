@@ -106,7 +106,7 @@ class PreparedModel:
         if posterior is not self._posterior or ids_and_versions != self._ids_and_versions:
             self._values.clear()
             self._posterior = posterior
-            # While the tensors are kept, no new tensor can have the `id` of one of them.
+            # While the tensors are kept, no new tensor can have the `id` of a kept tensor.
             self._posterior_tensors = tensors
             self._ids_and_versions = ids_and_versions
         if key not in self._values:

@@ -49,8 +49,8 @@ def search_temperatures(
 ) -> GridMetrics:
     """Read the data once, and compute a metric at the settings that the search visits.
 
-    These settings are, for each prior precision, the temperatures around the best one; and, for the
-    chosen link, all prior precisions.
+    These settings are, for each prior precision, the temperatures around the best temperature; and,
+    for the chosen link, all prior precisions.
 
     Args:
         fitted: A fit for which `recorded_inputs` is not None.

@@ -468,7 +468,7 @@ def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
         reason = "The posterior is wide, or the network is strongly under-confident."
     elif temperature == TEMPERATURES[-1]:
         end = "largest"
-        reason = "Check that these data are like those of the fit."
+        reason = "Check that these data are like the data of the fit."
     else:
         return
     yield (
