@@ -15,7 +15,6 @@ The noise of a regression can be tuned together with the prior precision. No dat
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -244,7 +243,7 @@ class _GroupSpectrum:
         posterior: GaussianPosterior,
         block_indices: Sequence[int],
         squared_distances: Float[Tensor, " blocks"],
-    ) -> Self:
+    ) -> "_GroupSpectrum":
         """Collect the spectra of the blocks with these indices."""
         all_blocks = list(posterior.curvature.blocks.values())
         blocks = [all_blocks[index] for index in block_indices]
