@@ -276,11 +276,11 @@ class _IdlePositions:
         conditional: The layers that only some batches call.
     """
 
-    ignored: Bool[Tensor, "batch positions"] | None
-    padding: Mapping[int, Bool[Tensor, "batch positions"]]
+    ignored: Bool[Tensor, "batch _"] | None
+    padding: Mapping[int, Bool[Tensor, "batch _"]]
     reached: Mapping[str, Bool[Tensor, " batch"]]
-    influence: Mapping[int, Bool[Tensor, "batch positions"]]
-    zero_rows: Bool[Tensor, "batch positions"] | None
+    influence: Mapping[int, Bool[Tensor, "batch _"]]
+    zero_rows: Bool[Tensor, "batch _"] | None
     lengths: Collection[int]
     conditional: Collection[str]
 
