@@ -817,8 +817,7 @@ class Laplace(Predictor):
             if isinstance(self._state, FittedPosterior):
                 self._state = noise.with_noise(self._state, likelihood)
             else:
-                spec = replace(self._state.spec, likelihood=likelihood)
-                self._state = replace(self._state, spec=spec)
+                self._state = self._state.with_likelihood(likelihood)
 
     # ------------------------------------------------- the posterior
 

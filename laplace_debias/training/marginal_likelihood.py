@@ -227,7 +227,8 @@ def marginal_likelihood_training(
     plain.load_state_dict(best.weights)
     model.eval()
     spec = ModelSpec.checked(model, best.fitted.likelihood, None, None)
-    la = Laplace.from_posterior(replace(best.fitted, spec=spec))
+    fitted_model = replace(best.fitted.fitted_model, spec=spec)
+    la = Laplace.from_posterior(replace(best.fitted, fitted_model=fitted_model))
     return MarginalLikelihoodRun(la, best.epoch, history)
 
 

@@ -40,7 +40,7 @@ def count_passes(la, call):
         if weight is not None and weight.data_ptr() == place:
             sizes.append(len(inputs[0]))
 
-    la._state.prediction_cache._idle.clear()
+    la._state.fitted_model.prediction_cache._idle.clear()
     handle = register_module_forward_hook(count)
     try:
         call()

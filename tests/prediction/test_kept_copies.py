@@ -271,7 +271,7 @@ def test_copies_and_pickles_keep_no_working_copy():
     la, x = fitted()
     expected = la.predict(x).probs
     for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
-        assert not other._state.prediction_cache._idle
+        assert not other._state.fitted_model.prediction_cache._idle
         assert torch.equal(other.predict(x).probs, expected)
 
 

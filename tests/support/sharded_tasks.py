@@ -106,7 +106,7 @@ def verbs(rank, num_ranks, curvature, mode, folder, dtype=torch.float64):
     la = Laplace(model, curvature=curvature).fit(loader, mode=mode, generator=generator(2))
     la.tune(loader, grid=[0.1, 1.0, 10.0])
     result = numbers(la, data[: 3 + 2 * rank][0], folder, curvature)
-    result["fingerprint"] = la._state.frozen_fingerprint
+    result["fingerprint"] = la._state.fitted_model.frozen_fingerprint
     result["nll"] = torch.tensor(la.evaluate(loader)["nll"].value)
     if num_ranks:
         # Of the same file: fits of several processes have other vectors in a common eigenspace.

@@ -351,7 +351,7 @@ def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
         and repr(earlier.likelihood) == repr(spec.likelihood)
         and earlier.parameters.names == names
         and torch.equal(earlier.posterior.mean, prepared.parameters.flattened(spec.plain_model))
-        and earlier.frozen_fingerprint == fingerprint(spec.plain_model, names)
+        and earlier.fitted_model.frozen_fingerprint == fingerprint(spec.plain_model, names)
     )
     if not is_same:
         raise ValueError(

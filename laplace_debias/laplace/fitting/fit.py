@@ -9,11 +9,10 @@ from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.network.adapters import adapter_states
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
-from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
+from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import digest_of_examples
 from laplace_debias.curvature.network.shards import check_all_different, first_indices_of_stream
 from laplace_debias.curvature.structures import CurvatureStructure
@@ -23,8 +22,8 @@ from laplace_debias.laplace.fitting.prepared import PreparedFit, examine
 from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
+from laplace_debias.laplace.state.fitted_model import FittedModel
 from laplace_debias.laplace.state.posterior import GaussianPosterior
-from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
 from laplace_debias.system.checks import check_generator, check_no_autocast
 from laplace_debias.system.memory import available_memory, check_memory
 from laplace_debias.system.ranks import Ranks, process_group
@@ -62,8 +61,7 @@ def fit(
     """
     is_new = information is None
     if is_new:
-        spec = setup.spec
-        setup = replace(setup, spec=replace(spec, likelihood=spec.likelihood.for_new_fit()))
+        setup = setup.with_likelihood(setup.spec.likelihood.for_new_fit())
         information = _prior_information(setup)
     check_before_fit(setup, scheme, information, generator=generator, resume=resume)
     with torch.inference_mode(False):
@@ -167,7 +165,7 @@ def prepare_fit(
     likelihood = setup.spec.likelihood
     if may_estimate_noise and likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context, streams)
-        setup = replace(setup, spec=replace(setup.spec, likelihood=likelihood))
+        setup = setup.with_likelihood(likelihood)
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     size = _size_with_weights(size, scheme.label, streams[0], ranks)
@@ -276,17 +274,13 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         factor_scales=curvature_fit.factor_scales,
     )
     return FittedPosterior(
-        spec=setup.spec,
+        fitted_model=FittedModel.now(setup.spec, parameters, is_verified=True),
         config=setup.config,
         selected=setup.parameters,
-        parameters=parameters,
         posterior=posterior,
         nll=data.nll * scale,
-        frozen_fingerprint=fingerprint(plain, parameters.names),
-        adapters=adapter_states(plain),
         mode=prepared.mode,
         num_targets=num_targets,
         link=setup.link,
-        prediction_cache=PredictionCache(verified=snapshot_of_modules(setup.spec)),
         report=curvature_fit.report,
     )

@@ -149,20 +149,21 @@ def prediction_context(
     is_collective = process_group().size > 1 and has_units(fitted.spec.model)
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with outside, collective("predict") if is_collective else nullcontext():
-        snapshot = fitted.check_unchanged()
-        device = fitted.posterior.mean.device
-        x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
-        cache = fitted.prediction_cache
+        mean = fitted.posterior.mean
+        model = fitted.fitted_model
+        snapshot = model.check_unchanged(mean)
+        x = model.spec.read_batch.inputs(x, mean.device, keeps_graph=keeps_graph)
+        cache = model.prediction_cache
         kept_copy: AbstractContextManager[PreparedModel | None]
         if positions is None and not keeps_graph:
-            kept_copy = cache.borrow(fitted.spec, fitted.parameters, snapshot)
+            kept_copy = cache.borrow(model.spec, model.parameters, snapshot)
         else:
             kept_copy = nullcontext()
         with kept_copy as prepared:
-            network = fitted.network() if prepared is None else prepared.tap.network
+            network = model.network() if prepared is None else prepared.tap.network
             checked: AbstractContextManager[None] = nullcontext()
             if prepared is None or prepared.is_new:
-                checked = cache.first_use(fitted.spec, fitted.parameters, network, x)
+                checked = cache.first_use(model.spec, model.parameters, network, x)
             try:
                 with checked:
                     context = PredictionContext(network, x, prepared=prepared)

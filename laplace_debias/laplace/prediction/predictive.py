@@ -402,7 +402,7 @@ def default_link_of_fit(fitted: FittedPosterior, x: Inputs | Record) -> Link | N
     """Return the default link of a fit, which depends on the shape of an example's outputs."""
     if fitted.likelihood.activation != "softmax":
         return links.default_link(fitted.likelihood, torch.Size())
-    default_links = fitted.prediction_cache.default_links
+    default_links = fitted.fitted_model.prediction_cache.default_links
     # A model for inputs `[B, d]` may also accept `[B, T, d]`. It then returns outputs with
     # positions, for which the default link may differ.
     num_dims = tuple(tensor.ndim for tensor in tensors_of(x))

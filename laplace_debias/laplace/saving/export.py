@@ -115,7 +115,7 @@ class _Predictive(nn.Module):
 
     def __init__(self, fitted: FittedPosterior, example: Inputs, link: Link | None) -> None:
         super().__init__()
-        self.network = fitted.network()
+        self.network = fitted.fitted_model.network()
         self.likelihood = fitted.likelihood
         self._layer = _last_linear_layer(fitted, example)
         self._link = link
@@ -277,7 +277,7 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
             f"{(', …' if len(layers) > 3 else '')}. "
             f"{remedy}"
         )
-    network = fitted.network()
+    network = fitted.fitted_model.network()
     tap = Tap(network, blocks)
     forward_pass = tap.forward(example)
     outputs = forward_pass.outputs

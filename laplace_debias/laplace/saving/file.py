@@ -14,15 +14,15 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
-from laplace_debias.curvature.network.adapters import adapter_states, unused_originals
+from laplace_debias.curvature.network.adapters import unused_originals
 from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fitted import FittedPosterior, checked_setup, checked_temperature
+from laplace_debias.laplace.state.fitted_model import FittedModel
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prior import Prior
@@ -98,7 +98,7 @@ class Header:
             num_data=fitted.posterior.num_data,
             nll=fitted.nll,
             rank=config.structure.rank,
-            others=fitted.frozen_fingerprint,
+            others=fitted.fitted_model.frozen_fingerprint,
             class_dim=fitted.spec.class_dim,
             mode=fitted.mode,
             calls=dict(parameters.replay_modules),
@@ -206,7 +206,7 @@ def load(
     assert parameters is not None  # The file contains their names.
     plain = spec.plain_model
     mean = parameters.flattened(plain)
-    frozen_fingerprint = fingerprint(plain, parameters.names)
+    fitted_model = FittedModel.now(spec, parameters, is_verified=False)
     if header.block_names != parameters.block_names:
         raise ValueError(
             f"The file has the curvature blocks {reprlib.repr(header.block_names)}, but the "
@@ -216,7 +216,7 @@ def load(
     # Earlier versions also wrote the tensors of modules that PEFT replaces by trained copies.
     replaced = unused_originals(plain)
     others = {name: n for name, n in header.others.items() if not name.startswith(replaced)}
-    _check_same_parameters(tensors["mean"], mean, others, frozen_fingerprint)
+    _check_same_parameters(tensors["mean"], mean, others, fitted_model.frozen_fingerprint)
     tensors = {name: tensor.to(mean.device) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if ".U" in name:
@@ -272,14 +272,11 @@ def load(
     noise = header.noise or {}
     num_targets = noise["num_targets"] if noise.get("power") == 2 else None
     return FittedPosterior(
-        spec=spec,
+        fitted_model=fitted_model,
         config=setup.config,
         selected=parameters,
-        parameters=parameters,
         posterior=posterior,
         nll=float(header.nll),
-        frozen_fingerprint=frozen_fingerprint,
-        adapters=adapter_states(plain),
         mode=header.mode,
         num_targets=num_targets,
         link=None if header.link is None else Link(**header.link),

@@ -2,31 +2,26 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.layers.backends import uses_backpack
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.curvature.network.adapters import AdapterState, adapter_states
-from laplace_debias.curvature.network.change_detector import ChangeDetector
-from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
-from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
-from laplace_debias.curvature.network.unwrapping import plain_names, without_outer_wrappers
+from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fit_report import FitReport
+from laplace_debias.laplace.state.fitted_model import FittedModel
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
-from laplace_debias.laplace.state.prediction_cache import PredictionCache
 from laplace_debias.laplace.state.prior import Prior, check_prior_precision
-from laplace_debias.system.checks import check_no_autocast, real
+from laplace_debias.system.checks import real
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +47,10 @@ class FitSetup:
     temperature: float
     link: Link | None = None
     earlier_names: Sequence[str] | None = None
+
+    def with_likelihood(self, likelihood: Likelihood) -> "FitSetup":
+        """Return the setup with another likelihood."""
+        return replace(self, spec=replace(self.spec, likelihood=likelihood))
 
     def with_prior(self, prior: Prior) -> "FitSetup":
         """Return the setup with another prior."""
@@ -107,39 +106,29 @@ class FittedPosterior:
     """A fitted posterior, with its model and all results of the fit for predictions and files.
 
     Attributes:
-        spec: The model and its likelihood.
+        fitted_model: The model and its Bayesian parameters, as they were at the fit.
         config: The options of the fit.
         selected: The parameters that were selected from the structure of the model, with which a
             later fit starts; None if a fit must run an example to find them.
-        parameters: The Bayesian parameters and their blocks, verified on the data of the fit.
         posterior: The Gaussian posterior, which contains the prior and the temperature.
         nll: The loss of the N examples, summed, in nats.
-        frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
-        adapters: The state of each module that has adapters of PEFT.
         mode: The name of the fitting scheme.
         num_targets: The number of entries of the targets of the N examples, for a `Gaussian`
             likelihood and a curvature that is proportional to σ⁻²; otherwise None.
         link: How logits become probabilities; None for the default.
-        change_detector: Detects changes of the tensors that are not Bayesian.
-        prediction_cache: Results that are kept between predictions.
         report: The estimated error of a fit of `mode="auto"`, compared with a fit to all data.
         thinned_at: For each block, the smallest prior precision for which the error reported by
             `thin` is valid; None if the posterior was not thinned.
     """
 
-    spec: ModelSpec
+    fitted_model: FittedModel
     config: CurvatureConfig
     selected: ParameterBlocks | None
-    parameters: ParameterBlocks
     posterior: GaussianPosterior
     nll: float
-    frozen_fingerprint: dict[str, int]
-    adapters: dict[str, AdapterState]
     mode: str | None
     num_targets: float | None = None
     link: Link | None = None
-    change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
-    prediction_cache: PredictionCache = field(default_factory=PredictionCache, repr=False)
     report: FitReport | None = None
     thinned_at: tuple[float, ...] | None = None
 
@@ -151,6 +140,16 @@ class FittedPosterior:
                 "(for regression, the distance is measured in units of sigma). Check the "
                 "targets and the outputs, or convert the model to a wider dtype."
             )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model and its likelihood."""
+        return self.fitted_model.spec
+
+    @property
+    def parameters(self) -> ParameterBlocks:
+        """The Bayesian parameters and their blocks."""
+        return self.fitted_model.parameters
 
     @property
     def likelihood(self) -> Likelihood:
@@ -217,62 +216,15 @@ class FittedPosterior:
             "`thin`, or load the posterior that was saved before `thin`."
         )
 
-    def check_unchanged(self) -> ModuleSnapshot | None:
-        """Require that the model has not changed since the fit.
+    def check_unchanged(self) -> None:
+        """Require that the model has not changed since the fit; see `FittedModel`."""
+        self.fitted_model.check_unchanged(self.posterior.mean)
 
-        The Bayesian parameters are compared entry by entry. Changes of other tensors are detected
-        as described in `ChangeDetector`, because a model with a posterior over its last layer has
-        far more of them.
-
-        Returns:
-            A snapshot of the current modules; None if a snapshot cannot detect all changes.
-
-        Raises:
-            RuntimeError: If the model has moved or changed, if different adapters are active, or
-                under autocast.
-        """
-        mean = self.posterior.mean
-        names = self.parameters.names
-        check_no_autocast(mean.device)
-        model = without_outer_wrappers(self.spec.model)
-        snapshot = self.change_detector.unchanged_modules(model, mean)
-        if snapshot is not None:
-            return snapshot
-        plain = self.spec.plain_model
-        _check_same_adapters(self.adapters, adapter_states(plain))
-        parameters = [_parameter(plain, name).detach() for name in names]
-        dtypes = {wide(parameter.dtype) for parameter in parameters}
-        dtype = reduce(torch.promote_types, dtypes)
-        for parameter in parameters:
-            if parameter.device != mean.device or dtype != mean.dtype:
-                raise RuntimeError(
-                    f"The model is now on {parameter.device} in {dtype}, but was on "
-                    f"{mean.device} in {mean.dtype} when it was fitted. Move it back, or fit "
-                    "again."
-                )
-        sizes = [parameter.numel() for parameter in parameters]
-        has_changed = sum(sizes) != len(mean)
-        if not has_changed:
-            for parameter, values in zip(parameters, mean.split(sizes), strict=True):
-                has_changed |= not torch.equal(parameter.flatten().to(dtype), values)
-        if has_changed:
-            raise RuntimeError(
-                "The model's parameters have changed since the fit, so the posterior is no "
-                "longer valid. Fit again."
-            )
-        changed = self.change_detector.changed_tensor(plain, names, self.frozen_fingerprint)
-        if changed is not None:
-            raise RuntimeError(
-                f"{changed} has changed since the fit, so the posterior is no longer "
-                "valid. Fit again."
-            )
-        if plain is not model:
-            return None
-        return self.change_detector.remember(plain, names, mean)
-
-    def network(self) -> nn.Module:
-        """Copy the model's modules around its own parameters; see `ModelSpec.network`."""
-        return self.spec.network(self.parameters.names)
+    def with_likelihood(self, likelihood: Likelihood) -> "FittedPosterior":
+        """Return the state with another noise of the outputs, but with the same posterior."""
+        fitted_model = self.fitted_model
+        spec = replace(fitted_model.spec, likelihood=likelihood)
+        return replace(self, fitted_model=replace(fitted_model, spec=spec))
 
     def with_prior(self, prior: Prior) -> "FittedPosterior":
         """Return the state with another prior."""
@@ -315,30 +267,6 @@ class FittedPosterior:
         return posterior.log_marginal_likelihood(
             self.nll, delta, posterior.log_det_precision(delta)
         )
-
-
-def _check_same_adapters(
-    at_fit: Mapping[str, AdapterState], now: Mapping[str, AdapterState]
-) -> None:
-    """Require that the model uses the same adapters of PEFT as at the fit."""
-    for path, state in at_fit.items():
-        if path in now and now[path] != state:
-            raise RuntimeError(
-                f"{path or 'The model'} has {now[path]}, but had {state} at the fit, so the "
-                "posterior is no longer valid. Undo the change, or fit again."
-            )
-
-
-def _parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """Return the Bayesian parameter with a given name."""
-    try:
-        return model.get_parameter(name)
-    except AttributeError as error:
-        raise RuntimeError(
-            f"The model no longer has the parameter {name}: it has changed since the fit, for "
-            "example by pruning, a parametrisation or a new module around a layer. The posterior "
-            "is no longer valid. Undo the change, or fit again."
-        ) from error
 
 
 def checked_setup(

@@ -97,8 +97,7 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
         # The factor keeps the ratio of the curvature to the prior precision.
         limits = tuple(limit * curvature_factor for limit in limits)
     return replace(
-        fitted,
-        spec=replace(fitted.spec, likelihood=likelihood),
+        fitted.with_likelihood(likelihood),
         posterior=posterior.changed(
             curvature=curvature,
             prior=prior.fitting(len(fitted.parameters.block_names), fitted.parameters.size),
@@ -141,5 +140,4 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
             "levels of all outputs change by the same factor, and not after a fit with "
             '`fisher="empirical"` or `prior=`. Fit again with Laplace(..., sigma=).'
         )
-    rescaled_fit = rescaled(fitted, float(factors[0]), fitted.prior)
-    return replace(rescaled_fit, spec=replace(rescaled_fit.spec, likelihood=likelihood))
+    return rescaled(fitted, float(factors[0]), fitted.prior).with_likelihood(likelihood)

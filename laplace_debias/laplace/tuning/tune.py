@@ -170,7 +170,7 @@ def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
     # The search starts at the noise at which the curvature was measured, from which the posterior
     # at any other σ is known.
     likelihood = fitted.likelihood.for_same_curvature()
-    fitted = replace(fitted, spec=replace(fitted.spec, likelihood=likelihood))
+    fitted = fitted.with_likelihood(likelihood)
     residuals = fitted.residuals
     assert residuals is not None
     # The grid contains values of γ = δ k², for k² from the residuals of the training data.
@@ -226,7 +226,7 @@ def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
         )
     tuned_per_output = TunedFit(
         replace(tuning, sigma=noise.sigma.tolist(), value=noise.nll),
-        replace(fitted, spec=replace(fitted.spec, likelihood=likelihood)),
+        fitted.with_likelihood(likelihood),
     )
     return tuned_per_output.noted(*notes)
 

@@ -1,0 +1,147 @@
+"""The model of a fitted posterior, and the check that it has not changed since the fit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.adapters import AdapterState, adapter_states
+from laplace_debias.curvature.network.change_detector import ChangeDetector
+from laplace_debias.curvature.network.fingerprints import fingerprint
+from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
+from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
+from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
+from laplace_debias.system.checks import check_no_autocast
+
+
+@dataclass(frozen=True, eq=False)
+class FittedModel:
+    """A model with the Bayesian parameters of a fit, which must not change after the fit.
+
+    Attributes:
+        spec: The model and its likelihood.
+        parameters: The Bayesian parameters and their blocks.
+        frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
+        adapters: The state of each module that has adapters of PEFT.
+        prediction_cache: Working copies of the model that are kept between predictions.
+        change_detector: Detects changes of the tensors that are not Bayesian.
+    """
+
+    spec: ModelSpec
+    parameters: ParameterBlocks
+    frozen_fingerprint: dict[str, int]
+    adapters: dict[str, AdapterState]
+    prediction_cache: PredictionCache = field(repr=False)
+    change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
+
+    @classmethod
+    def now(
+        cls, spec: ModelSpec, parameters: ParameterBlocks, *, is_verified: bool
+    ) -> "FittedModel":
+        """Record a model as it is now.
+
+        Args:
+            spec: The model and its likelihood.
+            parameters: The Bayesian parameters and their blocks.
+            is_verified: Whether the blocks were verified on data, with the modules as they are now.
+        """
+        plain = spec.plain_model
+        verified = snapshot_of_modules(spec) if is_verified else None
+        return cls(
+            spec=spec,
+            parameters=parameters,
+            frozen_fingerprint=fingerprint(plain, parameters.names),
+            adapters=adapter_states(plain),
+            prediction_cache=PredictionCache(verified),
+        )
+
+    def network(self) -> nn.Module:
+        """Copy the model's modules around its own parameters; see `ModelSpec.network`."""
+        return self.spec.network(self.parameters.names)
+
+    def check_unchanged(self, mean: Float[Tensor, " D"]) -> ModuleSnapshot | None:
+        """Require that the model has not changed since the fit.
+
+        The Bayesian parameters are compared entry by entry. Changes of other tensors are detected
+        as described in `ChangeDetector`, because a model with a posterior over its last layer has
+        far more of them.
+
+        Args:
+            mean: The Bayesian parameters at the fit.
+
+        Returns:
+            A snapshot of the current modules; None if a snapshot cannot detect all changes.
+
+        Raises:
+            RuntimeError: If the model has moved or changed, if different adapters are active, or
+                under autocast.
+        """
+        check_no_autocast(mean.device)
+        model = without_outer_wrappers(self.spec.model)
+        snapshot = self.change_detector.unchanged_modules(model, mean)
+        if snapshot is not None:
+            return snapshot
+        plain = self.spec.plain_model
+        names = self.parameters.names
+        _check_same_adapters(self.adapters, adapter_states(plain))
+        _check_same_values([_parameter(plain, name) for name in names], mean)
+        changed = self.change_detector.changed_tensor(plain, names, self.frozen_fingerprint)
+        if changed is not None:
+            raise RuntimeError(
+                f"{changed} has changed since the fit, so the posterior is no longer "
+                "valid. Fit again."
+            )
+        if plain is not model:
+            return None
+        return self.change_detector.remember(plain, names, mean)
+
+
+def _check_same_adapters(
+    at_fit: Mapping[str, AdapterState], now: Mapping[str, AdapterState]
+) -> None:
+    """Require that the model uses the same adapters of PEFT as at the fit."""
+    for path, state in at_fit.items():
+        if path in now and now[path] != state:
+            raise RuntimeError(
+                f"{path or 'The model'} has {now[path]}, but had {state} at the fit, so the "
+                "posterior is no longer valid. Undo the change, or fit again."
+            )
+
+
+def _check_same_values(parameters: list[nn.Parameter], mean: Float[Tensor, " D"]) -> None:
+    """Require that parameters have the place, the precision and the values of the fit."""
+    dtype = reduce(torch.promote_types, {wide(parameter.dtype) for parameter in parameters})
+    for parameter in parameters:
+        if parameter.device != mean.device or dtype != mean.dtype:
+            raise RuntimeError(
+                f"The model is now on {parameter.device} in {dtype}, but was on "
+                f"{mean.device} in {mean.dtype} when it was fitted. Move it back, or fit again."
+            )
+    sizes = [parameter.numel() for parameter in parameters]
+    has_changed = sum(sizes) != len(mean)
+    if not has_changed:
+        for parameter, values in zip(parameters, mean.split(sizes), strict=True):
+            has_changed |= not torch.equal(parameter.detach().flatten().to(dtype), values)
+    if has_changed:
+        raise RuntimeError(
+            "The model's parameters have changed since the fit, so the posterior is no "
+            "longer valid. Fit again."
+        )
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """Return the Bayesian parameter with a given name."""
+    try:
+        return model.get_parameter(name)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"The model no longer has the parameter {name}: it has changed since the fit, for "
+            "example by pruning, a parametrisation or a new module around a layer. The posterior "
+            "is no longer valid. Undo the change, or fit again."
+        ) from error
