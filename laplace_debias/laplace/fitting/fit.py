@@ -151,10 +151,9 @@ def prepare_fit(
 ) -> PreparedFit:
     """Open the data, check the model on the first batch, and require memory for the posterior."""
     ranks = process_group()
-    config = setup.config
     bar = "fit" if progress else None
     # The seed of the labels is drawn first, and then the loaders draw the order of the data.
-    fisher = config.fisher.seeded(generator, ranks)
+    fisher = setup.config.fisher.seeded(generator, ranks)
     streams = [
         setup.spec.training_stream(data, setup.device, generator, bar)
         for data in scheme.sources.values()
@@ -169,24 +168,24 @@ def prepare_fit(
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     size = _size_with_weights(size, scheme.label, streams[0], ranks)
-    first_indices: list[list[int] | None] = [None for _ in streams]
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
-        if fisher.is_random or config.structure.draws_examples:
-            # Draws are keyed by an example's index among the examples of all processes.
-            first_indices = [first_indices_of_stream(ranks, stream) for stream in streams]
         model_checksum = checksum(setup.spec.plain_model)
         ranks.require_same(model=model_checksum, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
     if size.must_match_read:
         context = replace(context, num_examples=size.num_data)
-    config.structure.check(context)
-    _require_memory(context, config.structure)
-    fit_streams = [
-        FitStream(stream, setup.spec.likelihood, name, indices)
-        for name, stream, indices in zip(scheme.sources, streams, first_indices, strict=True)
-    ]
+    structure = setup.config.structure
+    structure.check(context)
+    _require_memory(context, structure)
+    fit_streams = []
+    for name, stream in zip(scheme.sources, streams, strict=True):
+        first_indices = None
+        if ranks.size > 1 and (fisher.is_random or structure.draws_examples):
+            # Draws are keyed by an example's index among the examples of all processes.
+            first_indices = first_indices_of_stream(ranks, stream)
+        fit_streams.append(FitStream(stream, likelihood, name, first_indices))
     return PreparedFit(
         setup, parameters, context, size=size, mode=scheme.label, streams=fit_streams
     )
