@@ -273,7 +273,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         factor_scales=curvature_fit.factor_scales,
     )
     return FittedPosterior(
-        fitted_model=FittedModel.now(setup.spec, parameters, is_verified=True),
+        fitted_model=FittedModel.record(setup.spec, parameters, is_verified=True),
         config=setup.config,
         selected=setup.parameters,
         posterior=posterior,

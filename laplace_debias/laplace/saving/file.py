@@ -206,7 +206,7 @@ def load(
     assert parameters is not None  # The file contains their names.
     plain = spec.plain_model
     mean = parameters.flattened(plain)
-    fitted_model = FittedModel.now(spec, parameters, is_verified=False)
+    fitted_model = FittedModel.record(spec, parameters, is_verified=False)
     if header.block_names != parameters.block_names:
         raise ValueError(
             f"The file has the curvature blocks {reprlib.repr(header.block_names)}, but the "

@@ -41,7 +41,7 @@ class FittedModel:
     change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
 
     @classmethod
-    def now(
+    def record(
         cls, spec: ModelSpec, parameters: ParameterBlocks, *, is_verified: bool
     ) -> "FittedModel":
         """Record a model as it is now.
