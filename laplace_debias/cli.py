@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: The arguments after `laplace-debias`. Default: the arguments of the process.
+        arguments: The arguments after `laplace-debias`. Default: `sys.argv[1:]`.
 
     Returns:
         The exit status: 0, 2 after an error that is printed in one line, or 130 after Ctrl-C.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in all_words if word != _TRACEBACK]
     stderr = sys.stderr
     format_before = warnings.formatwarning
-    # Print warnings in one line, without their place in the source.
+    # Print warnings on one line, without their location in the source.
     warnings.formatwarning = lambda message, *_, **__: (
         f"Warning: {' '.join(str(message).split())}\n"
     )

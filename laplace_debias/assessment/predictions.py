@@ -206,7 +206,7 @@ class NumberPredictions(Predictions):
         )
 
     def columns(self, likelihood: Likelihood, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the columns of a table of predictions, after the index."""
+        """Return the columns of a table of predictions that follow the index column."""
         columns = {name: part for name, part in vars(self).items() if part is not None}
         if targets is not None:
             columns = {"target": targets.double().reshape(self.mean.shape), **columns}

@@ -130,7 +130,8 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
     if not process_group().from_rank(path.exists(), 0):
         with states_kept():
             _make_posterior(run, method, choice, model, number)
-    # The run that wrote the file also reads it, so that a resumed run gives the same numbers.
+    # Read the posterior back even in the run that wrote it, so that an uninterrupted run and a
+    # resumed run give the same numbers.
     la = run.loaded.posterior(path, model)
     record = run.method_record(method)
     if not method.uses_all_checkpoints:

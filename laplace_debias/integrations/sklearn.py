@@ -107,8 +107,7 @@ class _LaplaceEstimator(BaseEstimator):
             names = " or ".join(f"nn.{allowed.__name__}" for allowed in self._criteria)
             raise ValueError(
                 f"The skorch net has the criterion {criterion.__name__}. Use {names} as "
-                "the criterion, and a module whose outputs are the inputs of that "
-                "criterion (logits, not probabilities)."
+                "the criterion, and a module that returns the inputs of this criterion."
             )
 
     def _trained_network(

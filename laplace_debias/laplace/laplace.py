@@ -124,9 +124,9 @@ class Laplace(Predictor):
             narrower.
         class_dim: The dimension of the outputs that holds the classes: None or -1 for
             `[B, ..., C]`, 1 for `[B, C, ...]`, which is then moved to the end.
-        batch: A function from what loaders yield to `(inputs, targets)`. Default: reads pairs, and
-            mappings and dataclasses with the targets under `labels`, `label`, `label_ids`,
-            `targets`, `target` or `y`.
+        batch: A function that converts each item of a loader to `(inputs, targets)`. Default: reads
+            pairs, and mappings and dataclasses with the targets under `labels`, `label`,
+            `label_ids`, `targets`, `target` or `y`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
             (parameters of supported layers), `"last_layer"` (the layer that the outputs come from,
             which the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
@@ -573,8 +573,8 @@ class Laplace(Predictor):
                 also chooses the noise level of each output that minimises the NLL for the fitted
                 posterior; a later `fit` uses these levels for the curvature. Not available for
                 `fisher="empirical"`.
-            link: Search only one link: pass its name to try all temperatures, or a `Link` to fix
-                its temperatures, too.
+            link: Restrict the search to one link. Pass its name to try all temperatures, or a
+                `Link` to use its temperatures as well.
             per: Only for `method="marglik"`; see `tune_evidence`.
 
         Returns:
@@ -1066,7 +1066,7 @@ class Laplace(Predictor):
     ) -> None:
         """Write the posterior and a model card into a folder, which is created if it is missing.
 
-        The posterior is the file `posterior.safetensors`; see `save`. The card is the file
+        The posterior is written to `posterior.safetensors` (see `save`), and the card to
         `README.md`. The card describes the posterior, states how to load it, and contains a table
         of its calibration. If the folder already has a card, for example the card of the network,
         only the section on the posterior is replaced.
@@ -1160,7 +1160,7 @@ class Laplace(Predictor):
         dict of tensors (of shape `[B, T, ...]` if the model has positions):
 
         - `"classification"`, `"multilabel"` and `"binary"`: `"probs"`, `[B, C]` (`[B]` for
-          `"binary"`), `"logits"` and their `"variance"`, `[B, C]`;
+          `"binary"`), and `"logits"` and the `"variance"` of each logit, both `[B, C]`;
         - `"regression"` and `"heteroscedastic"`: `"mean"` and `"variance"`, `[B, C]`, and
           `"covariance"`, `[B, C, C]`, of y, which include the noise;
         - `"poisson"`: `"mean"` and `"variance"`, `[B, C]`, of the counts;
@@ -1169,9 +1169,9 @@ class Laplace(Predictor):
         To load and call the program, use `torch.export.load(path).module()(x)["probs"]`.
 
         Args:
-            path: The file, in a folder that exists. Its suffix is `.pt2` for a program that torch
-                runs, or `.onnx` for a program that onnxruntime and other runtimes run (extra
-                `onnx`).
+            path: The file, in a folder that exists. The suffix selects the format: `.pt2` for a
+                program that torch runs, or `.onnx` for onnxruntime and other runtimes (needs the
+                extra `onnx`).
             example: Inputs for one or more examples, in any form that `predict` accepts. The
                 program takes inputs of the same sizes, except for the number of examples.
             link: The link; see `predict`.
@@ -1259,8 +1259,8 @@ class Laplace(Predictor):
         """Read a posterior from a folder or the Hugging Face Hub (needs the `hub` extra).
 
         Args:
-            folder_or_repository: A folder that `save_pretrained` wrote, or the name `"user/name"`
-                of a repository that `push_to_hub` wrote.
+            folder_or_repository: A folder written by `save_pretrained`, or the name `"user/name"`
+                of a repository written by `push_to_hub`.
             model: The model, with the parameters that it had at the fit.
             revision: A branch, tag or commit of a repository.
             token: A token for a private repository. Default: the token that `hf auth login` stored.

@@ -181,12 +181,16 @@ def evaluate_regression(
             intervals that `coverage` and `width` measure.
 
     Returns:
-        `nll` (nats per example), `rmse`, `bias` (mean of prediction minus target), `crps` and
-        `width` (units of the targets), `scaled_error` (root mean square of the errors in standard
-        deviations), `coverage` (the fraction of targets in the central interval of probability
-        `level`; compare it with `level`), `quantile_calibration_error` (99 levels); and the OOD
-        metrics of `evaluate` for each out-of-distribution set, with the mean variance of an example
-        as the score.
+        A report with these metrics:
+
+        - `nll`, in nats per example;
+        - `rmse` and `bias`, the mean of prediction minus target;
+        - `crps` and `width`, in the units of the targets;
+        - `scaled_error`, the root mean square of the errors divided by the standard deviations;
+        - `coverage`, the fraction of targets in the central interval of probability `level`;
+        - `quantile_calibration_error`, over 99 levels;
+        - the OOD metrics of `evaluate` for each out-of-distribution set, where the score is the
+          variance of an example, averaged over its outputs.
 
     Raises:
         TypeError: If an argument is not a tensor.

@@ -132,8 +132,8 @@ def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
     """Compute the mean variance of the logits after centring them over the classes.
 
-    The mean variance is `(tr Σ - 1ᵀΣ1 / C) / C`. A common shift of all logits changes no
-    probability, so its variance is left out.
+    The mean variance is `(tr Σ - 1ᵀΣ1 / C) / C`. Adding a constant to all logits does not change
+    the probabilities, so the variance of this common shift is excluded.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.

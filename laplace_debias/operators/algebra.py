@@ -164,8 +164,8 @@ class Transpose(Wrapper):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the adjoint, converted to another dtype or device."""
-        # `product` belongs to the operator before its conversion, so the adjoint of the converted
-        # operator is taken.
+        # `product` is bound to the unconverted operator, so convert the operator and take its
+        # adjoint.
         return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:

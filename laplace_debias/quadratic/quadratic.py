@@ -169,7 +169,7 @@ class Quadratic:
             reduction: `"mean"` or `"sum"` over examples, for a loss that does not specify it; see
                 `GGN`.
             progress: Whether to show a progress bar.
-            batch: A function from a batch of the data to `(inputs, targets)`; see `GGN`.
+            batch: A function that converts a batch of `data` to `(inputs, targets)`; see `GGN`.
 
         Raises:
             ValueError: If the curvature is unknown. Also raises the errors of `GGN`.
@@ -250,7 +250,8 @@ class Quadratic:
                 product.
 
         Returns:
-            A number, or `[k]`; in units of the loss per unit of length.
+            The slope at each position: a scalar, or a tensor `[k]` for k positions, in units of the
+            loss per unit of length.
 
         Raises:
             ValueError: If a shape does not fit, or a direction is zero or not finite.

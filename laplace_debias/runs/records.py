@@ -60,7 +60,8 @@ class MethodRecord:
         temperature: Fitted temperature of the network's logits.
         prior_precision: Tuned prior precision, one or several.
         link: Tuned link.
-        prior_precision_at_limit: Whether the search still improved at the end of its range.
+        prior_precision_at_limit: Whether the metric was still improving at the end of the search
+            range.
         posterior: Key under which the posterior and the sweep are stored.
         examples: Number of examples of each set that the method predicts; None for all examples.
         seconds: Seconds by stage.

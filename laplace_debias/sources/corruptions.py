@@ -39,7 +39,7 @@ def corrupt(
 
     Image n of the call has the index `offset + n`. Its kind of corruption and its random numbers
     depend only on this index and on `seed`. The result therefore does not depend on the batch size,
-    and severities are compared on the same draw.
+    and an image is corrupted with the same random numbers at every severity.
 
     Reference:
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).

@@ -56,7 +56,7 @@ class SourceSettings(CommandSettings):
             examples.
         ood: Out-of-distribution data, as a name and a path in the form of `data`, or as
             `builtin:digits` or `builtin:patches`. The option may be repeated.
-        corruptions: Severities, 1 … 5, at which corrupted test images are also evaluated.
+        corruptions: Severities (1 to 5) at which to evaluate corrupted copies of the test images.
         image_size: The height and width in pixels to which images are resized and cropped. By
             default, images are not resized, except for a timm network, which has its own size.
         mean: The mean of each channel, which is subtracted after the pixels are scaled to 0–1. Pass

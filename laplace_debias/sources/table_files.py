@@ -165,7 +165,7 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
     if likelihood.targets != "class":
         if column.dtype.kind not in "iuf":
             raise ValueError(
-                f"The target {name} contains {column.dtype}, but the task {task} needs numbers. "
+                f"The target {name} has dtype {column.dtype}, but the task {task} needs numbers. "
                 "Encode the target as numbers."
             )
         return None

@@ -305,8 +305,8 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str
         if group.get("weight_decay", 0) and members & bayesian:
             raise ValueError(
                 f"The optimizer has `weight_decay={group['weight_decay']}` for parameters that "
-                "have a prior, although the prior precision already is their weight decay. Set "
-                "`weight_decay` to 0."
+                "have a prior, although the prior precision already acts as their weight decay. "
+                "Set `weight_decay` to 0."
             )
     if not trained & bayesian:
         raise ValueError(

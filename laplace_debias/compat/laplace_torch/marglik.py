@@ -58,7 +58,7 @@ def marglik_training(
         optimizer_cls: The class of the optimizer of the weights.
         optimizer_kwargs: Options of the optimizer. `weight_decay` is set to 0, because the prior
             replaces it.
-        scheduler_cls: The class of a learning-rate scheduler, which takes a step after each batch.
+        scheduler_cls: A learning-rate scheduler class. The scheduler steps after each batch.
         scheduler_kwargs: Options of the scheduler.
         n_epochs: The number of epochs.
         lr_hyp: The learning rate of prior precision and noise.

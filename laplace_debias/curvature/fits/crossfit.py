@@ -85,7 +85,8 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     return folds
 
 
-# A factor whose rank is at most this fraction of its size is decomposed within its range.
+# If the rank of a factor is at most this fraction of its size, the factor is decomposed in the
+# subspace that it spans.
 _MUCH_SMALLER = 0.7
 
 

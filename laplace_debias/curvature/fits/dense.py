@@ -131,7 +131,8 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
             device=self.context.device,
         )
         if self.sums:
-            # The rows are joined first, because a resumed fit has the same rows in different parts.
+            # Join the rows before multiplying. A resumed fit holds the same rows in different
+            # pieces, and adding their products piece by piece would round differently.
             add_gram(matrix, torch.cat(self.sums))
         self._sums[DENSE_BLOCK] = matrix
         return matrix
@@ -283,7 +284,8 @@ def crossfit_rows(
         other_eigenvalues, basis = leading_pairs(other_rows, rank, dtype)
         measured = (fold_rows.to(basis) @ basis).square().sum(0)
         measured = average_degenerate(measured, other_eigenvalues, dtype)
-        # Fewer rows span fewer directions. The curvature along the missing directions is zero.
+        # If the rows of the other folds span fewer directions, the curvature along the missing
+        # directions counts as zero.
         total[: len(measured)] += measured[: len(total)]
     return average_degenerate(total / weight, eigenvalues, dtype), U
 
@@ -330,9 +332,10 @@ def _largest_pairs(
 ) -> tuple[Float[Tensor, " values"], Float[Tensor, "n values"]]:
     """Compute at least the k largest eigenpairs of a matrix in descending order of the eigenvalues.
 
-    Few eigenpairs of a large matrix come from a Lanczos iteration, to the accuracy of the dtype. At
-    the end, the iteration looks for missed copies of an eigenvalue. If the iteration does not
-    converge fast enough to save time, the whole matrix is decomposed.
+    Few eigenpairs of a large matrix come from a Lanczos iteration, to the accuracy of the dtype.
+    When it has converged, the iteration checks for further copies of repeated eigenvalues that it
+    may have missed. If the iteration does not converge fast enough to save time, the whole matrix
+    is decomposed.
     """
     size = len(matrix)
     if size >= _LANCZOS_FROM and _LANCZOS_SHARE * k <= size:

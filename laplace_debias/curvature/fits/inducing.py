@@ -225,7 +225,7 @@ class CoordinatesAlong(LinearOperator):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers k and D."""
+        """The number of directions k and the number of parameters D."""
         return self.directions.shape[1], self.directions.shape[0]
 
     @property

@@ -33,7 +33,7 @@ class DataTotals:
 
     def add_input_weight(self, block: Block, weight: Any) -> None:
         """Add the weight of examples whose activations were added to the factor A of a block."""
-        # The sum does not start at zero, because it would then have the dtype of this zero.
+        # Do not start the sum at zero: it would take the dtype of that zero.
         earlier = self.input_weights.get(block.name)
         self.input_weights[block.name] = weight if earlier is None else earlier + weight
 

@@ -93,9 +93,9 @@ _PROJECTION = _ProjectionRule()
 
 
 def _expose_projections(attention: nn.MultiheadAttention) -> None:
-    """Give an attention of a working copy layers `query`, `key` and `value`.
+    """Add the layers `query`, `key` and `value` to an attention module of a working copy.
 
-    These layers and `out_proj` are called in a forward pass if one of them has a hook.
+    If one of these layers or `out_proj` has a hook, the forward pass calls them as modules.
     """
     packed = attention.in_proj_weight
     weights = (

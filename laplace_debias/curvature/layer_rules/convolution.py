@@ -148,7 +148,10 @@ class ConvolutionRule(LayerRule):
     def activations_along(
         self, layer: Any, block: Block, x: Tensor, directions: Directions
     ) -> Float[Tensor, "batch positions *groups coordinates"]:
-        """Compute coordinates of patches: directions are filters of the image."""
+        """Compute the coordinates of patches along the directions.
+
+        Where it is faster, the image is convolved with the directions as filters.
+        """
         if not isinstance(directions, Basis) or not _convolves_faster(layer, block):
             return super().activations_along(layer, block, x, directions)
         U = directions.U

@@ -19,7 +19,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 
 @dataclass(frozen=True)
 class CallForm:
-    """The shapes of a call, and the dimension in which the examples lie.
+    """The shapes of a call's arguments and outputs, and their batch dimensions.
 
     Attributes:
         shapes: Shapes of the arguments and the outputs. The shape is None if an argument is not a

@@ -193,7 +193,8 @@ def _triangular(
         double_rows = rows.double()
         products = double_rows @ double_rows.mT
         diagonal = products.diagonal(dim1=-2, dim2=-1)
-        # Rows may be linearly dependent or zero. The added numbers are below their rounding errors.
+        # Rows may be linearly dependent or zero. The number added to the diagonal is below the
+        # rounding error of the products.
         diagonal += (diagonal.sum(-1, keepdim=True) * 1e-14).clamp_min(1e-300)
         L, info = torch.linalg.cholesky_ex(products)
         if not info.any():

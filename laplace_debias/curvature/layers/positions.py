@@ -21,10 +21,12 @@ The gradients are computed in a separate pass, for one cotangent with generic nu
 that contribute to the loss. Therefore the result does not depend on how columns, examples or
 batches are split. It is also the same if an output is so certain that its own columns vanish. If a
 ReLU is dead or a Tanh saturated, the derivative is zero only for these inputs; `_pass_through` lets
-the cotangent pass nevertheless. The pass is omitted if it cannot find anything: if every output
-belongs to a position and contributes to the loss, or the inputs are images or features. It is never
-omitted for a network with a layer that only some batches call. Other layers with one position per
-example need no pass: the position takes part if a target of the example contributes to the loss.
+the cotangent pass nevertheless.
+
+The pass is needed if some targets do not contribute to the loss, if the inputs may contain padding,
+or if the network has a layer that only some batches call. Otherwise all positions take part, and
+the pass is omitted. Layers with one position per example need no pass either: the position takes
+part if a target of the example contributes to the loss.
 """
 
 import itertools
@@ -180,8 +182,8 @@ class PositionFinder:
         """Find positions by a backward pass; there are no masks if all positions take part."""
         blocks = list(dict.fromkeys([*self._blocks, *conditional_blocks]))
         if self._pass is None or self._pass.blocks != blocks:
-            # The pass is made only now, because its hooks cost time and most data contain no
-            # padding.
+            # The `_Pass` is created only when it is first needed, because its hooks cost time and
+            # most data contain no padding.
             self._pass = _Pass(shared_copy(self._network), blocks)
         # The numbers of positions of tokens or masks `[B, T]`.
         tokens = [t for t in tensors_of(x) if t.ndim == 2]

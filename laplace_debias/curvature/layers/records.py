@@ -1,4 +1,4 @@
-"""The record of one block that a backward pass yields."""
+"""What a backward pass records for one block."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

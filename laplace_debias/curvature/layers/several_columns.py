@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from laplace_debias.curvature.layers.layer_calls import LayerOutput
 from laplace_debias.system.memory import is_out_of_memory
 
-# Operations by which Python reads a number from a tensor, as torch's errors name them.
+# Operations that read a number from a tensor into Python, by their names in torch's error messages.
 _READING = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
 
 
@@ -42,10 +42,10 @@ def explained_reading() -> Iterator[None]:
         if not any(name in str(error) for name in _READING):
             raise
         raise NotImplementedError(
-            "The backward pass of the model reads a number from a gradient (`.item()`, or `if`), "
-            "in a hook of a tensor or in a `torch.autograd.Function`. This is not supported, "
-            "because the gradients of several outputs are computed together. Remove the hook "
-            "before the call, or use tensor operations such as `torch.where` in it."
+            "The model's backward pass reads a number from a gradient (`.item()`, or `if`), in a "
+            "tensor hook or a `torch.autograd.Function`. This is not supported, because the "
+            "gradients of several outputs are computed together. Remove the hook first, or replace "
+            "this code with tensor operations such as `torch.where`."
         ) from error
 
 

@@ -72,9 +72,9 @@ def randomness(
 ) -> AbstractContextManager[object]:
     """Return the context in which batches are read, so that a generator determines them.
 
-    Within the context, the order and the augmentation of a loader's passes are a function of the
-    generator. Passes differ from each other, as with any shuffling loader. The state of torch's
-    global generator does not change. The batches of a list need no random numbers.
+    Within the context, the generator determines the order and the augmentation of a loader's
+    passes. Passes differ from each other, as with any shuffling loader. The state of torch's global
+    generator does not change. The batches of a list need no random numbers.
     """
     check_generator(generator)
     if generator is None or isinstance(source, (list, tuple)):

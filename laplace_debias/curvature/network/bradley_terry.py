@@ -16,7 +16,7 @@ class BradleyTerry(nn.Module):
     where a was preferred. `la.predict((a, b))` is then the probability of a preference, and
     `la.functional(x)` is the mean and the variance of the reward of single inputs.
 
-    A constant that is added to all rewards changes no preference. Only the prior determines this
+    Adding a constant to all rewards does not change any preference. Only the prior determines this
     constant, so the variance of a reward contains the prior variance of the constant. Differences
     of rewards do not contain this constant.
 

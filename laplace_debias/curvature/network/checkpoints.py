@@ -55,7 +55,7 @@ class PlainCheckpoints:
 
     def __init__(self, is_pass: Callable[[], bool]) -> None:
         self._is_pass = is_pass
-        # Every pass enters the context, so the functions are made only once.
+        # Create these functions once, in the constructor, because every pass enters the context.
         self._replacements = {
             name: partial(self._start, name)
             for name in _GENERATORS

@@ -12,7 +12,7 @@ from laplace_debias.curvature.network.quantised import plain_parts
 from laplace_debias.system.files import bytes_of
 from laplace_debias.system.gathering import full_value, is_sharded
 
-# The integer types by the number of bytes of an entry.
+# The integer dtype for each entry size in bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 

@@ -93,7 +93,7 @@ class LabelPositions:
         """Move labels to the outputs that predict them."""
         if self.is_shifted and self.num_virtual == 0:
             return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        # The first label belongs to the output of the last virtual token.
+        # If the labels are shifted, the output at the last virtual token predicts the first label.
         num_after = int(self.is_shifted)
         return F.pad(labels, (self.num_virtual - num_after, num_after), value=IGNORED)
 

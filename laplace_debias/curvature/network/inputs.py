@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace_debias.curvature.network.fingerprints import digest_of
 
 # One tensor [B, ...]; a tuple or list of several inputs, passed by position; or a mapping, passed
-# by name or as a whole (`OneArgument`). An entry that is not a tensor (None, a flag) belongs to
+# by name or as a whole (`OneArgument`). An entry that is not a tensor (None, a flag) applies to
 # every example.
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 

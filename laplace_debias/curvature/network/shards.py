@@ -36,7 +36,7 @@ class ShardedBatches(Sampler[list[int]]):
     and each process reads its part. No example is read twice or left out, nothing is padded, and
     the k-th batches of all processes together are the k-th batch of a single process. Therefore the
     result of a fit does not depend on the number of processes. If a batch has fewer examples than
-    there are processes, some processes have no part of it, and read fewer batches.
+    there are processes, some processes get no share of it and read fewer batches.
 
     Args:
         data: The data set, or anything with the same length.
@@ -229,7 +229,8 @@ def _data_set_summary(data: Any) -> str | None:
     size = len(data.sampler)  # type: ignore[arg-type]
     if not size:
         return None
-    # Augmentation by torch draws the same numbers on all processes. The generator is restored.
+    # Seed torch, so that augmentation draws the same numbers on all processes. The state of the
+    # generator is restored afterwards.
     with Randomness(torch.Generator().manual_seed(0)):
         indices = range(0, size, max(1, size // _NUM_COMPARED))
         examples = [data.dataset[index] for index in indices]

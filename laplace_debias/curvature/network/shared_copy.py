@@ -216,7 +216,8 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
         saved.restore()
 
 
-# Without hooks, the modules that these files define do not change in a forward pass in eval mode.
+# A forward pass in eval mode does not change the modules defined in these files, unless they have
+# hooks.
 _CONSTANT_MODULES = {
     f"torch.nn.modules.{name}"
     for name in (

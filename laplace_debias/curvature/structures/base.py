@@ -64,7 +64,7 @@ def squares_trial(context: FitContext, data: Iterable[Batch]) -> TrialPass:
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a planned fit, from a trial on one batch.
+    """The size of a planned fit, estimated from a trial on one batch.
 
     Attributes:
         is_debiased: Whether magnitudes are measured on data that did not determine the directions.
@@ -196,7 +196,10 @@ class CurvatureStructure(ABC):
         """Return the passes of a fit, each to be run over one batch to measure its costs."""
 
     def num_trials(self, is_debiased: bool) -> int:
-        """Return how often a fit repeats the passes of a trial, per batch of each data set."""
+        """Return how many batches of a fit each trial on one batch stands for.
+
+        A debiased fit reads two batches, and by default runs all passes over both of them.
+        """
         return 2 if is_debiased else 1
 
     def decomposed_sizes(

@@ -53,8 +53,8 @@ from laplace_debias.system.memory import ROOM
 _DOUBLE_BYTES = 8
 # The number of examples among which each inducing input is chosen.
 _CANDIDATES = 4
-# A function of the context of an output's fit and of the output's index, or None for all outputs
-# together.
+# A function that fits one output, given the context of its fit and its index. The index is None if
+# all outputs are fitted together.
 FitOutput = Callable[[FitContext, int | None], tuple[LowRankPlusDiagonal, DataTotals]]
 
 
@@ -94,7 +94,7 @@ class GpCurvature(DenseCurvature):
     def __post_init__(self) -> None:
         check_is(self.independent_outputs, "independent_outputs", bool)
         if isinstance(self.inducing, Tensor):
-            # The posterior keeps these inputs, and the user may change the tensor.
+            # Copy the tensor, because the posterior keeps it and the user may change it later.
             object.__setattr__(self, "inducing", self.inducing.detach().clone())
         elif self.inducing is not None:
             whole(self.inducing, "inducing")

@@ -71,7 +71,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
     def last_layer(
         self, forward_pass: ForwardPass
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        """Return the last layer and its inputs, if the outputs are the outputs of this layer."""
+        """Return the last layer and its inputs, or None if it does not return the outputs."""
         last = forward_pass.last_layer()
         if last is None or forward_pass.outputs.ndim > 2:
             return None
@@ -132,7 +132,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
     def _single_products(
         self, record: BlockRecord, output_directions: Directions, input_directions: Directions
     ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
-        """Return `single_products`, or None if the Jacobians are not `rotated_jacobians`."""
+        """Return `single_products`, or None if another function computes the Jacobians."""
         if self._jacobians is not rotated_jacobians:
             return None
         return single_products(record, output_directions, input_directions)

@@ -76,7 +76,9 @@ def moments(
     """
     posterior = fitted.posterior
     if kind == "differences" and accumulator_class(posterior).separates_outputs:
-        kind = "covariance"  # A difference belongs to neither output's posterior.
+        # Each output has a posterior of its own, from which the variance of a difference of two
+        # outputs cannot be computed.
+        kind = "covariance"
     restricts_head = partial(acts_through_head, fitted.parameters.blocks, posterior)
     with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)

@@ -33,7 +33,7 @@ from laplace_debias.system.ranks import collective, process_group
 
 
 class Predictor(ABC):
-    """The base class of `Laplace` and `Mixture`, which predict and are evaluated."""
+    """The prediction and evaluation methods that `Laplace` and `Mixture` share."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_settable(type(self), name)

@@ -38,7 +38,7 @@ _EARLIER = (
 )
 _USER_CLASS = "own"
 _INPUTS = "inputs"
-# The prefix of the names of the tensors that belong to a prior's information.
+# Prefix of the tensor names that hold a prior's information.
 _PRIOR = "prior."
 
 

@@ -40,8 +40,8 @@ class FitReport:
         curve: The error if the prior precision of the fit is multiplied by 1, 10, … 10⁴; NaN if the
             data ended before the first round was complete.
         error_by_block: The contribution of each block to the error, at the fit's prior precision.
-        continuation: The state from which `Auto(after=)` continues, as large as the factors of four
-            fits; None if the tolerance was reached or the fit used all data.
+        continuation: The state from which `Auto(after=)` continues. It takes as much memory as the
+            factors of four fits. None if the tolerance was reached or the fit used all data.
     """
 
     num_examples: int

@@ -155,8 +155,9 @@ class PredictionCache:
             known.
 
     Attributes:
-        default_links: The default links of a softmax likelihood, by the number of dimensions of
-            each input, which determines the number of dimensions of the outputs.
+        default_links: The default links of a softmax likelihood. The keys are the numbers of
+            dimensions of the input tensors, because these determine the number of dimensions of the
+            outputs.
     """
 
     def __init__(self, verified: ModuleSnapshot | None = None) -> None:

@@ -36,7 +36,7 @@ BOUNDS = (1e-8, 1e8)
 large or very small."""
 # The range never exceeds these ends, which single precision can represent.
 _LIMITS = (1e-20, 1e20)
-# When the noise is tuned, the range of γ = δ k² has ends at this power of ten and its inverse.
+# When the noise is tuned, γ = δ k² is searched from 10^-_RANGE to 10^_RANGE.
 _RANGE = 20
 
 

@@ -173,7 +173,8 @@ def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
     fitted = fitted.with_likelihood(likelihood)
     residuals = fitted.residuals
     assert residuals is not None
-    # The grid contains values of γ = δ k², for k² from the residuals of the training data.
+    # The grid is over γ = δ k²: it is the default grid of δ, multiplied by the k² estimated from
+    # the training residuals.
     gammas = DEFAULT_GRID * (residuals.squared / residuals.num_targets)
     table = evaluate_grid_with_noise(
         partial(predictive.predictives_by_links, fitted),

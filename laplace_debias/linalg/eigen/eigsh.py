@@ -343,8 +343,8 @@ def eigsh(
 
     Raises:
         ValueError: If the operator is not square or not symmetric, a product is not finite, k is
-            out of range, a name is unknown, a number is too small, or the generator is on a
-            different device.
+            out of range, a name is unknown, a numeric argument is below its minimum, or the
+            generator is on a different device.
 
     Warns:
         RuntimeWarning: If not all pairs have converged; `message` of the result names the remedy.

@@ -45,8 +45,8 @@ def frobenius_norm(
         progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: If a product is not finite, a number is too small, or the generator is on a
-            different device.
+        ValueError: If a product is not finite, a numeric argument is below its minimum, or the
+            generator is on a different device.
     """
     check_operator(A, generator)
     whole(num_matvecs, "num_matvecs")
@@ -120,7 +120,8 @@ def spectral_norm(
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)
-    # σ² is an eigenvalue of the Gram operator. If its residual is r, the bound on σ is r / (√2 σ).
+    # σ² is an eigenvalue of the Gram operator. If the norm of its residual is r, the error of σ is
+    # at most r / (√2 σ).
     power = 2
     if A.is_symmetric:
         power = 1

@@ -172,8 +172,8 @@ def _grid(
     # On a logarithmic scale, `rounding` includes the rounding of a position and of its eigenvalue.
     rounding = torch.finfo(positions.dtype).eps * (largest + 1 if scale == "log" else largest)
     if width is None:
-        # A spectrum without extent still needs a width. On a logarithmic scale, where the unit is
-        # a decade, a position of nearly 0 is an eigenvalue of nearly 1.
+        # A spectrum without extent still needs a width. On a logarithmic scale, positions are in
+        # decades, so 1 is a natural size even if all positions are nearly 0.
         size = 1.0 if scale == "log" else largest
         least_extent = max(1e-6 * size, _LEAST_WIDTH * rounding / _RELATIVE_WIDTH)
         extent = high - low if high - low > least_extent else 0.0

@@ -31,9 +31,9 @@ def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Ten
         result = preconditioner(residual)
     if result.shape != residual.shape or result.dtype != residual.dtype:
         raise ValueError(
-            f"The preconditioner maps {tuple(residual.shape)} in {residual.dtype} to "
-            f"{tuple(result.shape)} in {result.dtype}. Return a tensor of the same shape and "
-            "dtype."
+            f"The preconditioner maps a tensor of shape {tuple(residual.shape)} and dtype "
+            f"{residual.dtype} to one of shape {tuple(result.shape)} and dtype {result.dtype}. It "
+            "must return a tensor of the same shape and dtype."
         )
     return result
 

@@ -58,7 +58,7 @@ class LineSearches:
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
         # In these units, the squares of each right-hand side and its residual are in the range of
-        # single precision. Scaling by powers of two changes no digit.
+        # single precision. Scaling by a power of two is exact.
         # The added row of zeros ensures that a largest entry exists even if the operator has no
         # rows.
         entries = [b.abs(), self.residual.abs(), b.new_zeros(1, b.shape[1])]

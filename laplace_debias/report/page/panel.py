@@ -27,10 +27,11 @@ _COLOURS = (
 )
 _MARKERS = "osD^vPX"
 _STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-# The settings of matplotlib with which panels are created and finished.
+# Matplotlib settings used to create and finish panels.
 SETTINGS: Any = {
     "svg.fonttype": "none",
-    # Users choose the labels of methods and sets, so a dollar sign does not begin a formula.
+    # Users choose the labels of methods and sets, so print a dollar sign as it is instead of
+    # starting a formula.
     "text.parse_math": False,
     "axes.unicode_minus": True,
     "hatch.linewidth": 0.6,

@@ -91,7 +91,7 @@ class Likelihood(ABC):
 
     @property
     def has_free_sigma(self) -> bool:
-        """Whether there is a noise `sigma` that was not given, so that tuning chooses it."""
+        """Whether there is a noise `sigma` that the user did not set, so that tuning chooses it."""
         return False
 
     def for_new_fit(self) -> "Likelihood":

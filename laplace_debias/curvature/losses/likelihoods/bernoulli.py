@@ -158,7 +158,7 @@ class MultiLabel(_Sigmoids):
     `nn.BCEWithLogitsLoss`, $\ell = -\sum_c w_c\,\big(\pi_c y_c\log p_c + (1-y_c)\log(1-p_c)\big)$
     and $\nabla^2_f \ell = \mathrm{diag}(\omega\,p(1-p))$ with $\omega_c = w_c(1+(\pi_c-1)y_c)$. The
     loss is summed over labels and averaged over examples, so it is C times torch's mean.
-    `Categorical` explains the posterior and the marginal likelihood under such weights.
+    See `Categorical` for how such weights affect the posterior and the marginal likelihood.
 
     Args:
         ignore_index: The example (or position) does not count if every label has this value.
@@ -251,7 +251,7 @@ class MultiLabel(_Sigmoids):
         return _curvature_weights(labels, self.label_weights, self.positive_weights)
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return the mask of the targets that are not `ignore_index`."""
+        """Return a mask of the positions that have a label other than `ignore_index`."""
         # In a small unsigned integer type, −100 would wrap around to another number.
         return (columns_of(targets).double() != self.ignore_index).any(-1)
 

@@ -275,7 +275,7 @@ class Categorical(Likelihood):
         return _normalised_distribution(logits.log_softmax(-1))
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
-        """Average the probability over the sampled logits."""
+        """Average the class probabilities over the sampled logits."""
         return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
 
 

@@ -226,7 +226,7 @@ class Gaussian(Likelihood):
         return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
     def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
-        """Compute ε / σ for each output."""
+        """Compute ε / σ for each output, with random signs ε."""
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) / self._loss_sigma(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
@@ -260,7 +260,7 @@ class Gaussian(Likelihood):
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return a mixture of normal distributions with the noise σ, one around each sample."""
+        """Return a mixture of normal distributions with noise σ, centred on the samples."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
@@ -425,7 +425,7 @@ class HeteroscedasticGaussian(Likelihood):
         return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""Return the Fisher's square root, $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$."""
+        r"""Return a square root of the Fisher, $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$."""
         return torch.diag_embed(_root_of_fisher(outputs)).movedim(-1, 0)
 
     def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:

@@ -165,7 +165,7 @@ class Ordinal(Likelihood):
         return (cumulative <= uniforms.to(cumulative)).sum(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
-        """Return the distribution of the class, `[B]`, in the probit approximation."""
+        """Return the distribution of the class, of batch shape `[B]`, by the probit."""
         if covariance is None:
             return CategoricalDistribution(logits=self._log_probs(mean))
         is_matrix = covariance.ndim > mean.ndim
@@ -178,6 +178,6 @@ class Ordinal(Likelihood):
         return CategoricalDistribution(probs=self._log_probs(samples).exp().mean(0))
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """Return the `probs` of the classes."""
+        """Return the class probabilities under the key `"probs"`."""
         scale = (1 + torch.pi / 8 * covariance).sqrt()
         return {"probs": self._log_probs(mean, scale).exp()}
