@@ -1,4 +1,4 @@
-"""What a backward pass records for one block."""
+"""The quantities that a backward pass records for one block."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
