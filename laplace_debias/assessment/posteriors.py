@@ -160,7 +160,7 @@ def training_record(loaded: Loaded) -> TrainingRecord:
         targets = targets.double().reshape(mean.shape)
         squared_error = (mean - targets).square().mean(0)
         variance = (targets - targets.mean(0)).square().mean(0)
-        # A constant target has no variance to explain, except for rounding errors.
+        # Leave out constant targets, whose variance consists only of rounding errors.
         rounding = 64 * torch.finfo(torch.float64).eps
         varies = variance > rounding**2 * targets.square().mean(0)
         if not varies.any():

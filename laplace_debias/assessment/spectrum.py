@@ -113,7 +113,8 @@ def measure_spectrum(
     start = time.perf_counter()
     generator = torch.Generator(A.device).manual_seed(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # The printed status replaces it.
+        # The status is printed, so no warning about convergence is needed.
+        warnings.simplefilter("ignore", RuntimeWarning)
         pairs = eigsh(
             A,
             k=eigenpairs,

@@ -144,7 +144,8 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
     """
     check_real({"covariance": covariance})
     _check_covariance(covariance, (*covariance.shape[:-2], *2 * covariance.shape[-1:]))
-    sigma = covariance.double()  # The common part may be large.
+    # Use float64: a large common part, which is subtracted below, would cost digits in float32.
+    sigma = covariance.double()
     mean_variance = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
     return (mean_variance - sigma.mean((-2, -1))).clamp(min=0).to(covariance.dtype)
 

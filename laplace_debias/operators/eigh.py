@@ -137,7 +137,8 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     # Only the lower triangle is compared, because LAPACK reads only this triangle.
     lower = matrix.tril()
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    length = math.sqrt(matrix.shape[-1])  # The norm of every probe.
+    # Every probe has this norm, because its entries are ±1.
+    length = math.sqrt(matrix.shape[-1])
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
     # The probes are fixed vectors of ±1 without a pattern that a matrix might share. They are rows,
     # because products with few rows take a quarter of the time of products with few columns.

@@ -100,7 +100,7 @@ class DebiasedHessianFree(Optimizer):
         Debiasing mini-batch quadratics for applications in deep learning, Section 4.2.1.
     """
 
-    # The attribute belongs to the class, because torch's copies of an optimizer drop instance
+    # The default is an attribute of the class, because torch's copies of an optimizer drop instance
     # attributes.
     last_step: StepReport | None = None
 

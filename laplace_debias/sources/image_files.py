@@ -87,7 +87,8 @@ def opened(file: Path, is_grey: bool = False) -> Any:
     """Decode a picture."""
     try:
         with PIL.Image.open(file) as picture:
-            if picture.mode[0] in "IF":  # Pillow would clip the values.
+            # Pillow would clip values of more than 8 bits when it converts the picture.
+            if picture.mode[0] in "IF":
                 raise ValueError("more than 8 bits per pixel")
             return picture.convert("L" if is_grey else "RGB")
     # If the file is damaged, Pillow's decoders may raise errors of any type, so every exception is

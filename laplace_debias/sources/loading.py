@@ -165,7 +165,7 @@ def _likelihood(
     """Return the likelihood of the outputs, after checking that they fit the data."""
     likelihood = chosen or splits.likelihood
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-        # The batches are dicts of a collator, which `Laplace` reads and checks.
+        # A batch in another form, such as a collator's dict, is read and checked by `Laplace`.
         if likelihood is None:
             raise ValueError("The task cannot be inferred. Pass --task.")
         return likelihood

@@ -34,7 +34,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 # The event of the current collective call. It is set once the other ranks have left the call,
 # because they then need no error.
-_VERB: ContextVar[Event | None] = ContextVar("verb", default=None)
+_HAS_LEFT: ContextVar[Event | None] = ContextVar("has_left", default=None)
 
 
 class Ranks:
@@ -218,11 +218,11 @@ def collective(verb: str) -> Iterator[None]:
     A collective call within another collective call is a part of the outer call.
     """
     ranks = process_group()
-    if not isinstance(ranks, Group) or _VERB.get() is not None:
+    if not isinstance(ranks, Group) or _HAS_LEFT.get() is not None:
         yield
         return
     has_left = Event()
-    token = _VERB.set(has_left)
+    token = _HAS_LEFT.set(has_left)
     try:
         verbs = ranks.exchange(verb)
         if len(set(verbs)) > 1:
@@ -241,7 +241,7 @@ def collective(verb: str) -> Iterator[None]:
                 ranks.exchange(None, error)
         raise
     finally:
-        _VERB.reset(token)
+        _HAS_LEFT.reset(token)
 
 
 def refuse_ranks(subject: str, advice: str) -> None:
@@ -256,7 +256,7 @@ def refuse_ranks(subject: str, advice: str) -> None:
 
 def _leave() -> None:
     """Note that the ranks separate here, so that a later error is not sent to the other ranks."""
-    has_left = _VERB.get()
+    has_left = _HAS_LEFT.get()
     if has_left is not None:
         has_left.set()
 

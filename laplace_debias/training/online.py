@@ -451,7 +451,7 @@ class OnlineCurvature:
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(context, factors, self._factors.totals)
         for block, basis in self._bases.items():
-            # There are no magnitudes to project if the batch after the last refresh was rejected.
+            # If the batch after the last refresh was rejected, there are no magnitudes to rotate.
             if block in self._magnitudes.sums.parts:
                 self._magnitudes.rotate(block, basis, bases[block], dtype)
         self._bases = bases

@@ -259,7 +259,8 @@ def drop_squares(context: FitContext, data: Iterable[Batch]) -> None:
 def coordinate_axes(block: Block) -> Eigenbasis:
     """Return the coordinate axes of a block as directions whose eigenvalues are 1."""
     d_out, d_in = block.shape
-    one = torch.ones(())  # Expanded, because a vector may have as many entries as a network.
+    # Expand a single number, because a layer may have as many entries as a whole network.
+    one = torch.ones(())
     return Eigenbasis(Eigenpairs(one.expand(d_out), None), Eigenpairs(one.expand(d_in), None))
 
 

@@ -96,7 +96,8 @@ class BackpackTap:
         # The modules are called in this order, because `why_not_backpack` rejects all other models.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
-        # The input of a layer is needed after its call. (The network is a `shared_copy`.)
+        # BackPACK needs the input of a layer after its call, so no layer may overwrite its input.
+        # (The network is a `shared_copy`.)
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._blocks))

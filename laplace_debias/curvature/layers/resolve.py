@@ -89,7 +89,7 @@ def resolve(
     references, unused = find_references(network, names, reference, x, more_batches)
     references.insert(0, reference)
     used = [name for name in names if name not in unused]
-    # Two examples may take the same path through a model by chance.
+    # Two examples may take the same path through a model by chance, so more examples are run.
     mixed = take(x, slice(0, FIRST_EXAMPLES)) if reference.is_partial else None
     calls: dict[str, tuple[str, ...]] = {}
     owners = owners_of_parameters(network)
@@ -166,7 +166,7 @@ def _wrong(
         faults |= tap.forward(mixed, strict=False).faults
         for reference in references:
             for number in range(num_examples(reference.x)):
-                # The pass finds the layers that one example does not call.
+                # Run the example alone, so that the tap learns which layers it does not call.
                 tap.forward(take(reference.x, slice(number, number + 1)), strict=False)
     wrong: dict[Block, Exception] = {}
     for reference in references:

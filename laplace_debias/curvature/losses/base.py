@@ -189,7 +189,7 @@ class NegativeLogLikelihood(OutputLoss):
     """
 
     reduction = "mean"
-    # It is unknown whether a user's likelihood can be recorded safely.
+    # A user's likelihood may contain operations that cannot be recorded.
     is_recordable = False
     # The dimension of the classes in outputs, and in targets of the same shape as the outputs.
     class_dim = -1

@@ -254,7 +254,8 @@ class BinaryCrossEntropy(OutputLoss):
 
     def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute T and w π of every entry in float64, and convert them."""
-        # Targets may be in half precision, to which torch does not round the weights either.
+        # Compute in float64 if targets are in half precision: torch does not round the weights to
+        # half precision either.
         targets = targets.double()
         weight = _expanded(self._weight, targets)
         positive = weight * _expanded(self._pos_weight, targets)
@@ -323,7 +324,7 @@ class AnyLoss(OutputLoss):
     error.
     """
 
-    # The operations of the callable are unknown: see `SquaredError.value`.
+    # The callable may contain operations whose recording crashes torch; see `SquaredError.value`.
     is_recordable = False
     is_convex = False
     has_distribution = False

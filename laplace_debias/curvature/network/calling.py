@@ -142,7 +142,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
     with ExitStack() as stack:
-        # The switches below also set the TF32 flag, which causes a warning.
+        # These switches also set the TF32 flag, for which torch shows a warning.
         with quiet():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))

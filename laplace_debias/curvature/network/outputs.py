@@ -195,7 +195,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outpu
             "(`F.dropout` without `training=self.training`, added noise, ...). Make its "
             "forward pass deterministic in eval mode."
         )
-    # Rounding errors depend on the size of a batch.
+    # Outputs of the same examples differ by rounding errors if the batches differ in size.
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
     largest = float(outputs.abs().max())

@@ -194,7 +194,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors of which a tensor consists: itself, or the parts of a subclass."""
     detached: Any = tensor.detach()
     if is_sharded(detached):
-        # The local tensor is the part of this process.
+        # Each process yields only its own part.
         yield detached.to_local()
         return
     if detached.is_meta:

@@ -37,7 +37,8 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """Look up rows and reduce them bag by bag, because torch's function has only one derivative."""
-    if max_norm is not None:  # The lookup changes the table in place.
+    if max_norm is not None:
+        # torch's function also renormalises the looked-up rows of the table in place.
         return F.embedding_bag(
             input,
             weight,

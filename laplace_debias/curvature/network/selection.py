@@ -288,7 +288,7 @@ def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
             continue
         address = parameter.data_ptr()
         if not address:
-            continue  # This tensor has no memory of its own, such as a tensor of a subclass.
+            continue  # Tensors of some subclasses have no memory of their own.
         owner = owners.setdefault((parameter.device, address, parameter.numel()), name)
         if owner != name and id(model.get_parameter(owner)) in bayesian:
             raise NotImplementedError(

@@ -101,7 +101,7 @@ def _enter(unit: nn.Module, _: Any) -> None:
         module._parameters[name] = nn.Parameter(value, requires_grad=False)
         gathered[value.untyped_storage().data_ptr()] = parameter
     hooks = None
-    # Transforms of torch.func forbid such hooks.
+    # Within transforms of torch.func, these hooks are forbidden.
     autograd: Any = torch._C._autograd
     if autograd._saved_tensors_hooks_is_enabled():
         hooks = _RegatheredTensors(gathered, is_wide)

@@ -167,7 +167,7 @@ def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[T
         indices = _complete_mask(entries, parameters).nonzero().flatten()
     else:
         values = torch.as_tensor(entries)
-        # An empty list becomes a tensor of floats.
+        # The dtype of an empty list is not checked, because torch converts it to floats.
         is_wrong_dtype = values.dtype == torch.bool or values.is_floating_point()
         if values.numel() and is_wrong_dtype:
             raise TypeError(

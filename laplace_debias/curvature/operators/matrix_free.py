@@ -152,7 +152,8 @@ class CurvatureOperator(NetworkOperator):
                 products.append(flat_product.view(tangents.shape))
             return torch.cat(products)
 
-        total = reduce(Tensor.add_, self._map_items(product))  # The data is not empty.
+        # The data has at least one batch, so the sum needs no start value.
+        total = reduce(Tensor.add_, self._map_items(product))
         self._ranks.sum([total])
         check_product(self, vectors, total)
         return total.mul_(self._scale).T

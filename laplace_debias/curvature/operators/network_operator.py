@@ -133,10 +133,12 @@ class NetworkOperator(LinearOperator):
         self._lock = Lock()
         self._items: list[Item] = []
         self._is_full = False
-        self._checked: set[int | None] = set()  # The numbers of the batches.
+        # The numbers of the batches whose targets have been checked.
+        self._checked: set[int | None] = set()
         first = self._data.first()
         self._first_outputs = self._network.first_outputs(first.inputs, first.num_examples)
-        self._output_shape = self._first_outputs.shape[1:]  # For one example of the first batch.
+        # The shape of the outputs of one example; sequences of other batches may differ in length.
+        self._output_shape = self._first_outputs.shape[1:]
         self._lineariser = Lineariser(self._network)
 
     @property

@@ -93,7 +93,7 @@ def _check_replayable(node: fx.Node) -> None:
         torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
     )
     if node.target is torch.ops.aten.index.Tensor:
-        # Among indices, only a mask makes the shape of the result depend on values.
+        # Only the values of a mask, not of integer indices, determine the shape of the result.
         indices: Any = node.args[1]
         integers = (torch.int32, torch.int64)
         depends_on_values = any(
@@ -159,7 +159,7 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     if node.target in _RESHAPES:
         return node.args[0] in zeros
     if node.target is aten.convolution.default and node.args[2] is not None:
-        return False  # The result also contains the bias.
+        return False  # A bias is added, so the result is not zero even if a factor is.
     return node.target in _PRODUCTS and any(factor in zeros for factor in node.args[:2])
 
 

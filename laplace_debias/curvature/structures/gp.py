@@ -349,7 +349,8 @@ class GpCurvature(DenseCurvature):
             "magnitudes": block.magnitudes,
             "remainder": block.diagonal,
         }
-        if block.U.output in (None, 0):  # The other outputs have the same inducing inputs.
+        # All outputs have the same inducing inputs, so only the first output's block saves them.
+        if block.U.output in (None, 0):
             inputs = block.U.inducing.inputs
             assert isinstance(inputs, Tensor)
             tensors["inputs"] = inputs

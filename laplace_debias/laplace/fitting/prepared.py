@@ -31,8 +31,10 @@ from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import warn
 
-_NUM_CHECKED = 4  # examples of the first batch
-_MANY_COLUMNS = 1_000  # with more columns of `fisher="exact"`, a warning recommends `"mc"`
+# The number of examples of the first batch with which the model is checked.
+_NUM_CHECKED = 4
+# With more columns of `fisher="exact"` than this, a warning recommends `"mc"`.
+_MANY_COLUMNS = 1_000
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
     fitted = last_round.fitted
     deltas = fitted.posterior.deltas()
     is_own_block = torch.eye(len(deltas), device=deltas.device).bool()
-    # Only one block at a time has variance; the others are frozen.
+    # Give variance to one block at a time, by freezing all other blocks with a large precision.
     deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
     variances = _variances(fitted, fitted.posterior.curvature, x, deltas[None])
     _, statistical_errors = _variances_with_errors(last_round, x, deltas_by_block)

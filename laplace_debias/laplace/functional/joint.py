@@ -86,7 +86,8 @@ def joint_moments(
             group_indices = None if indices is None else indices[group]
             vectors = unit_columns(group_outputs, group_indices)
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
-            # The outputs of all examples of the group are treated as the outputs of one example.
+            # Treat the outputs of all examples of the group as the outputs of one example, so that
+            # the accumulator also computes covariances between examples.
             model_indices = context.model_indices(group_outputs, group_indices, group)
             columns = model_indices.expand(len(group), -1).reshape(1, -1)
             accumulator.add(total, forward_pass.backward(vectors), columns)

@@ -421,7 +421,7 @@ def _num_classes(fitted: FittedPosterior) -> int | None:
     if not fitted.parameters.is_linear_layer:
         return None
     block = fitted.parameters.blocks[0]
-    # Some posteriors have a single block of all parameters instead of the layer's blocks.
+    # A posterior such as `"full"` has a single block of all parameters, not the layer's blocks.
     is_by_block = isinstance(fitted.posterior.curvature.blocks.get(block.name), EigenKronecker)
     return block.shape[0] if is_by_block else None
 

@@ -442,7 +442,7 @@ class _ThroughHead:
             if request.diagonal:
                 total[..., columns] += covariances
             else:
-                # All columns are differentiated together.
+                # All columns are differentiated together, so the whole matrix is added at once.
                 total += head_outputs.covariance(covariances, self._request.diagonal)
 
     def _head_outputs(self, indices: Int[Tensor, "batch k"] | None) -> HeadOutputs:

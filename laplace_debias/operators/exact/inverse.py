@@ -48,12 +48,11 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
         case Identity():
             return operator
         case Diagonal():
-            # The diagonal's eigenvalues are given, not computed, so even the smallest of them are
-            # precise.
+            # The entries of a diagonal are its eigenvalues, so even the smallest are precise.
             return Diagonal(_checked_reciprocal(operator.values))
         case EigenKronecker():
-            # If a weak prior is added to the curvature, the smallest eigenvalues are close to the
-            # prior precision, and are known as precisely as the prior precision.
+            # If a weak prior was added to the curvature, the smallest eigenvalues are about as
+            # large as the prior precision, and just as precise.
             added = operator.added
             is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
             return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)
@@ -94,7 +93,7 @@ def _inverse_of_matrix(operator: Dense) -> LinearOperator:
 def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
     magnitudes = operator.magnitudes
     diagonal = operator.diagonal
-    # Magnitudes that are not negative cannot cancel the diagonal.
+    # If no magnitude is negative, the eigenvalues are sums without cancellation.
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
     reciprocal = _checked_reciprocal if is_positive else _resolved_reciprocal
     if diagonal.ndim == 0:

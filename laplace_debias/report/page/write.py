@@ -124,7 +124,7 @@ def _inline(picture: Picture) -> Markup:
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     head, body = text.split(">", 1)
     box = re.search(r'viewBox="[^"]+"', head)
-    assert box is not None  # matplotlib writes one
+    assert box is not None  # Matplotlib always writes a viewBox.
     refers = r'(url\(#|href="#)([^")]+)'
     used = {match[2] for match in re.finditer(refers, body)}
     body = re.sub(r'\bid="method:([\w.-]+):\d+"', r'data-method="\1"', body)

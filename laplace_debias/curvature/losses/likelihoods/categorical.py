@@ -192,7 +192,7 @@ class Categorical(Likelihood):
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        # With smoothing, an ignored target (all zeros) would have a loss.
+        # An ignored target is all zeros here. With smoothing, its loss would not be zero.
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
