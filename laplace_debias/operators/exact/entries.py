@@ -45,12 +45,14 @@ def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """Compute the largest singular value of an operator `[m, n]`; None without a closed form."""
-    if isinstance(operator, Dense):
-        return torch.linalg.matrix_norm(operator.matrix, 2)
-    values = eigenvalues(operator)
+    values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     if values is None:
         return None
-    return values.abs().amax() if len(values) else values.new_zeros(())
+    if values.numel() == 0:
+        return values.new_zeros(())
+    if isinstance(operator, Dense):
+        return torch.linalg.matrix_norm(values, 2)
+    return values.abs().amax()
 
 
 def _trace(operator: LinearOperator) -> Tensor:
