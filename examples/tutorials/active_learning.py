@@ -97,5 +97,5 @@ print("BALD minus random at 120 labels, for each seed:", [round(float(g), 3) for
 # %% [markdown]
 # ## Next steps
 #
-# - Compare the scores of uncertainty: [Scores](../method.md#scores-of-uncertainty).
+# - Compare the scores of uncertainty: [Scores](../method-predictives.md#scores-of-uncertainty).
 # - Add the new labels without a new fit: [Add new data](../how-to/new-data.md).
