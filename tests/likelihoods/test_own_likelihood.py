@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributions import Poisson as PoissonDistribution
 
-from laplace_debias import Categorical, Laplace, Likelihood, Ordinal
+from laplace_debias import Bernoulli, Categorical, Laplace, Likelihood, MultiLabel, Ordinal
 
 
 class Poisson(Likelihood):
@@ -154,6 +154,38 @@ def test_a_subclass_with_its_own_curvature_inherits_no_method_of_another_curvatu
     uniforms = ((torch.arange(10_000) + 0.5) / 10_000).double().unsqueeze(1).expand(-1, 3)
     drawn = likelihood.drawn_gradient(f.expand(10_000, 3), uniforms)
     torch.testing.assert_close(drawn.T @ drawn / 10_000, hessian, rtol=0, atol=1e-4)
+
+
+class OwnRoot(Bernoulli):
+    def hessian_root(self, outputs):
+        return super().hessian_root(outputs)
+
+
+class OwnSample(MultiLabel):
+    def sample(self, outputs, uniforms):
+        return super().sample(outputs, uniforms)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        Tempered(class_weights=[0.5, 1.0, 4.0]),
+        Tempered(label_smoothing=0.3),
+        Tempered(ignore_index=0),
+        OwnRoot(positive_weight=5.0),
+        OwnSample(ignore_index=0, label_weights=[2.0, 0.5], positive_weights=5.0),
+    ],
+)
+def test_drawn_gradients_of_a_subclass_are_those_of_minus_log_p(likelihood):
+    """Weights, smoothing and ignored labels belong to the loss, not to p(y | f)."""
+    f = torch.tensor([[1.0, -0.5, 2.0]]).double()
+    f = f[:, : {Bernoulli: 1, MultiLabel: 2}.get(type(likelihood).__base__, 3)]
+    columns = likelihood.hessian_root(f)[:, 0]
+    # The numbers are the centres of a grid of 300 × 300 cells.
+    centres = (torch.arange(300).double() + 0.5) / 300
+    uniforms = torch.cartesian_prod(centres, centres)[:, [0, 1, 1][: f.shape[1]]]
+    drawn = likelihood.drawn_gradient(f.expand(len(uniforms), -1), uniforms)
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), columns.T @ columns, rtol=0, atol=2e-3)
 
 
 class AlwaysZero(Categorical):

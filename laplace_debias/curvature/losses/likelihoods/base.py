@@ -102,6 +102,14 @@ class Likelihood(ABC):
         """Return the likelihood as it was when the curvature was measured."""
         return self
 
+    def for_drawn_targets(self) -> "Likelihood":
+        """Return the likelihood whose loss is −log p(y | f) for all targets drawn from p(y | f).
+
+        A likelihood whose loss has `curvature_weights` or ignores some targets has to implement
+        this method or `drawn_gradient`.
+        """
+        return self
+
     @abstractmethod
     def nll(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
@@ -210,10 +218,10 @@ class Likelihood(ABC):
     ) -> Float[Tensor, "batch outputs"]:
         """Compute the gradient of −log p(y | f) in f at targets drawn from p(y | f), `[B, C]`.
 
-        Its expected outer product equals the outer product of the columns of `hessian_root`. A loss
-        with `curvature_weights` differs from −log p(y | f), and has to implement this method.
+        Its expected outer product equals the outer product of the columns of `hessian_root`.
         """
-        return self.gradient(outputs, self.sample(outputs, uniforms))
+        likelihood = self.for_drawn_targets()
+        return likelihood.gradient(outputs, likelihood.sample(outputs, uniforms))
 
     def check_predicted(self, values: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
         """Require targets that have the shape of the predicted probabilities or means."""

@@ -1,5 +1,6 @@
 """Likelihoods for one binary label and for several binary labels."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,12 @@ class Bernoulli(_Sigmoids):
         if self.positive_weight is None:
             return {}
         return {"positive_weight": self.positive_weight.item()}
+
+    def for_drawn_targets(self) -> "Bernoulli":
+        """Return the likelihood without a weight of the positives."""
+        likelihood = copy.copy(self)
+        likelihood.positive_weight = None
+        return likelihood
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Compute the probability of the positive class, `[B]`."""
@@ -194,6 +201,14 @@ class MultiLabel(_Sigmoids):
         if self.positive_weights is not None:
             options["positive_weights"] = self.positive_weights.tolist()
         return options
+
+    def for_drawn_targets(self) -> "MultiLabel":
+        """Return the likelihood without ignored examples and weights."""
+        likelihood = copy.copy(self)
+        likelihood.ignore_index = -100
+        likelihood.label_weights = None
+        likelihood.positive_weights = None
+        return likelihood
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require targets that are 0 or 1 and have the shape of the outputs."""

@@ -1,5 +1,6 @@
 """Softmax classification."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,14 @@ class Categorical(Likelihood):
         if self.label_smoothing:
             options["label_smoothing"] = self.label_smoothing
         return options
+
+    def for_drawn_targets(self) -> "Categorical":
+        """Return the likelihood without ignored labels, class weights and label smoothing."""
+        likelihood = copy.copy(self)
+        likelihood.ignore_index = -100
+        likelihood.class_weights = None
+        likelihood.label_smoothing = 0.0
+        return likelihood
 
     def num_outputs(self, num_targets: int) -> int:
         """Return the number of classes."""
