@@ -123,6 +123,24 @@ def test_operators_of_weighted_cross_entropy(kind):
     torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
 
 
+def test_a_weight_of_one_changes_nothing_if_the_positives_of_a_label_weigh_nothing():
+    x, y = data()
+    y = (torch.stack([y, y + 1, y + 2], 1) % 3 == 0).double()
+    pos_weight = torch.tensor([0.0, 1.0, 3.0]).double()
+    loss = nn.BCEWithLogitsLoss(pos_weight=pos_weight)
+    weighted = nn.BCEWithLogitsLoss(torch.ones(3).double(), pos_weight=pos_weight)
+    found, expected = (KFAC(perceptron(), each, [(x, y)]).to_dense() for each in (weighted, loss))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    # The mean over examples of Σ_c T_c p_c (1 − p_c), and of x xᵀ with the weights Σ_c T_c.
+    model = nn.Linear(6, 3).double().eval()
+    T = 1 + (pos_weight - 1) * y
+    p = model(x).sigmoid().detach()
+    G = (T * p * (1 - p)).mean(0).diag() / 3
+    expected = torch.kron(G, weighted_mean_A(x, T.sum(1)))
+    operator = KFAC(model, weighted, [(x, y)], params=["weight"])
+    torch.testing.assert_close(operator.to_dense(), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_online_curvature_saves_the_weights_of_the_input_factors():
     x, y = data()
     model = perceptron()

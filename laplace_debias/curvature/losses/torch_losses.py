@@ -249,7 +249,9 @@ class BinaryCrossEntropy(OutputLoss):
         if self._weight is None and self._pos_weight is None:
             return Labels(targets)
         total, _ = self._weights(targets, torch.float64)
-        counted = None if self._weight is None else total != 0
+        counted = None
+        if self._weight is not None:
+            counted = (self._weight != 0).to(targets.device).expand(targets.shape)
         return Labels(targets, counted, total)
 
     def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
