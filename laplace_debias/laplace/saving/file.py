@@ -24,6 +24,7 @@ from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fitted import FittedPosterior, checked_setup, checked_temperature
 from laplace_debias.laplace.state.fitted_model import FittedModel
 from laplace_debias.laplace.state.model_spec import ModelSpec
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prior import Prior
 from laplace_debias.operators import BlockDiagonal
@@ -181,21 +182,21 @@ def load(
 ) -> FittedPosterior:
     """Read the fit that a file contains; see `Laplace.load`."""
     header, tensors = read(path)
-    # In files of earlier versions, `sharing` has no effect on a curvature without factors. `joint`
-    # also determines the order of the entries in a single block of all parameters.
     inducing = tensors["0.inputs"] if header.inducing == _INPUTS else header.inducing
     structure = curvature_structure(
         header.curvature, header.rank, inducing, header.independent_outputs
     )
-    sharing = header.sharing if structure.has_factors else "expand"
     config = CurvatureConfig(
         structure=structure,
         fisher=fisher,
         params=header.param_names,
         backend=backend,
         factor_dtype=factor_dtype,
+        # This also determines the order of the entries in a single block of all parameters.
         joint=header.joint,
-        sharing=sharing,
+        # Earlier versions also wrote a `sharing` for a curvature without factors, where it has no
+        # effect.
+        sharing=header.sharing if structure.has_factors else "expand",
         memory_bound=memory_bound,
     )
     likelihood = likelihood_from_json(header.likelihood, likelihood)
@@ -204,60 +205,31 @@ def load(
     setup = checked_setup(spec, config, replay_modules=header.calls)
     parameters = setup.parameters
     assert parameters is not None  # The file contains their names.
+    _check_same_blocks(header.block_names, parameters.block_names)
     plain = spec.plain_model
     mean = parameters.flattened(plain)
     fitted_model = FittedModel.record(spec, parameters, is_verified=False)
-    if header.block_names != parameters.block_names:
-        raise ValueError(
-            f"The file has the curvature blocks {reprlib.repr(header.block_names)}, but the "
-            f"model has {reprlib.repr(parameters.block_names)}, so the file was saved for a "
-            f"different model. Pass that model. {_EARLIER}"
-        )
     # Earlier versions also wrote the tensors of modules that PEFT replaces by trained copies.
     replaced = unused_originals(plain)
-    others = {name: n for name, n in header.others.items() if not name.startswith(replaced)}
-    _check_same_parameters(tensors["mean"], mean, others, fitted_model.frozen_fingerprint)
-    tensors = {name: tensor.to(mean.device) for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        if ".U" in name:
-            # The tensors get the memory layout that they have after a fit, because products of
-            # tensors in a different layout would be summed in a different order.
-            tensors[name] = tensor.mT.contiguous().mT
+    saved_fingerprint = {
+        name: n for name, n in header.others.items() if not name.startswith(replaced)
+    }
+    _check_same_parameters(
+        tensors["mean"], mean, saved_fingerprint, fitted_model.frozen_fingerprint
+    )
+
+    tensors = _as_after_fit(tensors, mean.device)
     network = spec.network(parameters.names)
-
-    def restore_curvature(
-        prefix: str,
-    ) -> tuple[BlockDiagonal[CurvatureBlock], dict[str, FactorScales]]:
-        names = header.block_names
-        num_blocks = len(names)
-        if header.independent_outputs:
-            num_blocks = sum(key.endswith(".magnitudes") for key in tensors)
-        block_tensors: list[dict[str, Tensor]] = []
-        for index in range(num_blocks):
-            block_prefix = f"{prefix}{index}."
-            block_tensors.append(
-                {
-                    key.removeprefix(block_prefix): tensor
-                    for key, tensor in tensors.items()
-                    if key.startswith(block_prefix)
-                }
-            )
-        blocks = structure.restore_all(
-            block_tensors, names, network, parameters.blocks, memory_bound
-        )
-        factor_scales: dict[str, FactorScales] = {}
-        for name, saved in zip(blocks, block_tensors, strict=True):
-            if "trace_A" in saved:
-                share_A = float(saved.get("share_A", 1.0))
-                factor_scales[name] = FactorScales(saved["trace_A"], share_A)
-        return BlockDiagonal(blocks), factor_scales
-
     prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
     if header.prior_weight is not None:
-        curvature, factor_scales = restore_curvature(_PRIOR)
-        information = Information(curvature, float(header.prior_weight), factor_scales)
+        prior_curvature, prior_scales = _restore_curvature(
+            _split_by_block(tensors, _PRIOR), config, parameters, network
+        )
+        information = Information(prior_curvature, float(header.prior_weight), prior_scales)
         prior = replace(prior, information=information)
-    curvature, factor_scales = restore_curvature("")
+    curvature, factor_scales = _restore_curvature(
+        _split_by_block(tensors, ""), config, parameters, network
+    )
     posterior = GaussianPosterior(
         mean=mean,
         curvature=curvature,
@@ -265,7 +237,7 @@ def load(
         prior=prior.fitting(len(parameters.block_names), parameters.size),
         order=None if parameters.order is None else parameters.order.to(mean.device),
         temperature=checked_temperature(float(header.temperature)),
-        layout=parameters.layout(spec.plain_model),
+        layout=parameters.layout(plain),
         factor_scales=factor_scales,
     )
     # Earlier versions wrote a different power for the empirical Fisher.
@@ -282,6 +254,59 @@ def load(
         link=None if header.link is None else Link(**header.link),
         thinned_at=None if header.thinned_at is None else tuple(header.thinned_at),
     )
+
+
+def _as_after_fit(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move tensors to a device, and give eigenvectors the memory layout that they have after a fit.
+
+    Products of tensors in a different layout would be summed in a different order.
+    """
+    converted: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.to(device)
+        converted[name] = tensor.mT.contiguous().mT if ".U" in name else tensor
+    return converted
+
+
+def _split_by_block(tensors: Mapping[str, Tensor], prefix: str) -> list[dict[str, Tensor]]:
+    """Collect the tensors of each block, whose names are `{prefix}{index of the block}.{key}`."""
+    by_index: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        index, _, key = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and index.isdecimal():
+            by_index.setdefault(int(index), {})[key] = tensor
+    return [by_index[index] for index in sorted(by_index)]
+
+
+def _restore_curvature(
+    block_tensors: Sequence[Mapping[str, Tensor]],
+    config: CurvatureConfig,
+    parameters: ParameterBlocks,
+    network: nn.Module,
+) -> tuple[BlockDiagonal[CurvatureBlock], dict[str, FactorScales]]:
+    """Rebuild the blocks, and any known scales of their factors, from each block's tensors.
+
+    This is the inverse of `tensors_by_block`.
+    """
+    blocks = config.structure.restore_all(
+        block_tensors, parameters.block_names, network, parameters.blocks, config.memory_bound
+    )
+    factor_scales: dict[str, FactorScales] = {}
+    for name, tensors in zip(blocks, block_tensors, strict=True):
+        if "trace_A" in tensors:
+            share_A = float(tensors.get("share_A", 1.0))
+            factor_scales[name] = FactorScales(tensors["trace_A"], share_A)
+    return BlockDiagonal(blocks), factor_scales
+
+
+def _check_same_blocks(saved_names: Sequence[str], names: Sequence[str]) -> None:
+    """Require that the model has the curvature blocks that the file names, in the same order."""
+    if saved_names != names:
+        raise ValueError(
+            f"The file has the curvature blocks {reprlib.repr(saved_names)}, but the "
+            f"model has {reprlib.repr(names)}, so the file was saved for a "
+            f"different model. Pass that model. {_EARLIER}"
+        )
 
 
 def _check_names(spec: ModelSpec, names: Sequence[str]) -> None:
