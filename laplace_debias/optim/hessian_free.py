@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
-from laplace_debias.optim.batch import Batch, Closure, Line, backtrack, flat
+from laplace_debias.optim.local_model import Closure, LocalModel, LossAlongStep, backtrack, flat
 
 # The constants of the rule of Levenberg and Marquardt in Martens' form: the damping is divided by
 # the factor if the reduction ratio is above the upper limit, and multiplied by the factor if the
@@ -183,54 +183,61 @@ class DebiasedHessianFree(Optimizer):
         """
         parameters = self._parameters()
         options = self.param_groups[0]
+        damping = options["damping"]
         theta = flat(parameters)
-        decay = torch.cat(
-            [
-                torch.full_like(p, group["weight_decay"]).flatten()
-                for group in self.param_groups
-                for p in group["params"]
-                if p.requires_grad
-            ]
-        )
+        decay = self._weight_decays()
         with torch.enable_grad():
-            batch = Batch(first, parameters, decay, theta)
-            judge = batch if second is None else Batch(second, parameters, decay, theta)
-            solution, num_matvecs = self._newton_step(batch, judge, decay + options["damping"])
+            first_model = LocalModel(first, parameters, decay, theta)
+            second_model = first_model
+            if second is not None:
+                second_model = LocalModel(second, parameters, decay, theta)
+            solution, num_matvecs = self._newton_step(first_model, second_model, decay + damping)
 
         step = solution.x
         # Conjugate gradients minimise the damped quadratic, but the loss has no damping term.
-        predicted = float(solution.values[-1] - options["damping"] * step.square().sum() / 2)
-        evaluate = Line(second or first, parameters, decay, theta=theta, step=step)
-        full = evaluate(1.0)
-        ratio = (full - judge.loss) / predicted if predicted < 0 else 0.0
-        size = 1.0
-        new_loss = full
+        predicted = float(solution.values[-1] - damping * step.square().sum() / 2)
+        loss_along_step = LossAlongStep(second or first, parameters, decay, theta=theta, step=step)
+        full_step_loss = loss_along_step(1.0)
+        reduction_ratio = 0.0
+        if predicted < 0:
+            reduction_ratio = (full_step_loss - second_model.loss) / predicted
+        step_size = 1.0
+        new_loss = full_step_loss
         if options["line_search"]:
-            slope = float(judge.gradient @ step)
-            size, new_loss = backtrack(evaluate, judge.loss, slope, full)
-        evaluate.move(size)
+            slope = float(second_model.gradient @ step)
+            step_size, new_loss = backtrack(
+                loss_along_step, second_model.loss, slope, full_step_loss
+            )
+        loss_along_step.move(step_size)
         self.last_step = StepReport(
-            loss=judge.loss,
+            loss=second_model.loss,
             new_loss=new_loss,
             predicted=predicted,
-            reduction_ratio=ratio,
-            step_size=size,
-            damping=options["damping"],
+            reduction_ratio=reduction_ratio,
+            step_size=step_size,
+            damping=damping,
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        # The ratio is defined only if a change is predicted, which is not the case at a minimum. If
-        # the loss has overflowed, the ratio is NaN, which increases the damping.
+        # The ratio is defined only if a change is predicted, which is not the case at a minimum.
         if options["adapt_damping"] and predicted != 0:
-            for group in self.param_groups:
-                if not ratio >= _LOWER_RATIO:
-                    group["damping"] *= _DAMPING_FACTOR
-                elif ratio > _UPPER_RATIO:
-                    group["damping"] /= _DAMPING_FACTOR
-        return theta.new_tensor(judge.loss)
+            self._adapt_damping(reduction_ratio)
+        return theta.new_tensor(second_model.loss)
 
-    def _newton_step(self, batch: Batch, judge: Batch, shift: Tensor) -> tuple[Solution, int]:
-        """Compute the step by conjugate gradients, with step sizes from `judge`.
+    def _weight_decays(self) -> Tensor:
+        """Return the weight decay of every entry of the parameters, `[D]`."""
+        decays = [
+            torch.full_like(p, group["weight_decay"]).flatten()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        ]
+        return torch.cat(decays)
+
+    def _newton_step(
+        self, first_model: LocalModel, second_model: LocalModel, shift: Tensor
+    ) -> tuple[Solution, int]:
+        """Compute the step by conjugate gradients, with step sizes from the second model.
 
         Returns:
             The solution, and the number of products with a GGN.
@@ -238,21 +245,31 @@ class DebiasedHessianFree(Optimizer):
         options = self.param_groups[0]
         rule = relative_progress()
         limits = {"tol": options["tol"], "max_iter": options["max_iter"]}
-        A = batch.ggn + Diagonal(shift)
-        if judge is batch:
-            solution = cg(A, -batch.gradient, stop=rule, **limits)
+        A = first_model.ggn + Diagonal(shift)
+        if second_model is first_model:
+            solution = cg(A, -first_model.gradient, stop=rule, **limits)
             return solution, solution.num_matvecs
         result = debiased_cg(
             A,
-            judge.ggn + Diagonal(shift),
-            -batch.gradient,
-            -judge.gradient,
+            second_model.ggn + Diagonal(shift),
+            -first_model.gradient,
+            -second_model.gradient,
             stop=lambda single, debiased: rule(debiased),
             **limits,
         )
         return result.debiased, result.num_matvecs
 
+    def _adapt_damping(self, reduction_ratio: float) -> None:
+        """Multiply or divide λ according to how well the quadratic predicted the loss."""
+        for group in self.param_groups:
+            # If the loss has overflowed, the ratio is NaN, which increases the damping.
+            if not reduction_ratio >= _LOWER_RATIO:
+                group["damping"] *= _DAMPING_FACTOR
+            elif reduction_ratio > _UPPER_RATIO:
+                group["damping"] /= _DAMPING_FACTOR
+
     def _parameters(self) -> list[Tensor]:
+        """Return the parameters to train, and require one dtype and one device."""
         parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if not parameters:
             raise ValueError(

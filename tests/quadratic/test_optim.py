@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from laplace_debias.linalg import debiased_cg
 from laplace_debias.optim import DebiasedHessianFree
-from laplace_debias.optim.batch import GraphGGN
+from laplace_debias.optim.local_model import GraphGGN
 
 
 class Tied(nn.Module):

@@ -1,4 +1,4 @@
-"""A batch's loss, gradient and curvature, from the graph that a closure has built."""
+"""The local model of a batch's loss, and the loss itself along a step."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,8 +11,14 @@ from laplace_debias.operators.base import Symmetric
 Closure = Callable[[], tuple[Tensor, Tensor]]
 
 
-class Batch:
-    """A batch's loss, gradient (both with weight decay) and GGN at the current parameters."""
+class LocalModel:
+    """The quadratic model of a batch's loss at the current parameters.
+
+    Attributes:
+        loss: The loss, with weight decay.
+        gradient: The gradient of the loss with weight decay, `[D]`.
+        ggn: The GGN of the loss without weight decay, `[D, D]`.
+    """
 
     def __init__(
         self, closure: Closure, parameters: list[Tensor], decay: Tensor, theta: Tensor
@@ -129,8 +135,8 @@ _BACKTRACK = 0.8
 _MAX_BACKTRACKS = 30
 
 
-class Line:
-    """The loss along a line through the parameters, which are moved in place."""
+class LossAlongStep:
+    """The loss at θ + size · step; the parameters are moved in place."""
 
     def __init__(
         self,
@@ -166,14 +172,16 @@ class Line:
         return theta
 
 
-def backtrack(evaluate: Line, loss: float, slope: float, full: float) -> tuple[float, float]:
+def backtrack(
+    loss_along_step: LossAlongStep, loss: float, slope: float, full_step_loss: float
+) -> tuple[float, float]:
     """Find the largest step size 0.8ⁱ that meets Armijo's condition.
 
     Args:
-        evaluate: The loss along the step.
+        loss_along_step: The loss along the step.
         loss: The loss at size 0.
         slope: The derivative of the loss along the step, at size 0.
-        full: The loss at size 1.
+        full_step_loss: The loss at size 1.
 
     Returns:
         The step size and the loss at this size; 0 and the loss at 0 if no size meets the condition.
@@ -181,11 +189,11 @@ def backtrack(evaluate: Line, loss: float, slope: float, full: float) -> tuple[f
     if not slope < 0:
         return 0.0, loss
     size = 1.0
-    new_loss = full
+    new_loss = full_step_loss
     for _ in range(_MAX_BACKTRACKS):
         # The comparison is written such that a loss of NaN does not meet the condition.
         if new_loss <= loss + _SUFFICIENT_DECREASE * size * slope:
             return size, new_loss
         size *= _BACKTRACK
-        new_loss = evaluate(size)
+        new_loss = loss_along_step(size)
     return 0.0, loss
