@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import chain, islice, pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
@@ -162,6 +162,29 @@ class _NewExamples:
     drawn: list[Batch] = field(default_factory=list)
     num_drawn: int = 0
 
+    def add_drawn(
+        self,
+        batch: Batch | None,
+        is_drawn: Bool[Tensor, " examples"],
+        own_part: slice,
+        probabilities: Float[Tensor, " examples"],
+    ) -> None:
+        """Add the drawn examples of a batch, weighted by their inverse probabilities.
+
+        Args:
+            batch: This process's batch; None if its data has ended.
+            is_drawn: Whether each example of all processes' batches is drawn for this fold.
+            own_part: The part of these examples that belongs to this process.
+            probabilities: The probabilities with which the examples were drawn.
+        """
+        own_indices = is_drawn[own_part].nonzero()[:, 0]
+        if batch is not None and len(own_indices):
+            weights = probabilities[own_part][own_indices].reciprocal()
+            first_index = self.num_drawn + int(is_drawn[: own_part.start].sum())
+            drawn = replace(batch.take(own_indices), weights=weights, first_index=first_index)
+            self.drawn.append(drawn)
+        self.num_drawn += int(is_drawn.sum())
+
     def joined_if_possible(self, needs_indices: bool) -> list[Batch]:
         """Return the drawn examples of this process, joined into one batch if possible.
 
@@ -295,41 +318,34 @@ class ImportanceSampler:
             The sums with the totals and the curvatures of the batches.
         """
         ranks = self._context.ranks
-        total = sum(sizes)
-        fold_indices = (sums.totals.num_examples + torch.arange(total)) % len(sums.folds)
-        start = sum(sizes[: ranks.rank])
-        own_part = slice(start, start + sizes[ranks.rank])
-        own_traces, nll, num_outputs = self._pass_forward(
+        num_examples = sum(sizes)
+        fold_indices = (sums.totals.num_examples + torch.arange(num_examples)) % len(sums.folds)
+        own_start = sum(sizes[: ranks.rank])
+        own_part = slice(own_start, own_start + sizes[ranks.rank])
+        own_curvatures, nll, num_outputs = self._pass_forward(
             batch, fold_indices[own_part], new_by_fold
         )
-        by_rank = ranks.exchange((own_traces.tolist(), nll, num_outputs))
-        traces_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
-        traces = torch.tensor(list(chain.from_iterable(traces_by_rank)), dtype=torch.float64)
-        curvatures = torch.cat([sums.curvatures, traces])
-        mean_curvature = float(curvatures.mean())
-        probabilities = inclusion_probabilities(traces, mean_curvature, self._forward_ratio)
-        uniforms = torch.rand(total, generator=generator, dtype=torch.float64)
+        by_rank = ranks.exchange((own_curvatures.tolist(), nll, num_outputs))
+        curvatures_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
+        new_curvatures = torch.tensor(
+            list(chain.from_iterable(curvatures_by_rank)), dtype=torch.float64
+        )
+        curvatures = torch.cat([sums.curvatures, new_curvatures])
+        probabilities = inclusion_probabilities(
+            new_curvatures, float(curvatures.mean()), self._forward_ratio
+        )
+        uniforms = torch.rand(num_examples, generator=generator, dtype=torch.float64)
         is_drawn = uniforms < probabilities
         folds = []
         for index, (fold, new) in enumerate(zip(sums.folds, new_by_fold, strict=True)):
-            in_fold = fold_indices == index
-            is_chosen = in_fold & is_drawn
-            weighted_curvature = float((traces[is_chosen] / probabilities[is_chosen]).sum())
-            folds.append(
-                replace(fold, weighted_curvature=fold.weighted_curvature + weighted_curvature)
-            )
-            own_indices = is_chosen[own_part].nonzero()[:, 0]
-            if batch is not None and len(own_indices):
-                weights = probabilities[start + own_indices].reciprocal()
-                first_index = new.num_drawn + int(is_chosen[:start].sum())
-                drawn = replace(batch.take(own_indices), weights=weights, first_index=first_index)
-                new.drawn.append(drawn)
-            new.num_drawn += int(is_chosen.sum())
+            is_drawn_in_fold = is_drawn & (fold_indices == index)
+            new.add_drawn(batch, is_drawn_in_fold, own_part, probabilities)
+            weighted_curvatures = new_curvatures[is_drawn_in_fold] / probabilities[is_drawn_in_fold]
+            weighted_curvature = fold.weighted_curvature + float(weighted_curvatures.sum())
+            folds.append(replace(fold, weighted_curvature=weighted_curvature))
+        new_totals = DataTotals(num_examples, sum(nlls), sum(nums_outputs), num_examples)
         return replace(
-            sums,
-            folds=tuple(folds),
-            totals=sums.totals + DataTotals(total, sum(nlls), sum(nums_outputs), total),
-            curvatures=curvatures,
+            sums, folds=tuple(folds), totals=sums.totals + new_totals, curvatures=curvatures
         )
 
     def _pass_forward(
@@ -339,11 +355,11 @@ class ImportanceSampler:
         new_by_fold: Sequence[_NewExamples],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
         """Pass a batch forward by folds; return curvatures, loss, and the size of the outputs."""
-        traces = torch.zeros(len(fold_indices), dtype=torch.float64)
+        curvatures = torch.zeros(len(fold_indices), dtype=torch.float64)
         nll = 0.0
         num_outputs = 0
         if batch is None:
-            return traces, nll, num_outputs
+            return curvatures, nll, num_outputs
         if batch.weights is not None:
             raise ValueError(
                 '`mode="auto"` does not support weights of examples. Remove them from the batches.'
@@ -355,11 +371,11 @@ class ImportanceSampler:
                 new.totals.weight += len(in_fold)
                 examples = batch.take(in_fold)
                 outputs = self._forward(examples, new.inputs, new.totals)
-                fold_traces, loss = output_curvatures(self._context, outputs, examples.targets)
-                traces[in_fold] = fold_traces.cpu()
+                fold_curvatures, loss = output_curvatures(self._context, outputs, examples.targets)
+                curvatures[in_fold] = fold_curvatures.cpu()
                 nll += float(loss)
                 num_outputs += outputs.numel()
-        return traces, nll, num_outputs
+        return curvatures, nll, num_outputs
 
     def _with_new_examples(
         self, fold: SampledFold, new: _NewExamples, num_drawn: int
