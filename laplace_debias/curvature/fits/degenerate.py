@@ -29,7 +29,7 @@ def average_degenerate(
     measured: Float[Tensor, "*entries"],
     eigenvalues: Float[Tensor, "*groups d"],
     dtype: torch.dtype,
-    remaining: int = 1,
+    multiplicity: int = 1,
 ) -> Float[Tensor, "*entries"]:
     r"""Average curvature over eigenvectors whose eigenvalues nearly coincide.
 
@@ -49,34 +49,65 @@ def average_degenerate(
     A matrix may also consist only of rounding errors of a sum that cancels: for example, gradients
     at the keys of attention add up to zero over positions. Therefore, if all eigenvalues are below
     the square of the resolution, as a fraction of the measured curvature, the average is over all
-    eigenvectors. The columns of `measured` are averaged one by one. The eigenvalues may be in any
-    order; the last eigenvalue belongs to `remaining` eigenvectors.
+    eigenvectors. The columns of `measured` are averaged one by one.
+
+    Args:
+        measured: Curvature along the eigenvectors, `[*groups, d]` or `[*groups, d, columns]`.
+        eigenvalues: The eigenvalues, in any order.
+        dtype: The dtype in which the matrix was computed.
+        multiplicity: The number of eigenvectors to which the last eigenvalue belongs.
     """
     if eigenvalues.shape[-1] == 0:
         return measured
     if eigenvalues.ndim > 1 and measured.ndim == eigenvalues.ndim:
         columns = measured.unsqueeze(-1)
-        return average_degenerate(columns, eigenvalues, dtype, remaining).squeeze(-1)
-    counts = torch.ones_like(eigenvalues)
-    counts[..., -1] = remaining
+        return average_degenerate(columns, eigenvalues, dtype, multiplicity).squeeze(-1)
     largest = eigenvalues.amax(-1, keepdim=True)
     column_dims = tuple(range(eigenvalues.ndim - 1, measured.ndim))
     least = resolution(dtype) ** 2 * measured.amax(column_dims)
-    is_one_space = largest.squeeze(-1) <= least
-    mean = measured.mean(eigenvalues.ndim - 1, keepdim=True).expand_as(measured)
-    if remaining > 1:
-        shares = (counts / counts.sum(-1, keepdim=True)).unsqueeze(-2)
-        mean = (shares @ measured.to(eigenvalues)).to(measured).expand_as(measured)
-    if bool(is_one_space.all()):
+    are_rounding_errors = largest.squeeze(-1) <= least
+    mean = _mean_over_all(measured, eigenvalues, multiplicity)
+    if bool(are_rounding_errors.all()):
         return mean
     width = resolution(dtype) * largest
-    are_close = (eigenvalues.sort(-1).values.diff(dim=-1) < width).any(-1)
-    if not bool((is_one_space | are_close).any()):
+    have_close_pairs = (eigenvalues.sort(-1).values.diff(dim=-1) < width).any(-1)
+    if not bool((are_rounding_errors | have_close_pairs).any()):
         return measured
-    gaps = (eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2)).abs() / width.unsqueeze(-1)
-    weights = (2 - 2 * gaps).clamp(0, 1) * counts.unsqueeze(-2)
-    weights = weights / weights.sum(-1, keepdim=True)
-    averaged = (weights @ measured.to(eigenvalues)).to(measured)
+    averaged = _mean_over_close(measured, eigenvalues, width, multiplicity)
     if eigenvalues.ndim == 1:
         return averaged
-    return torch.where(is_one_space[..., None, None], mean, averaged)
+    return torch.where(are_rounding_errors[..., None, None], mean, averaged)
+
+
+def _mean_over_all(
+    measured: Float[Tensor, "*entries"], eigenvalues: Float[Tensor, "*groups d"], multiplicity: int
+) -> Float[Tensor, "*entries"]:
+    """Average curvature over all eigenvectors, the last of which stands for several."""
+    if multiplicity == 1:
+        return measured.mean(eigenvalues.ndim - 1, keepdim=True).expand_as(measured)
+    counts = _multiplicities(eigenvalues, multiplicity)
+    weights = (counts / counts.sum(-1, keepdim=True)).unsqueeze(-2)
+    return (weights @ measured.to(eigenvalues)).to(measured).expand_as(measured)
+
+
+def _mean_over_close(
+    measured: Float[Tensor, "*entries"],
+    eigenvalues: Float[Tensor, "*groups d"],
+    width: Float[Tensor, "*groups 1"],
+    multiplicity: int,
+) -> Float[Tensor, "*entries"]:
+    """Average curvature with the weights k, which are 0 where eigenvalues differ by `width`."""
+    gaps = (eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2)).abs() / width.unsqueeze(-1)
+    weights = (2 - 2 * gaps).clamp(0, 1)
+    weights = weights * _multiplicities(eigenvalues, multiplicity).unsqueeze(-2)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return (weights @ measured.to(eigenvalues)).to(measured)
+
+
+def _multiplicities(
+    eigenvalues: Float[Tensor, "*groups d"], multiplicity: int
+) -> Float[Tensor, "*groups d"]:
+    """Return the number of eigenvectors of each eigenvalue, which is 1 except for the last one."""
+    counts = torch.ones_like(eigenvalues)
+    counts[..., -1] = multiplicity
+    return counts
