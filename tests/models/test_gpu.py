@@ -33,7 +33,7 @@ def test_slices_and_columns_of_a_gpu_give_the_same(monkeypatch):
             monkeypatch.setattr(ConvolutionRule, "differentiates_one_by_one", lambda *_: False)
             monkeypatch.setattr(blocks, "_SPLIT", {"cpu": 16})
         la, x, y = fitted("cpu")
-        assert tap.Tap(la.model).one_by_one != is_way_of_gpu
+        assert tap.Tap(la.model).differentiates_one_by_one != is_way_of_gpu
         found.append([*la.functional(x), la.tune([(x, y)]).value])
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 

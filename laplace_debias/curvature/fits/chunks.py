@@ -151,7 +151,7 @@ class ChunkRunner:
             context.device,
         )
         num_columns = min(num_columns, bound // column_bytes)
-        if self._accumulator.takes_single_columns and context.tap.one_by_one:
+        if self._accumulator.takes_single_columns and context.tap.differentiates_one_by_one:
             num_columns = 1
         num_bytes = num_columns * column_bytes
         chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
@@ -328,7 +328,7 @@ def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: Forwar
     """
     tap = context.tap
     outputs = forward_pass.outputs
-    if not tap.one_by_one or has_python_functions(outputs):
+    if not tap.differentiates_one_by_one or has_python_functions(outputs):
         return False
     example = move(take(x, slice(0, 1)), context.device, None)
     if not isinstance(example, Tensor) or example.ndim != 4:

@@ -92,7 +92,7 @@ class ForwardPass:
         module_calls: The recorded calls of modules that can be run again.
         handed_on: The tensor with which the forward pass continued after each layer.
         loops: Paths of modules that `vmap` does not run; modules with which `vmap` fails are added.
-        one_by_one: Whether columns are pushed back one at a time.
+        differentiates_one_by_one: Whether columns are pushed back one at a time.
 
     Attributes:
         output_bytes: The bytes of the tapped layers' outputs for one example.
@@ -110,7 +110,7 @@ class ForwardPass:
         module_calls: list[ModuleCall],
         handed_on: Mapping[str, weakref.ref[Tensor]],
         loops: set[str],
-        one_by_one: bool,
+        differentiates_one_by_one: bool,
     ) -> None:
         self.sites = sites
         self.outputs = outputs
@@ -120,7 +120,7 @@ class ForwardPass:
         self.faults: dict[Site, Exception] = {}
         self._handed_on = handed_on
         self._loops = loops
-        self._one_by_one = one_by_one
+        self._differentiates_one_by_one = differentiates_one_by_one
         # The outputs of the calls by their `id`, because the scale and the bias of a norm share an
         # output.
         self._targets = {id(layer_call.z): layer_call.z for layer_call in layer_calls}
@@ -247,7 +247,7 @@ class ForwardPass:
                 # network.
                 column_gradients = differentiate(columns[0], retain_graph=keep_graph)
                 gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
-            elif not self._one_by_one:
+            elif not self._differentiates_one_by_one:
                 with explained_reading():
                     gradients = differentiate(
                         columns, retain_graph=keep_graph, is_grads_batched=True

@@ -45,17 +45,17 @@ class Tap:
         blocks: Blocks to attach to.
 
     Attributes:
-        one_by_one: Whether cotangents are pushed back one at a time.
+        differentiates_one_by_one: Whether cotangents are pushed back one at a time.
         learns_dims: Whether the dimensions of the examples are learned from the first inputs.
         conditional: Sites that at least one pass has not called.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
         self.network = network
-        self.one_by_one = False
+        self.differentiates_one_by_one = False
         for module in list(network.modules()):
             rule = layer_rule(module)
-            self.one_by_one |= rule.differentiates_one_by_one(module)
+            self.differentiates_one_by_one |= rule.differentiates_one_by_one(module)
             rule.prepare(module)
         self.conditional: set[Site] = set()
         self._modules = list(network.modules())
@@ -156,7 +156,7 @@ class Tap:
             module_calls=complete_calls,
             handed_on=layer_recorder.handed_on,
             loops=loops,
-            one_by_one=self.one_by_one,
+            differentiates_one_by_one=self.differentiates_one_by_one,
         )
         return _Recording(forward_pass, module_calls, layer_recorder.is_unclear)
 
