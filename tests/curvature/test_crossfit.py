@@ -73,7 +73,7 @@ def of_folds(rows, folds):
 
 def of_factors(factors, sizes):
     """Magnitudes of factors in double precision."""
-    mean_pair = crossfit.eigh(factors.sum(0) / sum(sizes))
+    mean_pair = crossfit.descending_eigenpairs(factors.sum(0) / sum(sizes))
     return crossfit_magnitudes(factors.unbind(), sizes, mean_pair, torch.float64)
 
 
@@ -132,9 +132,11 @@ def test_folds_of_a_factor_of_low_rank_are_decomposed_within_its_range(monkeypat
     factors, sizes = of_folds(torch.randn(12, 100).double(), 6)
     mean_pair = Eigenpairs(*oracle.eigen(factors.sum(0) / 12))
     sizes_seen = []
-    true_eigh = crossfit.eigh
+    decompose = crossfit.descending_eigenpairs
     monkeypatch.setattr(
-        crossfit, "eigh", lambda factor: sizes_seen.append(len(factor)) or true_eigh(factor)
+        crossfit,
+        "descending_eigenpairs",
+        lambda factor: sizes_seen.append(len(factor)) or decompose(factor),
     )
     crossfit_magnitudes(factors.unbind(), sizes, mean_pair, torch.float64)
     assert sizes_seen == [12] * 6

@@ -148,13 +148,13 @@ def test_eigenpairs_of_rows_are_those_of_the_matrix(monkeypatch, scale):
     keep_rows(monkeypatch)
     rows = torch.randn(6, 40).double() * torch.logspace(0, -5, 6).double()[:, None] * scale
     rows[5] = rows[:2].sum(0)
-    values, U = directions.eigh(GramFactor(rows))
+    values, U = directions.descending_eigenpairs(GramFactor(rows))
     A = (rows / scale).T @ (rows / scale)
     assert U.shape == (40, 5)
     assert values[-1] == 0
     torch.testing.assert_close((U * values[:-1]) @ U.T / scale**2, A, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(U.T @ U, torch.eye(5).double(), rtol=0, atol=1e-13)
-    expected = directions.eigh(A)[0][:5]
+    expected = directions.descending_eigenpairs(A)[0][:5]
     torch.testing.assert_close(values[:-1] / scale**2, expected, rtol=1e-8, atol=1e-14)
 
 
@@ -172,7 +172,9 @@ def test_layers_that_nothing_went_into_have_a_block_of_zeros(monkeypatch):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_rows_that_are_not_finite_are_refused(monkeypatch, bad):
     with pytest.raises(ValueError, match="factor A of head"):
-        directions.eigh(GramFactor(torch.full((2, 8), bad).double()), "factor A of head")
+        directions.descending_eigenpairs(
+            GramFactor(torch.full((2, 8), bad).double()), "factor A of head"
+        )
 
 
 @pytest.mark.parametrize("groups", [1, 2])

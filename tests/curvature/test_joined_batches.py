@@ -205,13 +205,13 @@ def test_of_a_group_only_the_batches_that_are_not_saved_are_run(model, monkeypat
 
 def test_the_factor_that_weight_and_bias_share_is_decomposed_once(model, monkeypatch):
     decomposed = []
-    original = eigenbases.eigh_of_each
+    original = eigenbases.descending_eigenpairs_of_each
 
-    def eigh_of_each(factors, description):
+    def descending_eigenpairs_of_each(factors, description):
         decomposed.extend(factors)
         return original(factors, description)
 
-    monkeypatch.setattr(eigenbases, "eigh_of_each", eigh_of_each)
+    monkeypatch.setattr(eigenbases, "descending_eigenpairs_of_each", descending_eigenpairs_of_each)
     la = Laplace(model, fisher="mc").fit(batches([8]))
     # G of both layers, A of both weights, and A of both biases, which is one number.
     assert sorted(len(factor) for factor in decomposed) == [1, 1, 3, 5, 7, 7]

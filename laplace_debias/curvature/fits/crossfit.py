@@ -28,7 +28,7 @@ from laplace_debias.curvature.fits.degenerate import average_degenerate, numeric
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
-    eigh,
+    descending_eigenpairs,
     outer,
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
@@ -210,8 +210,8 @@ def _mean_basis(
     totals = total_of(totals_by_fold)
     mean_G = _total(sums_by_fold, block, Side.G) / totals.weight
     mean_A = _total(sums_by_fold, block, Side.A) / totals.input_divisor(block)
-    pairs_G = eigh(mean_G, str(FactorKey(block, Side.G)))
-    pairs_A = eigh(mean_A, str(FactorKey(block, Side.A)))
+    pairs_G = descending_eigenpairs(mean_G, str(FactorKey(block, Side.G)))
+    pairs_A = descending_eigenpairs(mean_A, str(FactorKey(block, Side.A)))
     return Eigenbasis(pairs_G, pairs_A)
 
 
@@ -334,7 +334,9 @@ def _replicates(
     magnitudes, U = mean_pairs
     pairs: list[Eigenpairs] = []
     if U is None:
-        pairs = [eigh(_other_folds(factors, sizes, fold)) for fold in range(len(sizes))]
+        pairs = [
+            descending_eigenpairs(_other_folds(factors, sizes, fold)) for fold in range(len(sizes))
+        ]
     else:
         subspace = _Subspace(magnitudes, U, dtype)
         magnitudes = torch.zeros_like(magnitudes)
@@ -415,7 +417,7 @@ class _Subspace:
         self, factor: Factor
     ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
         """Compute the eigenpairs; the last eigenvalue belongs to the remaining directions."""
-        eigenvalues, directions = eigh(self.project(factor))
+        eigenvalues, directions = descending_eigenpairs(self.project(factor))
         assert directions is not None
         return self.with_remainder(eigenvalues, factor), directions
 
@@ -477,7 +479,7 @@ def _eigenpairs_within(factor: Factor, mean_pairs: Eigenpairs, dtype: torch.dtyp
     """Compute the eigenpairs of a factor of several folds within the range of all folds' factor."""
     eigenvalues, U = mean_pairs
     if U is None:
-        return eigh(factor)
+        return descending_eigenpairs(factor)
     subspace = _Subspace(eigenvalues, U, dtype)
     own_eigenvalues, directions = subspace.eigenpairs(factor)
     return Eigenpairs(own_eigenvalues, subspace.lift(directions))

@@ -13,7 +13,11 @@ from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.degenerate import average_degenerate, resolution
-from laplace_debias.curvature.fits.directions import Eigenpairs, eigh, eigh_in_full
+from laplace_debias.curvature.fits.directions import (
+    Eigenpairs,
+    complete_eigenpairs,
+    descending_eigenpairs,
+)
 from laplace_debias.curvature.fits.gram_factor import add_gram, gram
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
@@ -156,7 +160,7 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
         if self._sums:
             sums = self._sums.pop(DENSE_BLOCK)
             if isinstance(sums, Tensor):
-                pairs[DENSE_BLOCK] = eigh(sums.div_(weight), "the curvature")
+                pairs[DENSE_BLOCK] = descending_eigenpairs(sums.div_(weight), "the curvature")
             else:
                 eigenvalues, U = all_pairs(torch.cat(sums))
                 pairs[DENSE_BLOCK] = Eigenpairs(eigenvalues / weight, U)
@@ -317,9 +321,9 @@ def leading_pairs(
 def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
     """Compute all eigenpairs of `rowsᵀ rows`, including the null space."""
     if not are_few(*rows.shape):
-        return eigh(gram(rows), "the curvature")  # type: ignore[return-value]
+        return descending_eigenpairs(gram(rows), "the curvature")  # type: ignore[return-value]
     _finite_squares(rows.square().sum(0))
-    return eigh_in_full(rows, "the curvature")
+    return complete_eigenpairs(rows, "the curvature")
 
 
 def are_few(num_rows: int, num_parameters: int) -> bool:
@@ -350,7 +354,7 @@ def _largest_pairs(
             )
         if pairs.status is Status.CONVERGED:
             return pairs.values, pairs.vectors
-    values, vectors = eigh(matrix, description)
+    values, vectors = descending_eigenpairs(matrix, description)
     assert vectors is not None
     return values, vectors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.degenerate import average_degenerate, numerical_rank
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
-from laplace_debias.operators import eigh as decomposition
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.structures.directions import Directions
 
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -85,14 +85,15 @@ def outer(
     return curvature_G.unsqueeze(-1) * curvature_A.unsqueeze(-2)
 
 
-def eigh(factor: Factor, description: str = "the factor") -> Eigenpairs:
-    """Compute descending eigenvalues and eigenvectors, or the entries of a diagonal factor."""
-    return eigh_of_each([factor], description)[0]
+def descending_eigenpairs(factor: Factor, description: str = "the factor") -> Eigenpairs:
+    """Compute the eigenpairs of a factor; see `descending_eigenpairs_of_each`."""
+    return descending_eigenpairs_of_each([factor], description)[0]
 
 
-def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
-    """Decompose several factors of one shape together, in the same way as `eigh`.
+def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
+    """Compute the eigenpairs of several factors of one shape together.
 
+    The eigenpairs of a diagonal factor are its entries, in their order, and the coordinate axes.
     The eigenvectors of rows are the eigenvectors that span the rows, followed by a basis of the
     null space. In double precision, a decomposition of `[n, n]` coordinates loses no digits. Wide
     rows have thin directions: only the eigenvectors that span the rows, and one more eigenvalue,
@@ -101,55 +102,64 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
     LAPACK chooses the sign of an eigenvector, and samples depend on it. Here every eigenvector has
     a positive product with one fixed vector, so that samples are the same on other machines.
     """
-    if isinstance(factors[0], Tensor):
-        matrices = cast("list[Tensor]", list(factors))
-        if matrices[0].ndim == 1:
-            return [Eigenpairs(diagonal, None) for diagonal in matrices]
-        # A single matrix is decomposed without `stack`, which would copy it.
-        stacked = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
-        values, vectors = decomposition.eigh(stacked, description)
-        # Negative values are rounding errors, and are replaced by zero.
-        values = values.flip(-1).clamp_min(0)
-        return list(map(Eigenpairs, values, _signed(vectors.flip(-1))))
-    gram_factors = cast("Sequence[GramFactor]", factors)
-    columns = torch.stack([factor.rows for factor in gram_factors]).movedim(1, -1)
-    if not factors[0].has_thin_directions:
-        values, vectors = _complete_pairs(columns, description)
-        return list(map(Eigenpairs, values, vectors))
-    d = columns.shape[-2]
-    Q, R = torch.linalg.qr(columns)
-    values, vectors = decomposition.eigh(R @ R.mT, description)
+    if isinstance(factors[0], GramFactor):
+        gram_factors = cast("Sequence[GramFactor]", factors)
+        columns = torch.stack([factor.rows for factor in gram_factors]).movedim(1, -1)
+        if factors[0].has_thin_directions:
+            return _thin_eigenpairs(gram_factors, columns, description)
+        return list(map(Eigenpairs, *_complete_eigenpairs(columns, description)))
+    matrices = cast("list[Tensor]", list(factors))
+    if matrices[0].ndim == 1:
+        return [Eigenpairs(diagonal, None) for diagonal in matrices]
+    # A single matrix is decomposed without `stack`, which would copy it.
+    stacked = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
+    values, vectors = eigh(stacked, description)
+    # Negative values are rounding errors, and are replaced by zero.
     values = values.flip(-1).clamp_min(0)
-    directions = (Q @ vectors).flip(-1)
-    pairs: list[Eigenpairs] = []
-    for factor, factor_values, U in zip(gram_factors, values, directions, strict=True):
-        rank = max(1, numerical_rank(factor_values))
-        eigenvalues = F.pad(factor_values[:rank], (0, 1))
-        eigenvalues[-1] = factor.residual_trace / (d - rank)
-        pairs.append(Eigenpairs(eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
-    return pairs
+    return list(map(Eigenpairs, values, _signed(vectors.flip(-1))))
 
 
-def eigh_in_full(
+def complete_eigenpairs(
     rows: Float[Tensor, "n d"], description: str
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Compute all d eigenvalues, descending, and eigenvectors of `rowsᵀ rows` for n ≤ d rows."""
-    return _complete_pairs(rows.mT, description)
+    return _complete_eigenpairs(rows.mT, description)
 
 
-def _complete_pairs(
+def _complete_eigenpairs(
     columns: Float[Tensor, "*batch d n"], description: str
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
     """Compute all eigenpairs of the products of columns; the pairs of the null space come last."""
     d, n = columns.shape[-2:]
     Q, R = torch.linalg.qr(columns, mode="complete")
     R = R[..., :n, :]
-    values, vectors = decomposition.eigh(R @ R.mT, description)
+    values, vectors = eigh(R @ R.mT, description)
     values = values.flip(-1).clamp_min(0)
     directions = (Q[..., :n] @ vectors).flip(-1)
     # Each eigenvector is contiguous in memory, as in the results of torch.
     U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
     return F.pad(values, (0, d - n)), _signed(U)
+
+
+def _thin_eigenpairs(
+    factors: Sequence[GramFactor], columns: Float[Tensor, "factors d n"], description: str
+) -> list[Eigenpairs]:
+    """Compute the eigenpairs that span the rows, and the mean eigenvalue of the other directions.
+
+    `columns` are the rows of the factors, transposed.
+    """
+    d = columns.shape[-2]
+    Q, R = torch.linalg.qr(columns)
+    values, vectors = eigh(R @ R.mT, description)
+    values = values.flip(-1).clamp_min(0)
+    directions = (Q @ vectors).flip(-1)
+    pairs: list[Eigenpairs] = []
+    for factor, factor_values, U in zip(factors, values, directions, strict=True):
+        rank = max(1, numerical_rank(factor_values))
+        eigenvalues = F.pad(factor_values[:rank], (0, 1))
+        eigenvalues[-1] = factor.residual_trace / (d - rank)
+        pairs.append(Eigenpairs(eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
+    return pairs
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:

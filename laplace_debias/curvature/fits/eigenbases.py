@@ -1,6 +1,6 @@
 """The eigenbases of the blocks' factors, computed by one process or by several processes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,11 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.block_tensors import owners_of_blocks
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs, eigh_of_each
+from laplace_debias.curvature.fits.directions import (
+    Eigenbasis,
+    Eigenpairs,
+    descending_eigenpairs_of_each,
+)
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
@@ -31,31 +35,15 @@ def eigenbases(
     """
     blocks = list(sums)
     factors: dict[FactorKey, Factor] = {}
-    keys_by_form: dict[Any, list[FactorKey]] = {}
-    weight_keys: dict[str, FactorKey] = {}
-    repeated: dict[FactorKey, FactorKey] = {}
     for block in blocks:
         for side, factor in zip(Side, sums.pop(block), strict=True):
-            key = FactorKey(block, side)
-            weight_key = weight_keys.get(block.layer)
-            if side is Side.G and weight_key and _are_equal(factor, factors[weight_key]):
-                repeated[key] = weight_key
-                continue
-            if side is Side.G:
-                weight_keys[block.layer] = key
-            if isinstance(factor, GramFactor):
-                form: tuple[Any, ...] = (GramFactor, factor.max_rows, factor.rows.shape)
-            else:
-                form = (type(factor), None, factor.shape)
-            keys_by_form.setdefault(form, []).append(key)
-            factors[key] = factor
+            factors[FactorKey(block, side)] = factor
+    repeated = _pop_repeated(factors)
     pairs: dict[FactorKey, Eigenpairs] = {}
-    for (*_, shape), keys in keys_by_form.items():
-        step = max(1, _DECOMPOSED_TOGETHER // max(1, shape.numel()))
-        for start in range(0, len(keys), step):
-            pairs.update(_decompose(keys[start : start + step], factors, totals))
-    for key, weight_key in repeated.items():
-        eigenvalues, U = pairs[weight_key]
+    for keys in _keys_to_decompose_together(factors):
+        pairs.update(_decompose(keys, factors, totals))
+    for key, first_key in repeated.items():
+        eigenvalues, U = pairs[first_key]
         pairs[key] = Eigenpairs(eigenvalues.clone(), None if U is None else U.clone())
     bases = {}
     for block in blocks:
@@ -63,6 +51,42 @@ def eigenbases(
         pairs_A = pairs.pop(FactorKey(block, Side.A))
         bases[block] = Eigenbasis(pairs_G, pairs_A)
     return share_bases(context, bases)
+
+
+def _pop_repeated(factors: dict[FactorKey, Factor]) -> dict[FactorKey, FactorKey]:
+    """Remove every G that another block of the same layer also has.
+
+    Returns:
+        For each removed factor, the key of the equal factor.
+    """
+    keys_by_layer: dict[str, FactorKey] = {}
+    repeated: dict[FactorKey, FactorKey] = {}
+    for key in list(factors):
+        if key.side is not Side.G:
+            continue
+        first_key = keys_by_layer.get(key.block.layer)
+        if first_key is not None and _are_equal(factors[key], factors[first_key]):
+            repeated[key] = first_key
+            del factors[key]
+        else:
+            keys_by_layer[key.block.layer] = key
+    return repeated
+
+
+def _keys_to_decompose_together(factors: Mapping[FactorKey, Factor]) -> list[list[FactorKey]]:
+    """Group factors of one form, up to a total number of entries."""
+    keys_by_form: dict[Any, list[FactorKey]] = {}
+    for key, factor in factors.items():
+        if isinstance(factor, GramFactor):
+            form: tuple[Any, ...] = (GramFactor, factor.max_rows, factor.rows.shape)
+        else:
+            form = (Tensor, None, factor.shape)
+        keys_by_form.setdefault(form, []).append(key)
+    groups: list[list[FactorKey]] = []
+    for (*_, shape), keys in keys_by_form.items():
+        size = max(1, _DECOMPOSED_TOGETHER // max(1, shape.numel()))
+        groups += [keys[start : start + size] for start in range(0, len(keys), size)]
+    return groups
 
 
 def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
@@ -80,7 +104,9 @@ def _decompose(
     The sums are decomposed, and their eigenvalues are divided, because a mean would be a copy of
     the sum.
     """
-    pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(map(str, keys)))
+    pairs = descending_eigenpairs_of_each(
+        [factors.pop(key) for key in keys], ", ".join(map(str, keys))
+    )
     mean_pairs: dict[FactorKey, Eigenpairs] = {}
     for key, (eigenvalues, U) in zip(keys, pairs, strict=True):
         weight = totals.weight if key.side is Side.G else totals.input_divisor(key.block)

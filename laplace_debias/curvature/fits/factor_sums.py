@@ -135,32 +135,44 @@ def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFacto
 
     The other rows are added to the matrices.
     """
-    rows = sums.rows
+    traces = _traces_of_few_rows(context, sums)
+    own_rows: list[Tensor] = []
+    for block in traces:
+        size = FactorKey(block, sums.side).size
+        no_rows = torch.zeros(0, *block.groups, size, device=context.device)
+        own_rows.append(torch.cat([no_rows.to(context.dtype), *sums.rows.pop(block, [])]))
+    for block in list(sums.rows):
+        sums.add(block, gram(torch.cat(sums.rows.pop(block))))
+    if not traces:
+        return {}
+    rows_of_all = context.ranks.on_all(own_rows)
+    assert rows_of_all is not None
+    factors: dict[Block, GramFactor] = {}
+    for (block, trace), rows in zip(traces.items(), rows_of_all, strict=True):
+        max_rows = FactorKey(block, sums.side).max_rows
+        factors[block] = GramFactor(rows.to(context.factor_dtype), trace, max_rows).compressed()
+    return factors
+
+
+def _traces_of_few_rows(context: FitContext, sums: SideSums) -> dict[Block, float]:
+    """Find the factors that remain rows, and add up their residual traces over all processes.
+
+    A streamed factor always remains rows. Another factor does if no process has formed a matrix,
+    and the rows of all processes together are at most half of a matrix.
+    """
     counts_and_traces: list[tuple[int | None, float]] = []
     for block in context.blocks:
-        num_rows = None if block in sums.sums else sum(map(len, rows.get(block, [])))
-        trace = float(sums.residual_traces.get(block, 0.0))
-        counts_and_traces.append((num_rows, trace))
+        num_rows = None if block in sums.sums else sum(map(len, sums.rows.get(block, [])))
+        counts_and_traces.append((num_rows, float(sums.residual_traces.get(block, 0.0))))
     by_block = zip(*context.ranks.exchange(counts_and_traces), strict=True)
     traces: dict[Block, float] = {}
-    joined: list[Tensor] = []
-    for block, pairs in zip(context.blocks, by_block, strict=True):
+    for block, by_rank in zip(context.blocks, by_block, strict=True):
         key = FactorKey(block, sums.side)
-        counts, block_traces = zip(*pairs, strict=True)
-        are_few = None not in counts and 0 < 2 * sum(counts) <= key.size
+        nums_rows, residual_traces = zip(*by_rank, strict=True)
+        are_few = None not in nums_rows and 0 < 2 * sum(nums_rows) <= key.size
         if are_few or key.is_streamed:
-            traces[block] = sum(block_traces)
-            no_rows = torch.zeros(0, *block.groups, key.size, device=context.device)
-            joined.append(torch.cat([no_rows.to(context.dtype), *rows.pop(block, [])]))
-        elif block in rows:
-            sums.add(block, gram(torch.cat(rows.pop(block))))
-    factors = {}
-    rows_of_all = context.ranks.on_all(joined) if traces else []
-    for (block, trace), block_rows in zip(traces.items(), rows_of_all or [], strict=True):
-        max_rows = FactorKey(block, sums.side).max_rows
-        factor = GramFactor(block_rows.to(context.factor_dtype), trace, max_rows)
-        factors[block] = factor.compressed()
-    return factors
+            traces[block] = sum(residual_traces)
+    return traces
 
 
 Sums = TypeVar("Sums", bound=SideSums)

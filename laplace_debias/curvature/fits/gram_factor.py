@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators import eigh as decomposition
+from laplace_debias.operators.eigh import eigh
 
 # Rows of at least this many columns have thin directions. If rows have fewer columns, computing all
 # directions is cheaper.
@@ -62,7 +62,7 @@ class GramFactor:
         """
         if self.max_rows is None or len(self.rows) <= self.max_rows:
             return self
-        values, vectors = decomposition.eigh(self.rows @ self.rows.mT, "the products of rows")
+        values, vectors = eigh(self.rows @ self.rows.mT, "the products of rows")
         num_dropped = len(values) - self.max_rows // 2
         trace = self.residual_trace + values[:num_dropped].clamp_min(0).sum()
         return GramFactor(vectors[:, num_dropped:].mT @ self.rows, trace, self.max_rows)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, RowAccumulator, Rows
-from laplace_debias.curvature.fits.directions import eigh
+from laplace_debias.curvature.fits.directions import descending_eigenpairs
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.inputs import Inputs, join, move, num_exam
 from laplace_debias.curvature.network.outputs import check_outputs, checked_memory_bound
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.operators import LinearOperator
-from laplace_debias.operators import eigh as decomposition
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.ranks import Ranks
 
 BlockRows = Mapping[Block, Float[Tensor, "rows d"]]
@@ -325,7 +325,7 @@ def independent_rows(
         dtype: The dtype in which the rows were computed. Directions below its rounding error are
             left out.
     """
-    values, vectors = eigh(kernel, "the kernel at the inducing inputs")
+    values, vectors = descending_eigenpairs(kernel, "the kernel at the inducing inputs")
     assert vectors is not None
     rounding = len(values) * torch.finfo(values.dtype).eps
     # Singular values of the rows are the square roots of these eigenvalues.
@@ -340,7 +340,7 @@ def rotate_to_eigenvectors(
     """Return the eigenvalues of the projected curvature, and its eigenvectors."""
     pairs = {}
     if context.ranks.rank == 0:
-        values, Q = eigh(moments, "the curvature along the inducing directions")
+        values, Q = descending_eigenpairs(moments, "the curvature along the inducing directions")
         assert Q is not None
         pairs[DENSE_BLOCK] = values, basis.coefficients @ Q
     eigenvalues, coefficients = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
@@ -374,7 +374,7 @@ def leading_examples(
         is_left[example] = False
         rows = slice(example * num_outputs, (example + 1) * num_outputs)
         residual_columns = kernel[:, rows] - columns @ columns[rows].T
-        values, vectors = decomposition.eigh(residual_columns[rows], "the kernel of an example")
+        values, vectors = eigh(residual_columns[rows], "the kernel of an example")
         is_above = values > threshold
         scaled = vectors[:, is_above] / values[is_above].sqrt()
         new_columns = residual_columns @ scaled
@@ -385,7 +385,7 @@ def leading_examples(
 
 def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
     """Compute rows whose products `rowsᵀ rows` are moments."""
-    values, Q = eigh(moments, "the curvature along the inducing directions")
+    values, Q = descending_eigenpairs(moments, "the curvature along the inducing directions")
     assert Q is not None
     return (Q * values.clamp_min(0).sqrt()).T
 
