@@ -31,6 +31,7 @@ class CompletenessCheck:
         self.steps = 0
         self.is_exhausted = False
         self.has_restarted = False
+        basis.add_random()
 
     def has_found(self, goal: float) -> bool:
         """Whether the sequence has an eigenvalue beyond the last requested eigenvalue."""
@@ -154,52 +155,59 @@ def search(
     sequence ends as soon as that is certain enough. This check also ensures that the pairs are the
     outermost ones, which is not certain if they converged to a loose tolerance.
     """
-    check: CompletenessCheck | None = None
-    was_checked = False
-    pairs: RitzPairs | None = None
     rounding = 10 * torch.finfo(basis.vectors.dtype).eps
     low = math.inf
     high = -math.inf
+    check: CompletenessCheck | None = None
+    was_checked = False
+    while basis.size < k:
+        _expand(basis, products, None, None, k=k, max_matvecs=max_matvecs)
     while True:
-        if basis.size >= k:
-            pairs = ritz_pairs(basis, end)
-            # Remember earlier extremes, because a restart may drop the ends of the spectrum.
-            low = min(low, float(pairs.values.min()))
-            high = max(high, float(pairs.values.max()))
-            scale = max(basis.scale, abs(low), abs(high))
-            goal = max(tol, rounding) * scale
-            has_converged = bool((pairs.residuals[:k] <= goal).all())
-            if not has_converged or (check is not None and check.has_found(goal)):
-                check = None
-            aim = goal
-            if verify and not was_checked:
-                aim = max(rounding * scale, _resolving(pairs, k, end, goal))
-            is_settled = bool((pairs.residuals[:k] <= aim).all())
-            is_stuck = bool((pairs.pending_residuals[:k] <= aim).all())
-            if not is_settled and is_stuck and products.count + k <= max_matvecs:
-                basis.rotate(pairs.combinations[:, :k])
-                basis.refresh()
-                continue
-            if has_converged and check is not None and check.has_missed_nothing(low, high, goal):
-                return SearchResult(pairs, goal, has_converged=True, was_verified=True)
+        pairs = ritz_pairs(basis, end)
+        residuals = pairs.residuals[:k]
+        # Remember earlier extremes, because a restart may drop the ends of the spectrum.
+        low = min(low, float(pairs.values.min()))
+        high = max(high, float(pairs.values.max()))
+        scale = max(basis.scale, abs(low), abs(high))
+        goal = max(tol, rounding) * scale
+        has_converged = bool((residuals <= goal).all())
+        if not has_converged or (check is not None and check.has_found(goal)):
+            check = None
+
+        # The first check begins when the residuals are below `aim`.
+        aim = goal
+        if verify and not was_checked:
+            aim = max(rounding * scale, _resolving_residual(pairs, k, end, goal))
+        is_settled = bool((residuals <= aim).all())
+        is_stuck = bool((pairs.pending_residuals[:k] <= aim).all())
+        # Expanding the basis reduces only the pending part of the residuals. If the parked part is
+        # too large, the residuals are computed again.
+        if not is_settled and is_stuck and products.count + k <= max_matvecs:
+            basis.rotate(pairs.combinations[:, :k])
+            basis.refresh()
+            continue
+
+        if has_converged and check is None:
             is_complete = basis.size == basis.vectors.shape[1]
-            if has_converged and check is None and (is_settled or is_complete):
-                if is_complete or not verify:
-                    return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
+            if is_complete or not verify:
+                return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
+            if is_settled:
                 check = CompletenessCheck(basis, pairs, k, end)
                 was_checked = True
-                basis.add_random()
-            if products.count >= max_matvecs:
-                return SearchResult(ritz_pairs(basis, end), goal, has_converged, was_verified=False)
-        if basis.size == basis.capacity:
-            _make_room(basis, end, k, check.start if check else 0)
-            if check is not None:
-                check.has_restarted = True
-            pairs = None
-        _expand(basis, products, pairs, check, k=k, max_matvecs=max_matvecs)
+        elif has_converged and check is not None and check.has_missed_nothing(low, high, goal):
+            return SearchResult(pairs, goal, has_converged=True, was_verified=True)
+        if products.count >= max_matvecs:
+            return SearchResult(ritz_pairs(basis, end), goal, has_converged, was_verified=False)
+
+        if basis.size < basis.capacity:
+            _expand(basis, products, pairs, check, k=k, max_matvecs=max_matvecs)
+        else:
+            # The pairs are combinations of the rows before the restart.
+            _make_room(basis, end, k, check)
+            _expand(basis, products, None, check, k=k, max_matvecs=max_matvecs)
 
 
-def _resolving(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
+def _resolving_residual(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
     """Return the residual, at least `goal` / 10, below which a check is worthwhile.
 
     If the gaps between eigenvalues are smaller than the residuals, the pairs are not yet the
@@ -214,11 +222,16 @@ def _resolving(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
     return max(goal / 10, min(goal, spacing))
 
 
-def _make_room(basis: KrylovBasis, end: str, k: int, start: int) -> None:
-    """Do a thick restart: keep the best Ritz vectors of the rows from `start` on."""
+def _make_room(basis: KrylovBasis, end: str, k: int, check: CompletenessCheck | None) -> None:
+    """Do a thick restart: keep the best Ritz vectors of the sequence that is being expanded."""
+    start = 0
+    least = k
+    if check is not None:
+        check.has_restarted = True
+        start = check.start
+        least = 1
     values, combinations = eigh(basis.projected[start:, start:], "the projected operator")
     best = order(values, end).argsort(descending=True, stable=True)
-    least = 1 if start else k
     basis.rotate(combinations[:, best[: (len(values) + least) // 2]], start)
 
 
