@@ -35,21 +35,7 @@ def curvature_blocks(
     operations; see `resolve`.
     """
     modules = dict(model.named_modules())
-    default_sharing = "expand"
-    layer_sharings: Mapping[str, str] = {}
-    if isinstance(sharing, str):
-        default_sharing = sharing
-    else:
-        layer_sharings = sharing
-    for value in (default_sharing, *layer_sharings.values()):
-        if value not in SHARINGS:
-            raise ValueError(f"Unknown sharing={value!r}. Use one of {', '.join(SHARINGS)}.")
-    if missing := sorted(layer_sharings.keys() - modules.keys()):
-        layers = [path for path, layer in modules.items() if not layer_rule(layer).is_generic]
-        raise ValueError(
-            f"`sharing` contains the names {missing}, but the model does not have these layers. "
-            f"Use these names: {layers}."
-        )
+    _check_sharing(sharing, modules)
     owners = owners_of_parameters(model)
     parameters = dict(model.named_parameters())
     readers = {name: tuple(paths) for name, paths in (calls or {}).items()}
@@ -83,9 +69,24 @@ def curvature_blocks(
         )
         if is_joint:
             joint_biases.add(bias)
-        layer_sharing = layer_sharings.get(path, default_sharing)
+        layer_sharing = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
         blocks += rule.blocks(layer, path, key, layer_sharing, is_joint)
     return blocks
+
+
+def _check_sharing(sharing: Sharing, modules: Mapping[str, nn.Module]) -> None:
+    """Require known ways of sharing, and paths of layers that the model has."""
+    values = [sharing] if isinstance(sharing, str) else sharing.values()
+    for value in values:
+        if value not in SHARINGS:
+            raise ValueError(f"Unknown sharing={value!r}. Use one of {', '.join(SHARINGS)}.")
+    missing = [] if isinstance(sharing, str) else sorted(sharing.keys() - modules.keys())
+    if missing:
+        layers = [path for path, layer in modules.items() if not layer_rule(layer).is_generic]
+        raise ValueError(
+            f"`sharing` contains the names {missing}, but the model does not have these layers. "
+            f"Use these names: {layers}."
+        )
 
 
 def parameter_order(

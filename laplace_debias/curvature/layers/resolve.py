@@ -10,7 +10,7 @@ by the parameter or add it, entry by entry, are tried first.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +75,7 @@ def resolve(
     examples of a batch are rejected.
     """
     network = tap.network
-    few = take(x, slice(0, 2))
-    if num_examples(few) == 1:
-        # Two examples are needed, because the dimension of the examples cannot be recognised with
-        # one example.
-        few = join([few, few])
+    few = _two_examples(x)
     first_example = take(few, slice(0, 1))
     with torch.no_grad(), preserve_attributes(network.modules()):
         outputs = call(network, first_example)
@@ -92,9 +88,9 @@ def resolve(
     # Two examples may take the same path through a model by chance, so more examples are run.
     mixed = take(x, slice(0, FIRST_EXAMPLES)) if reference.is_partial else None
     calls: dict[str, tuple[str, ...]] = {}
-    owners = owners_of_parameters(network)
     for block in curvature_blocks(network, used, joint, sharing):
         if len(block.calls) == 1:
+            # The parameter has no layer, so operations are tried before the calls of its module.
             calls[block.name] = ()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls)
@@ -103,24 +99,45 @@ def resolve(
         wrong = _wrong(tap, blocks, references, mixed)
         if not wrong:
             return Resolved(blocks, calls, unused)
-        lost: dict[str, Exception] = {}
-        for block, error in wrong.items():
-            outer = enclosing_module(network, block.calls) if block.calls else None
-            for name in block.parameters:
-                if block.rule.is_entrywise:
-                    calls[name] = ()
-                elif not block.calls:
-                    calls[name] = owners[id(network.get_parameter(name))]
-                elif outer is not None:
-                    calls[name] = (outer,)
-                else:
-                    lost[name] = error
-        if lost:
-            raise NotImplementedError(
-                f"The gradients of single examples cannot be computed for {list(lost)}. "
-                f"{next(iter(lost.values()))} Exclude these parameters with "
-                f"`{leaving_out(list(lost))}`, or freeze them with `requires_grad_(False)`."
-            )
+        calls |= _next_calls(network, wrong)
+
+
+def _two_examples(x: Inputs) -> Inputs:
+    """Take two examples of a batch, or its only example twice.
+
+    The dimension of the examples cannot be recognised with one example.
+    """
+    few = take(x, slice(0, 2))
+    return join([few, few]) if num_examples(few) == 1 else few
+
+
+def _next_calls(network: nn.Module, wrong: Mapping[Block, Exception]) -> dict[str, tuple[str, ...]]:
+    """Return the calls at which the parameters of wrong blocks are measured next.
+
+    Raises:
+        NotImplementedError: If a parameter is already measured at the calls of the whole network.
+    """
+    owners = owners_of_parameters(network)
+    calls: dict[str, tuple[str, ...]] = {}
+    errors: dict[str, Exception] = {}
+    for block, error in wrong.items():
+        enclosing = enclosing_module(network, block.calls) if block.calls else None
+        for name in block.parameters:
+            if block.rule.is_entrywise:
+                calls[name] = ()
+            elif not block.calls:
+                calls[name] = owners[id(network.get_parameter(name))]
+            elif enclosing is not None:
+                calls[name] = (enclosing,)
+            else:
+                errors[name] = error
+    if errors:
+        raise NotImplementedError(
+            f"The gradients of single examples cannot be computed for {list(errors)}. "
+            f"{next(iter(errors.values()))} Exclude these parameters with "
+            f"`{leaving_out(list(errors))}`, or freeze them with `requires_grad_(False)`."
+        )
+    return calls
 
 
 def differing_blocks(
@@ -131,9 +148,7 @@ def differing_blocks(
     The result is empty if two passes give different outputs. Sites that cannot be measured on so
     few examples are left out; a pass over all examples raises an error.
     """
-    few = take(x, slice(0, 2))
-    if num_examples(few) == 1:
-        few = join([few, few])
+    few = _two_examples(x)
     reference = Reference.compute(network, names, few)
     check_outputs(reference.outputs)
     tap = Tap(network, blocks)
@@ -194,8 +209,30 @@ def _different(
 
     The Jacobian at a site that is not reached is zero.
     """
-    wrong: dict[Block, Exception] = {}
+    deviations, wrong = _deviations(network, compared, forward_pass, reference)
+    on_host = torch.stack(list(deviations.values())).tolist() if deviations else []
+    for block, (by_example, norms) in zip(deviations, on_host, strict=True):
+        for deviation, norm in zip(by_example, norms, strict=True):
+            # A norm that is not finite is not reported here, because the fit reports where such
+            # numbers occur.
+            allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
+            if math.isfinite(norm) and not deviation <= allowed:
+                wrong[block] = NotImplementedError(
+                    f"The outputs depend on {list(block.parameters)} not only through "
+                    f"{block.site}, but also through other paths."
+                )
+    return wrong
+
+
+def _deviations(
+    network: nn.Module,
+    compared: Sequence[Block],
+    forward_pass: ForwardPass,
+    reference: Reference,
+) -> tuple[dict[Block, Float[Tensor, "2 batch"]], dict[Block, Exception]]:
+    """Compute each block's `_deviation`, or else the error that its Jacobian raises."""
     deviations: dict[Block, Tensor] = {}
+    errors: dict[Block, Exception] = {}
     if forward_pass.outputs.shape == reference.cotangent.shape:
         # Two columns are used because some gradients of torch are wrong for several columns at
         # once.
@@ -212,23 +249,12 @@ def _different(
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                wrong[block] = error
+                errors[block] = error
     for block in compared:
-        if block not in deviations and block not in wrong:
+        if block not in deviations and block not in errors:
             norms = _expected(network, block, reference).norm(dim=1)
             deviations[block] = torch.stack([norms, norms])
-    on_host = torch.stack(list(deviations.values())).tolist() if deviations else []
-    for block, (by_example, norms) in zip(deviations, on_host, strict=True):
-        for deviation, norm in zip(by_example, norms, strict=True):
-            # A norm that is not finite is not reported here, because the fit reports where such
-            # numbers occur.
-            allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
-            if math.isfinite(norm) and not deviation <= allowed:
-                wrong[block] = NotImplementedError(
-                    f"The outputs depend on {list(block.parameters)} not only through "
-                    f"{block.site}, but also through other paths."
-                )
-    return wrong
+    return deviations, errors
 
 
 def _expected(
