@@ -94,30 +94,50 @@ def thin_posterior(
             "eigenvectors to keep, and the other half to measure the resulting "
             "error. Pass at least two inputs."
         )
-    inputs_have_positions = positions is not None and torch.as_tensor(positions).ndim == 2
+    # The halves contain alternate inputs, because the inputs may be sorted.
+    search_errors = _Errors(fitted, inputs, slice(0, None, 2), positions)
+    test_errors = _Errors(fitted, inputs, slice(1, None, 2), positions)
+    compressed = compress(fitted, _largest_threshold(fitted, bound, search_errors))
+    errors = test_errors(compressed)
+    num_inputs = len(errors)
+    standard_error = errors.new_tensor(math.inf)
+    if num_inputs > 1:
+        standard_error = errors.std() / math.sqrt(num_inputs)
+    return compressed, Thinning(
+        share=_num_bytes(compressed) / _num_bytes(fitted),
+        error=float(errors.mean()),
+        half_width=float(half_width(standard_error, max(1, num_inputs - 1), 0.95)),
+        largest=float(errors.max()),
+        num_inputs=num_inputs,
+    )
 
-    def variances(fit: FittedPosterior, half: slice) -> Tensor:
-        half_positions = positions
-        if inputs_have_positions:
-            half_positions = torch.as_tensor(positions)[half]
-        _, covariances = moments(
-            fit, take(inputs, half), kind="variances", positions=half_positions
-        )
-        return covariances[0].double()
 
-    def errors(
-        compressed: FittedPosterior, half: slice, full_variances: Tensor
-    ) -> Float[Tensor, " half"]:
+class _Errors:
+    """The error of a compressed posterior on each of some inputs; see `Thinning`."""
+
+    def __init__(
+        self, full: FittedPosterior, inputs: Inputs, part: slice, positions: Positions | None
+    ) -> None:
+        self._inputs = take(inputs, part)
+        self._positions = positions
+        if positions is not None and torch.as_tensor(positions).ndim == 2:
+            # Every input has positions of its own.
+            self._positions = torch.as_tensor(positions)[part]
+        self._full_variances = self._variances(full)
+
+    def __call__(self, compressed: FittedPosterior) -> Float[Tensor, " inputs"]:
         # An output that depends on no parameter has the variance 0 in both posteriors, so its ratio
         # 0/0 counts as 1.
-        ratios = (variances(compressed, half) / full_variances).nan_to_num(nan=1.0)
+        ratios = (self._variances(compressed) / self._full_variances).nan_to_num(nan=1.0)
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
 
-    # The halves contain alternate inputs, because the inputs may be sorted.
-    search_half = slice(0, None, 2)
-    test_half = slice(1, None, 2)
-    search_variances = variances(fitted, search_half)
-    test_variances = variances(fitted, test_half)
+    def _variances(self, fitted: FittedPosterior) -> Tensor:
+        _, covariances = moments(fitted, self._inputs, kind="variances", positions=self._positions)
+        return covariances[0].double()
+
+
+def _largest_threshold(fitted: FittedPosterior, bound: Tensor, errors: _Errors) -> float:
+    """Find the largest threshold of `compress` with which no error exceeds the bound."""
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
     largest_block = max(fitted.posterior.curvature.sizes)
     low = float(_gain(2 * bound.double())) / largest_block
@@ -126,25 +146,11 @@ def thin_posterior(
     high = max(float(_gain(ratios).sum()) for ratios in _curvature_ratios(fitted).values())
     while high > _FACTOR * low:
         middle = math.sqrt(low) * math.sqrt(high)
-        compressed = compress(fitted, middle)
-        if bool((errors(compressed, search_half, search_variances) <= bound).all()):
+        if bool((errors(compress(fitted, middle)) <= bound).all()):
             low = middle
         else:
             high = middle
-    compressed = compress(fitted, low)
-    measured = errors(compressed, test_half, test_variances)
-    num_inputs = len(measured)
-    if num_inputs > 1:
-        standard_error = measured.std() / math.sqrt(num_inputs)
-    else:
-        standard_error = measured.new_tensor(math.inf)
-    return compressed, Thinning(
-        share=_num_bytes(compressed) / _num_bytes(fitted),
-        error=float(measured.mean()),
-        half_width=float(half_width(standard_error, max(1, num_inputs - 1), 0.95)),
-        largest=float(measured.max()),
-        num_inputs=num_inputs,
-    )
+    return low
 
 
 def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:

@@ -128,22 +128,9 @@ def plan_fit(
         ValueError: For `mode="auto"`.
         TypeError: If the data is an iterator, which would lose its first batch.
     """
-    if mode == "auto":
-        raise ValueError(
-            '`mode="auto"` decides during the fit how many examples it uses, so '
-            "`plan` cannot compute its memory in advance. Call `plan` with "
-            '`mode="crossfit"` and `folds=4` instead. That fit needs the same amount '
-            "of memory."
-        )
-    if isinstance(loader, Iterator):
-        raise TypeError(
-            "This iterator can be read only once. `plan` would read its first batch, "
-            "and the fit would then miss that batch. Pass a DataLoader or a list of "
-            "batches."
-        )
+    _check_can_plan(mode, loader)
     structure = setup.config.structure
     reads = _Reads.of_mode(mode, folds, loader, structure)
-    trial = _Trial()
     # The random states are restored afterwards, so that planning does not change the order of the
     # data and the labels that the fit draws.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
@@ -154,17 +141,13 @@ def plan_fit(
         assert batch is not None
         if reads.num_batches is not None:
             context = replace(context, num_examples=reads.num_batches * batch.num_examples)
-        # A pass reads one fold, so the trial runs on one fold, too.
-        fold = batch.take(slice(0, math.ceil(batch.num_examples / reads.num_folds)))
-        x = move(fold.inputs, context.device, None)
-        num_joined = _num_joined_batches(context, x, reads.num_parts)
-        targets = fold.targets.to(context.device)
-        data = consecutive([Batch(x, targets)] * num_joined)
-        num_passes = reads.num_passes(num_joined)
+        data = _trial_data(context, batch, reads)
+        num_passes = reads.num_passes(len(data))
         # The trial runs only if its memory is available in addition to the memory of the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
         block_bytes = sum(block.factors + block.magnitudes for block in blocks)
+        trial = _Trial()
         if available is None or posterior_bytes(context, structure) + block_bytes <= available:
             trial = _run_trial(structure, context, data)
         seconds = None
@@ -195,6 +178,23 @@ def plan_fit(
         decomposition_seconds=decomposition_seconds,
         available=available,
     )
+
+
+def _check_can_plan(mode: str, loader: Batches) -> None:
+    """Require a mode whose memory is known in advance, and data that can be read again."""
+    if mode == "auto":
+        raise ValueError(
+            '`mode="auto"` decides during the fit how many examples it uses, so '
+            "`plan` cannot compute its memory in advance. Call `plan` with "
+            '`mode="crossfit"` and `folds=4` instead. That fit needs the same amount '
+            "of memory."
+        )
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            "This iterator can be read only once. `plan` would read its first batch, "
+            "and the fit would then miss that batch. Pass a DataLoader or a list of "
+            "batches."
+        )
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,17 @@ class _Trial(NamedTuple):
     row_bytes: int = 0
     seconds: float | None = None
     num_rows: NumRows = NO_ROWS
+
+
+def _trial_data(context: FitContext, batch: Batch, reads: _Reads) -> list[Batch]:
+    """Repeat a batch as often as a pass of the fit runs batches together.
+
+    A pass reads one fold, so every repetition has the size of one fold.
+    """
+    fold = batch.take(slice(0, math.ceil(batch.num_examples / reads.num_folds)))
+    x = move(fold.inputs, context.device, None)
+    num_joined = _num_joined_batches(context, x, reads.num_parts)
+    return consecutive([Batch(x, fold.targets.to(context.device))] * num_joined)
 
 
 def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None) -> int:
