@@ -23,6 +23,20 @@ def validate_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")
+    _check_tensors(model, _sharded_parameters(model))
+    plain = unwrapped(model)
+    for path, module in plain.named_modules():
+        _check_layer(path, module)
+    return plain
+
+
+def _sharded_parameters(model: nn.Module) -> set[int]:
+    """Collect the `id`s of parameters that `fully_shard` splits, and let its modules split them.
+
+    Raises:
+        TypeError: If a module is TorchScript.
+        NotImplementedError: If a module is wrapped in `FullyShardedDataParallel`.
+    """
     sharded = set[int]()
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -37,6 +51,14 @@ def validate_model(model: nn.Module) -> nn.Module:
         if is_unit(module):
             module.reshard()
             sharded.update(map(id, filter(is_sharded, module.parameters())))
+    return sharded
+
+
+def _check_tensors(model: nn.Module, sharded: set[int]) -> None:
+    """Require parameters and buffers that have values on this process, and finite parameters.
+
+    Parameters with the `sharded` ids may be split over processes.
+    """
     offloaded = offloaded_parameters(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_sharded(tensor):
@@ -61,22 +83,23 @@ def validate_model(model: nn.Module) -> nn.Module:
                 f"{name} contains NaN or Inf, so the model has diverged or its checkpoint is "
                 "damaged. Load a checkpoint with finite values."
             )
-    plain = unwrapped(model)
-    for path, module in plain.named_modules():
-        name = f"{path or 'model'} ({type(module).__name__})"
-        # The classes are recognised by their module, because importing them takes long.
-        if ".quantized.dynamic." in type(module).__module__:
-            raise ValueError(
-                f"{name} is dynamically quantised. It rounds according to the largest input of "
-                "the batch, so the output of an example depends on the other examples. Use the "
-                "model as it was before quantize_dynamic."
-            )
-        if problem := layer_rule(module).problem(module):
-            raise ValueError(f"{name} {problem}")
-        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        if module.training and is_dropout:
-            raise ValueError(
-                f"{name} is active, and dropout makes the outputs random. Curvature is computed "
-                "in eval mode. Call `model.eval()` first."
-            )
-    return plain
+
+
+def _check_layer(path: str, module: nn.Module) -> None:
+    """Require a layer whose outputs are not random and do not depend on the whole batch."""
+    name = f"{path or 'model'} ({type(module).__name__})"
+    # The classes are recognised by their module, because importing them takes long.
+    if ".quantized.dynamic." in type(module).__module__:
+        raise ValueError(
+            f"{name} is dynamically quantised. It rounds according to the largest input of "
+            "the batch, so the output of an example depends on the other examples. Use the "
+            "model as it was before quantize_dynamic."
+        )
+    if problem := layer_rule(module).problem(module):
+        raise ValueError(f"{name} {problem}")
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    if module.training and is_dropout:
+        raise ValueError(
+            f"{name} is active, and dropout makes the outputs random. Curvature is computed "
+            "in eval mode. Call `model.eval()` first."
+        )

@@ -73,13 +73,15 @@ def neumann(
     if tol is not None and not real(tol, "tol") > 0:
         raise ValueError(f"`tol` is {tol}. Pass a positive relative residual.")
     num_norm_matvecs = 0
-    if scale is None:
+    if scale is None and preconditioner is None:
+        norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
+        bound = float(norm.value + norm.standard_error)
+        num_norm_matvecs = norm.num_matvecs
+        scale = 1 / bound if bound > 0 else 1.0
+    elif scale is None:
         scale = 1.0
-        if preconditioner is None:
-            norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
-            bound = float(norm.value + norm.standard_error)
-            num_norm_matvecs = norm.num_matvecs
-            scale = 1 / bound if bound > 0 else 1.0
+    # No norm is below a negative tolerance, so all terms are summed.
+    tolerance = -1.0 if tol is None else tol
     start_norms = column_norms(b)
     x = torch.zeros_like(b)
     residual = b
@@ -95,11 +97,12 @@ def neumann(
             is_better = norms < best_norms
             best = torch.where(is_better, x, best)
             best_norms = torch.where(is_better, norms, best_norms)
-            is_solved = norms <= (-1.0 if tol is None else tol) * start_norms
+            is_solved = norms <= tolerance * start_norms
             if is_solved.all() or (norms > _GROWTH * start_norms).any():
                 break
         count = num_norm_matvecs + products.count
-    statuses = _statuses(norms > start_norms, is_solved)
+    has_diverged = norms > start_norms
+    statuses = _statuses(has_diverged, is_solved)
     growth = float((norms / start_norms.clamp(min=torch.finfo(norms.dtype).tiny)).max())
     advice = {
         Status.MAX_ITER: (
@@ -113,17 +116,16 @@ def neumann(
         ),
     }
     # For a right-hand side whose series diverges, the best partial sum is returned.
-    has_diverged = norms > start_norms
     x = torch.where(has_diverged, best, x)
     norms = torch.where(has_diverged, best_norms, norms)
     return LinearSolution(x, statuses, norms.to(b), count, advice=advice)
 
 
-def _statuses(has_grown: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
+def _statuses(has_diverged: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
     """Return the stopping reason of each right-hand side from scalars or tensors `[k]`."""
     statuses = []
-    for grown, solved in zip(has_grown.reshape(-1), is_solved.reshape(-1), strict=True):
-        if grown:
+    for diverged, solved in zip(has_diverged.reshape(-1), is_solved.reshape(-1), strict=True):
+        if diverged:
             statuses.append(Status.DIVERGED)
         elif solved:
             statuses.append(Status.CONVERGED)
