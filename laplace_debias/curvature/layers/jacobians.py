@@ -77,21 +77,9 @@ def _rotated_slice(
     block = record.block
     layer = record.layer
     rule = block.rule
-    d_out, d_in = block.shape
-    num_columns = record.num_columns
-    num_rows = num_columns * record.num_positions
     # Only for a single call, because all rows of an example must be in one call.
     is_apart = apart and len(record.inputs) == 1
-    are_axes = isinstance(output_directions, Axes) and isinstance(input_directions, Axes)
-    # `rotation` rotates the rows of each position. It is None if only the sum of the rows is
-    # rotated.
-    rotate_rows: Callable[[Tensor], Tensor] | None
-    if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < d_out:
-        rotate_rows = partial(_few_gradients, directions=output_directions)
-    elif record.num_positions > d_in or are_axes:
-        rotate_rows = None
-    else:
-        rotate_rows = partial(_coordinates_of_columns, directions=output_directions)
+    rotate_rows = _rotation_of_rows(record, output_directions, input_directions, is_apart)
     total: Tensor | None = None
     for all_inputs, all_gradients in record.calls():
         x = all_inputs[examples]
@@ -109,10 +97,24 @@ def _rotated_slice(
             product = rows.flatten(-3, -2) @ a.movedim(1, -2)
         total = product if total is None else total.add_(product)
     assert total is not None
-    J = total.unflatten(-2, (num_columns, -1))
+    J = total.unflatten(-2, (record.num_columns, -1))
     if rotate_rows is None:
         J = _coordinates_of_columns(J, output_directions)
     return J.movedim(-3, 1)
+
+
+def _rotation_of_rows(
+    record: BlockRecord, output_directions: Directions, input_directions: Directions, is_apart: bool
+) -> Callable[[Tensor], Tensor] | None:
+    """Choose how to rotate the output gradients of each position; None rotates only their sum."""
+    d_out, d_in = record.block.shape
+    num_rows = record.num_columns * record.num_positions
+    if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < d_out:
+        return partial(_few_gradients, directions=output_directions)
+    are_axes = isinstance(output_directions, Axes) and isinstance(input_directions, Axes)
+    if record.num_positions > d_in or are_axes:
+        return None
+    return partial(_coordinates_of_columns, directions=output_directions)
 
 
 def _activations_along(

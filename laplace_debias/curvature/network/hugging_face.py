@@ -107,23 +107,18 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
     Therefore a single position of one example is labelled, and the gradient of the model's own loss
     in the logits shows to which logits the label belongs. Labels are `[B, T]`.
     """
-    # Find the outermost Hugging Face model that computes a loss.
-    for candidate in model.modules():
-        names = [f"{kind.__module__}.{kind.__name__}" for kind in type(candidate).__mro__]
-        is_pretrained = any(re.fullmatch(_PRETRAINED, name) for name in names)
-        if is_pretrained and "labels" in inspect.signature(candidate.forward).parameters:
-            break
-    else:
+    model_with_loss = _outermost_with_loss(model)
+    if model_with_loss is None:
         return LabelPositions()
-    twin = shared_copy(candidate)
+    twin = shared_copy(model_with_loss)
     last = labels.shape[1] - 1
     weights = [
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
-    parameters = inspect.signature(candidate.forward).parameters
+    parameters = inspect.signature(model_with_loss.forward).parameters
     # PEFT's models pass on all arguments. The models of transformers also accept further arguments,
     # but other entries of the batch may be meant for a user's wrapper.
-    takes_any = any(name.startswith("peft.") for name in names)
+    takes_any = any(name.startswith("peft.") for name in _class_names(model_with_loss))
     inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
     marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
@@ -140,9 +135,23 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
     num_virtual = max(0, logits.shape[1] - labels.shape[1])
     if read not in ([last + num_virtual], [last + num_virtual - 1]):
         raise ValueError(
-            f"The labels of {type(candidate).__name__} cannot be matched with its outputs, because "
-            f"its loss compares the label at position {last} with the logits of {read}. Pass "
-            "`batch=`, a function that converts a batch to (inputs, targets), and shift the "
+            f"The labels of {type(model_with_loss).__name__} cannot be matched with its outputs, "
+            f"because its loss compares the label at position {last} with the logits of {read}. "
+            "Pass `batch=`, a function that converts a batch to (inputs, targets), and shift the "
             "targets in it, so that each target has the position of the output that predicts it."
         )
     return LabelPositions(num_virtual, is_shifted=read != [last + num_virtual])
+
+
+def _outermost_with_loss(model: nn.Module) -> nn.Module | None:
+    """Find the outermost Hugging Face model that computes a loss."""
+    for module in model.modules():
+        is_pretrained = any(re.fullmatch(_PRETRAINED, name) for name in _class_names(module))
+        if is_pretrained and "labels" in inspect.signature(module.forward).parameters:
+            return module
+    return None
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    """Return the full names of a module's classes."""
+    return [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]

@@ -1,6 +1,6 @@
 """Selection of the Bayesian parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,52 +191,67 @@ def select_parameters(
             f"The model ({type(model).__name__}) has no trainable parameters. Call "
             "requires_grad_(True) on it, or on the layers that should be Bayesian."
         )
-    names = list(trainable)
-    if selection == "weights":
-        names = [name for name in trainable if name.rpartition(".")[2] != "bias"]
-    elif selection == LAST_LAYER:
-        names = last_layer_parameters(model, example)
-    elif isinstance(selection, str):
-        if selection not in ("all", SUPPORTED):
-            raise ValueError(
-                f"Unknown params={selection!r}. Use 'all', 'weights', 'supported', 'last_layer', a "
-                "list of parameter names, or a predicate (name, parameter) -> bool."
-            )
-    elif isinstance(selection, nn.Module):
-        parameter_ids = {id(parameter) for parameter in selection.parameters()}
-        own_names = [name for name, p in trainable.items() if id(p) in parameter_ids]
-        raise TypeError(
-            f"`params` must be a string, a sequence of names or a predicate, got a module "
-            f"({type(selection).__name__}). Pass the names of its parameters in the model, such as "
-            f"`params={own_names or list(trainable)}`."
-        )
-    elif callable(selection):
-        names = [name for name, parameter in trainable.items() if selection(name, parameter)]
+    if isinstance(selection, str):
+        names = _names_of_kind(model, selection, list(trainable), example)
     elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
-        selected = set(selection)
-        unknown = sorted(selected - trainable.keys())
-        if unknown:
-            raise ValueError(
-                f"`params` contains the names {unknown}, but the model does not have these "
-                f"parameters, or they are frozen. Use these names: {list(trainable)}."
-            )
-        names = [name for name in trainable if name in selected]
+        names = _checked_names(selection, list(trainable))
+    elif callable(selection) and not isinstance(selection, nn.Module):
+        names = [name for name, parameter in trainable.items() if selection(name, parameter)]
     else:
-        # The message shows only the type of the selection, because the selection may contain every
-        # weight.
-        came = type(selection).__name__
-        if isinstance(selection, Sequence) and selection:
-            came += f" of {type(selection[0]).__name__}"
-        raise TypeError(
-            f"`params` must be a string, a sequence of names or a predicate, got a {came}. Pass "
-            f"names, such as {list(trainable)}."
-        )
+        raise _wrong_selection(selection, trainable)
     if not names:
         raise ValueError(
             f"`params={selection!r}` selects no parameter. Select some of the trainable "
             f"parameters, {list(trainable)}."
         )
     return names
+
+
+def _names_of_kind(
+    model: nn.Module, kind: str, trainable: list[str], example: Inputs | None
+) -> list[str]:
+    """Return the names of the parameters that a string selects."""
+    if kind == LAST_LAYER:
+        return last_layer_parameters(model, example)
+    if kind == "weights":
+        return [name for name in trainable if name.rpartition(".")[2] != "bias"]
+    if kind in ("all", SUPPORTED):
+        return trainable
+    raise ValueError(
+        f"Unknown params={kind!r}. Use 'all', 'weights', 'supported', 'last_layer', a "
+        "list of parameter names, or a predicate (name, parameter) -> bool."
+    )
+
+
+def _checked_names(names: Sequence[str], trainable: list[str]) -> list[str]:
+    """Return names in the model's order, and require that each is a trainable parameter."""
+    selected = set(names)
+    unknown = sorted(selected - set(trainable))
+    if unknown:
+        raise ValueError(
+            f"`params` contains the names {unknown}, but the model does not have these "
+            f"parameters, or they are frozen. Use these names: {trainable}."
+        )
+    return [name for name in trainable if name in selected]
+
+
+def _wrong_selection(selection: object, trainable: Mapping[str, nn.Parameter]) -> TypeError:
+    """Return the error for a selection of a wrong type.
+
+    The message shows only the type, because the selection may contain every weight.
+    """
+    expected = "`params` must be a string, a sequence of names or a predicate"
+    if isinstance(selection, nn.Module):
+        parameter_ids = {id(parameter) for parameter in selection.parameters()}
+        own_names = [name for name, p in trainable.items() if id(p) in parameter_ids]
+        return TypeError(
+            f"{expected}, got a module ({type(selection).__name__}). Pass the names of its "
+            f"parameters in the model, such as `params={own_names or list(trainable)}`."
+        )
+    type_name = type(selection).__name__
+    if isinstance(selection, Sequence) and selection:
+        type_name += f" of {type(selection[0]).__name__}"
+    return TypeError(f"{expected}, got a {type_name}. Pass names, such as {list(trainable)}.")
 
 
 def leaving_out(names: Sequence[str]) -> str:

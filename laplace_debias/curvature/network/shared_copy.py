@@ -36,6 +36,27 @@ def shared_copy(model: nn.Module) -> nn.Module:
     dense, and are not divided by the tokens' frequencies in the batch. If accelerate runs forward
     passes in half precision for training, the copy runs them in the precision of the parameters.
     """
+    memo = _copies_made_apart(model)
+    try:
+        copied_model = copy.deepcopy(model, memo)
+    # Copying attributes of a module may raise any error.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise TypeError(
+            f"{type(model).__name__} cannot be copied ({error}), but curvature is computed on a "
+            "copy, so that your model is not changed. Remove non-leaf tensors, locks and open "
+            "files from the module's attributes, or implement `__deepcopy__`."
+        ) from error
+    for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
+        _adapt_copy(module, copied, memo)
+    keep_differentiable(copied_model)
+    recompute_weights(copied_model)
+    return copied_model.eval()
+
+
+def _copies_made_apart(model: nn.Module) -> dict[int, object]:
+    """Return objects that `deepcopy` must not copy, and what takes their place, by their `id`."""
     memo: dict[int, object] = {}
     for module in model.modules():
         for attribute in vars(module).values():
@@ -58,33 +79,29 @@ def shared_copy(model: nn.Module) -> nn.Module:
         if hasattr(module, "_hf_hook"):
             # The hook holds the values of offloaded parameters, which would otherwise be copied.
             memo[id(module._hf_hook)] = module._hf_hook
-    try:
-        copied_model = copy.deepcopy(model, memo)
-    # Copying attributes of a module may raise any error.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise TypeError(
-            f"{type(model).__name__} cannot be copied ({error}), but curvature is computed on a "
-            "copy, so that your model is not changed. Remove non-leaf tensors, locks and open "
-            "files from the module's attributes, or implement `__deepcopy__`."
-        ) from error
-    for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
-        layer_rule(copied).use_dense_gradients(copied)
-        for name, attribute in vars(module).items():
-            if _is_of_compiler(attribute) and name in vars(copied):
-                _bind_to_copy(copied, name, attribute, memo)
-            if type(attribute) is dict and not name.startswith("_"):
-                for key, value in attribute.items():
-                    if isinstance(value, Tensor) and not value.is_leaf:
-                        # A cache that a module keeps between passes is emptied, so that the copy
-                        # computes it again.
-                        vars(copied)[name].pop(key, None)
-        if _is_in_mixed_precision(module):
-            _set_method(copied, "forward", vars(copied).pop("_original_forward"))
-    keep_differentiable(copied_model)
-    recompute_weights(copied_model)
-    return copied_model.eval()
+    return memo
+
+
+def _adapt_copy(module: nn.Module, copied: nn.Module, memo: dict[int, object]) -> None:
+    """Make a copied module compute with the copied model, in the precision of its parameters.
+
+    Args:
+        module: The original module.
+        copied: Its copy.
+        memo: The copies of all objects, by the `id` of the objects.
+    """
+    layer_rule(copied).use_dense_gradients(copied)
+    for name, attribute in vars(module).items():
+        if _is_of_compiler(attribute) and name in vars(copied):
+            _bind_to_copy(copied, name, attribute, memo)
+        if type(attribute) is dict and not name.startswith("_"):
+            for key, value in attribute.items():
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    # A cache that a module keeps between passes is emptied, so that the copy
+                    # computes it again.
+                    vars(copied)[name].pop(key, None)
+    if _is_in_mixed_precision(module):
+        _set_method(copied, "forward", vars(copied).pop("_original_forward"))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
