@@ -43,8 +43,8 @@ def load(settings: SourceSettings) -> Loaded:
         model, notes = build(settings, num_outputs)
         splits = open_data(model)
     model = model.eval().to(device)
-    train, number = batches_of(splits.train, settings, "train_examples", mixed=True)
-    if number is None:
+    train, num_train = batches_of(splits.train, settings, "train_examples", mixed=True)
+    if num_train is None:
         raise ValueError(
             "The number of training examples is unknown. Return a data set from your "
             "function, or a DataLoader of a data set that has a length."
@@ -88,7 +88,7 @@ def load(settings: SourceSettings) -> Loaded:
         model=model,
         likelihood=likelihood,
         train=train,
-        num_train=number,
+        num_train=num_train,
         validation=validation,
         test=test,
         ood={name: batches for name, (batches, _) in ood_sets.items()},

@@ -72,36 +72,24 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
         raise ValueError(
             f"{first.parent} has no {missing[0]}.csv or {missing[0]}.parquet. Add this file."
         )
-    tables = {split: read_table(path) for split, path in files.items()}
-    notes: tuple[str, ...] = ()
-    target = _target(tables, files, settings)
-    kinds = {table[target].dtype.kind for table in tables.values()}
-    if len(kinds - set("iufb")) > 0 and len(kinds) > 1:
-        # Class names that look like numbers in one file must match the strings of another file.
-        tables = {split: read_table(path, [target]) for split, path in files.items()}
+    tables, target = _read_tables(files, settings)
     features = settings.features or tuple(
         name for name in next(iter(tables.values())).columns if name != target
     )
+    if target in features:
+        raise ValueError(
+            f"The target {target} is also one of the features. Remove it from the features."
+        )
     for split, table in tables.items():
         check_complete(table, (*features, target), str(files[split]))
+    notes: tuple[str, ...] = ()
     undivided = tables.pop("all", None)
     if undivided is not None:
         indices, note = split_indices(len(undivided), settings, str(first), "rows")
         tables = {split: undivided.iloc[i.numpy()] for split, i in indices.items()}
         notes = (note,)
     train = tables["train"]
-    if target in features:
-        raise ValueError(
-            f"The target {target} is also one of the features. Remove it from the features."
-        )
-    values = numbers(train, features, str(first))
-    mean = np.zeros(len(features))
-    std = np.ones(len(features))
-    if settings.standardise:
-        mean = values.mean(0)
-        deviation = values.std(0)
-        std = np.where(deviation > 1e-12 * np.abs(mean).clip(1e-300), deviation, 1.0)
-    columns = Columns(features, mean, std, target)
+    columns = _columns(train, features, target, settings, str(first))
     likelihood = _likelihood(train[target], likelihood_from_settings(settings), target)
     classes = _classes(train[target], likelihood, target)
     examples = {
@@ -123,6 +111,31 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
         was_whole=undivided is not None,
         notes=notes,
     )
+
+
+def _read_tables(files: dict[str, Path], settings: SourceSettings) -> tuple[dict[str, Any], str]:
+    """Read the tables by split, and find the name of the target."""
+    tables = {split: read_table(path) for split, path in files.items()}
+    target = _target(tables, files, settings)
+    kinds = {table[target].dtype.kind for table in tables.values()}
+    if len(kinds - set("iufb")) > 0 and len(kinds) > 1:
+        # Class names that look like numbers in one file must match the strings of another file.
+        tables = {split: read_table(path, [target]) for split, path in files.items()}
+    return tables, target
+
+
+def _columns(
+    train: Any, features: tuple[str, ...], target: str, settings: SourceSettings, source: str
+) -> Columns:
+    """Return the columns, with the features' mean and standard deviation in the training rows."""
+    values = numbers(train, features, source)
+    mean = np.zeros(len(features))
+    std = np.ones(len(features))
+    if settings.standardise:
+        mean = values.mean(0)
+        deviation = values.std(0)
+        std = np.where(deviation > 1e-12 * np.abs(mean).clip(1e-300), deviation, 1.0)
+    return Columns(features, mean, std, target)
 
 
 def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSettings) -> str:
