@@ -135,28 +135,25 @@ def input_factors(
         inputs = [scale_examples(x, scales, 0) for x in inputs]
         scales = None
     rows_by_slice = _input_rows(layer, block, inputs, masks, scales)
-    d_in = block.shape[1]
     if as_rows:
         return map(GramFactor, rows_by_slice)
+    if block.has_diagonal_A:
+        diagonal = next(rows_by_slice).square().sum(0)
+        for rows in rows_by_slice:
+            diagonal += rows.square().sum(0)
+        return [diagonal]
+    d_in = block.shape[1]
     num_positions = sum(block.rule.num_positions(layer, x) for x in inputs)
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
-    if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
+    if d_in >= _WIDE and num_rows <= d_in // 2:
         return [GramFactor(torch.cat(list(rows_by_slice)))]
-    is_plain = masks is None and scales is None
-    if is_plain and block.sharing == "expand" and not block.has_diagonal_A:
+    if masks is None and scales is None and block.sharing == "expand":
         second_moments = block.rule.second_moments(layer, block, inputs)
         if second_moments is not None:
             return second_moments
-    A: Tensor | None = None
+    A = gram(next(rows_by_slice))
     for rows in rows_by_slice:
-        if block.has_diagonal_A:
-            squares = rows.square().sum(0)
-            A = squares if A is None else A.add_(squares)
-        elif A is None:
-            A = gram(rows)
-        else:
-            add_gram(A, rows)
-    assert A is not None
+        add_gram(A, rows)
     return [A]
 
 

@@ -76,9 +76,9 @@ class Reference:
         by_example = []
         with requiring_grad(parameters):
             outputs = _outputs(network, x)
-            drawn = _random_cotangent(outputs)
-            for example in range(len(drawn)):
-                by_example.append(_gradients(outputs, parameters, _only(drawn, example)))
+            cotangent = _random_cotangent(outputs)
+            for example in range(len(cotangent)):
+                by_example.append(_gradients(outputs, parameters, _only(cotangent, example)))
         compared_gradients: dict[str, Tensor] = {}
         norms = []
         unused = []
@@ -104,7 +104,7 @@ class Reference:
         return cls(
             x=x,
             outputs=outputs.detach(),
-            cotangent=drawn,
+            cotangent=cotangent,
             gradients=compared_gradients,
             unused=unused,
             without_gradient=without_gradient,
@@ -143,19 +143,8 @@ class _Search:
                 zip(self._missing, _gradients(outputs, missing, cotangent), strict=True)
             )
             self.unused = [name for name in self.unused if gradients[name] is None]
-            numbers: list[int] = []
             sought = [name for name, g in gradients.items() if self._is_gradient(g)]
-            for example in range(len(outputs)):
-                if not sought:
-                    break
-                parameters = [self._network.get_parameter(name) for name in sought]
-                single = _gradients(outputs, parameters, _only(cotangent, example))
-                by_name = zip(sought, single, strict=True)
-                covered = {name for name, g in by_name if self._is_gradient(g)}
-                if covered:
-                    numbers.append(example)
-                    sought = [name for name in sought if name not in covered]
-                    self._missing = [name for name in self._missing if name not in covered]
+            numbers = self._find_examples(outputs, cotangent, sought)
         if numbers:
             examples = [take(x, slice(number, number + 1)) for number in numbers]
             # The examples that reach the parameters are joined with examples that may take a
@@ -163,6 +152,22 @@ class _Search:
             shapes = [[t.shape[1:] for t in tensors_of(inputs)] for inputs in (self._first, x)]
             companions = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
             self.batches.append(join([companions, *examples]))
+
+    def _find_examples(self, outputs: Tensor, cotangent: Tensor, sought: list[str]) -> list[int]:
+        """Find examples that together have gradients of all sought parameters."""
+        numbers: list[int] = []
+        for example in range(len(outputs)):
+            if not sought:
+                break
+            parameters = [self._network.get_parameter(name) for name in sought]
+            gradients = _gradients(outputs, parameters, _only(cotangent, example))
+            by_name = zip(sought, gradients, strict=True)
+            covered = {name for name, g in by_name if self._is_gradient(g)}
+            if covered:
+                numbers.append(example)
+                sought = [name for name in sought if name not in covered]
+                self._missing = [name for name in self._missing if name not in covered]
+        return numbers
 
     def _is_gradient(self, gradient: Tensor | None) -> bool:
         return gradient is not None and bool(gradient.to_dense().norm() > self._rounding)

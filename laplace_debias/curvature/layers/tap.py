@@ -240,20 +240,30 @@ class Tap:
         if self._dims.common and not self._takes_copies(doubled, expected):
             self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
         if self._recorder is not None:
-            has_copies = self._recorder.learn(num_examples(x), *calls) or bool(self._dims.common)
-            takes_copies = True
-            for _ in range(_MOST_ROUNDS):
-                if not has_copies:
-                    break
-                takes_copies = self._takes_copies(doubled, expected)
-                if not takes_copies:
-                    break
-                # Copies for one call change the forms of later calls.
-                *_, calls = self._run_both(x, doubled)
-                has_copies = self._recorder.learn(num_examples(x), *calls)
+            takes_copies = self._learn_forms(self._recorder, x, doubled, expected, calls)
             self._recorder.add_forms(earlier_forms)
             if not takes_copies:
                 self._recorder.forget_copies()
+
+    def _learn_forms(
+        self,
+        recorder: CallRecorder,
+        x: Inputs,
+        doubled: Inputs,
+        expected: Tensor,
+        calls: list[RecordedCalls],
+    ) -> bool:
+        """Learn the forms of calls; return whether the network takes the copies that they need."""
+        has_copies = recorder.learn(num_examples(x), *calls) or bool(self._dims.common)
+        for _ in range(_MOST_ROUNDS):
+            if not has_copies:
+                return True
+            if not self._takes_copies(doubled, expected):
+                return False
+            # Copies for one call change the forms of later calls.
+            *_, calls = self._run_both(x, doubled)
+            has_copies = recorder.learn(num_examples(x), *calls)
+        return True
 
     def _run_both(
         self, x: Inputs, doubled: Inputs

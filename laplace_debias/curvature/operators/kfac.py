@@ -153,12 +153,7 @@ class KFAC(Permuted):
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        fisher_type = FisherType(fisher, 1 if mc_samples is None else mc_samples)
-        if not fisher_type.is_random and (mc_samples is not None or generator is not None):
-            raise ValueError(
-                '`mc_samples` and `generator` apply only to `fisher="mc"` and `"signs"`, got '
-                f"`fisher={fisher!r}`. Remove them."
-            )
+        fisher_type = _checked_fisher_type(fisher, mc_samples, generator)
         if factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"`factor_dtype` is {factor_dtype}. Pass torch.float32 or torch.float64."
@@ -174,7 +169,7 @@ class KFAC(Permuted):
         magnitude_data = factor_data
         if magnitudes is not None:
             magnitude_data = read_data(magnitudes, num_data=None)
-        _check_fisher(fisher, factor_data.loss)
+        _check_has_root(fisher, factor_data.loss)
         fisher_type = fisher_type.seeded(generator, process_group())
         with torch.inference_mode(False):
             with refuse_calls(unwrapped(model), network.names, tap.network):
@@ -229,7 +224,20 @@ class EKFAC(KFAC):
     _structure = EkfacCurvature()
 
 
-def _check_fisher(fisher: str, loss: OutputLoss) -> None:
+def _checked_fisher_type(
+    fisher: str, mc_samples: int | None, generator: torch.Generator | None
+) -> FisherType:
+    """Return the type of the Fisher matrix, and refuse options that have no effect on it."""
+    fisher_type = FisherType(fisher, 1 if mc_samples is None else mc_samples)
+    if not fisher_type.is_random and (mc_samples is not None or generator is not None):
+        raise ValueError(
+            '`mc_samples` and `generator` apply only to `fisher="mc"` and `"signs"`, got '
+            f"`fisher={fisher!r}`. Remove them."
+        )
+    return fisher_type
+
+
+def _check_has_root(fisher: str, loss: OutputLoss) -> None:
     """Require a loss whose Hessian has a known root, or the empirical Fisher."""
     if fisher != "empirical" and not loss.has_distribution:
         raise TypeError(
