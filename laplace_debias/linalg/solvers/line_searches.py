@@ -110,26 +110,27 @@ class LineSearches:
         """
         norm = direction.norm(dim=0)
         active = self.running & (norm > 0)
-        product = self._multiply(direction, active)
         length = torch.where(active, norm, 1)
-        gain = torch.linalg.vecdot(direction, self.residual, dim=0)
-        bend = torch.linalg.vecdot(direction, product, dim=0)
-        curvature = bend / length.square()
+        product = self._multiply(direction, active)
+        # Along the direction, the quadratic has the slope -dᵀr and the second derivative dᵀA d.
+        negative_slope = torch.linalg.vecdot(direction, self.residual, dim=0)
+        second_derivative = torch.linalg.vecdot(direction, product, dim=0)
+        curvature = second_derivative / length.square()
         # The error of a product can be as large as the rounding error of the largest product so
         # far.
-        stretch = product.norm(dim=0) / length
-        self._scale = torch.fmax(self._scale, stretch)
-        threshold = torch.finfo(bend.dtype).eps * self._scale
-        finite = stretch.isfinite()
+        relative_norm = product.norm(dim=0) / length
+        self._scale = torch.fmax(self._scale, relative_norm)
+        threshold = torch.finfo(product.dtype).eps * self._scale
+        finite = relative_norm.isfinite()
         positive = active & finite & (curvature > threshold)
-        tau = torch.where(positive, gain / bend, 0)
+        tau = torch.where(positive, negative_slope / second_derivative, 0)
         residual = self.residual - tau * product
         residual_norm = residual.norm(dim=0)
         broken = active & ~(finite & residual_norm.isfinite())
         moved = positive & ~broken
         flat = active & ~positive & ~broken
         self.end(broken, Status.BREAKDOWN)
-        self._report(flat, direction / length, curvature, threshold)
+        self._end_flat(flat, direction / length, curvature, threshold)
         self.moved = moved
         if not (always or bool(moved.any())):
             return False
@@ -137,7 +138,7 @@ class LineSearches:
         self._x = torch.where(moved, self._x + tau * direction, self._x)
         self.residual = torch.where(moved, residual, self.residual)
         self._num_iterations = self._num_iterations + moved
-        slope = -gain / length * self._unit
+        slope = -negative_slope / length * self._unit
         step = tau * length * self._unit
         last_norm = self._history["residual_norms"][-1]
         entries = {
@@ -200,7 +201,7 @@ class LineSearches:
             product[:, columns] = self._A @ direction[:, columns]
         return product
 
-    def _report(
+    def _end_flat(
         self, flat: Tensor, direction: Tensor, curvature: Tensor, threshold: Tensor
     ) -> None:
         """End right-hand sides whose curvature is not positive, and record the directions."""
