@@ -62,25 +62,35 @@ def why_not_backpack(model: nn.Module) -> str | None:
             return f"{name} is quantised ({type(parameter).__name__})"
     visited: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        kind = type(module)
-        title = f"{path or 'model'} ({kind.__name__})"
+        title = f"{path or 'model'} ({type(module).__name__})"
         if module in visited:
             return f"{title} is in the model twice"
         visited.add(module)
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not hook.__module__.startswith("backpack"):
-                return f"{title} has forward hooks, which BackPACK ignores"
-        if layer_rule(module).backpack_derivatives(module) is not None:
-            padding = getattr(module, "padding", 0)
-            mode = getattr(module, "padding_mode", "zeros")
-            if getattr(module, "groups", 1) != 1 or isinstance(padding, str) or mode != "zeros":
-                return f"{title} has padding or groups that BackPACK does not support"
-        elif kind is not nn.Sequential:
-            if module._modules or not kind.__module__.startswith("torch.nn.modules"):
-                return f"{title} has its own forward pass"
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad:
-                    return f"{title} contains {name} in a layer for which BackPACK has no rule"
+        obstacle = _obstacle_of_module(module)
+        if obstacle is not None:
+            return f"{title} {obstacle}"
+    return None
+
+
+def _obstacle_of_module(module: nn.Module) -> str | None:
+    """Explain why BackPACK does not support a module, without the modules in it; else None."""
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not hook.__module__.startswith("backpack"):
+            return "has forward hooks, which BackPACK ignores"
+    if layer_rule(module).backpack_derivatives(module) is not None:
+        padding = getattr(module, "padding", 0)
+        mode = getattr(module, "padding_mode", "zeros")
+        if getattr(module, "groups", 1) != 1 or isinstance(padding, str) or mode != "zeros":
+            return "has padding or groups that BackPACK does not support"
+        return None
+    kind = type(module)
+    if kind is nn.Sequential:
+        return None
+    if module._modules or not kind.__module__.startswith("torch.nn.modules"):
+        return "has its own forward pass"
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            return f"contains {name} in a layer for which BackPACK has no rule"
     return None
 
 

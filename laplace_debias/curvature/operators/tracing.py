@@ -131,25 +131,36 @@ def _simplify(graph: fx.Graph) -> None:
             # Views are replaced by reshapes, because batched columns may have a different order in
             # memory.
             node.target = aten.reshape.default
-        source: Any = None
-        if node.target in (aten.alias.default, aten.detach.default):
-            source = node.args[0]
-        elif node.target is aten.copy.default and _has_same_type(node, node.args[1]):
-            source = node.args[1]
-        if source is not None:
-            # The operation only copies its source, so its result is replaced by the source.
-            node.replace_all_uses_with(source)
-            continue
-        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
-        if nodes_by_key.setdefault(key, node) is not node:
-            node.replace_all_uses_with(nodes_by_key[key])
-        elif _is_zero(node, zeros):
-            zeros.add(node)
-        elif node.target is aten.add.Tensor and not node.kwargs:
-            for zero, summand in (node.args, node.args[::-1]):
-                if zero in zeros and _has_same_type(node, summand):
-                    node.replace_all_uses_with(summand)  # type: ignore[arg-type]
-                    break
+        replacement = _copied_node(node)
+        if replacement is None:
+            key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+            equal_node = nodes_by_key.setdefault(key, node)
+            if equal_node is not node:
+                replacement = equal_node
+            elif _is_zero(node, zeros):
+                zeros.add(node)
+            else:
+                replacement = _other_summand(node, zeros)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+
+
+def _copied_node(node: fx.Node) -> Any:
+    """Return the argument that an operation only copies, or None for other operations."""
+    if node.target in (aten.alias.default, aten.detach.default):
+        return node.args[0]
+    if node.target is aten.copy.default and _has_same_type(node, node.args[1]):
+        return node.args[1]
+    return None
+
+
+def _other_summand(node: fx.Node, zeros: set[fx.Node]) -> Any:
+    """Return the summand that equals a sum, because the other summand is zero, or None."""
+    if node.target is aten.add.Tensor and not node.kwargs:
+        for zero, summand in (node.args, node.args[::-1]):
+            if zero in zeros and _has_same_type(node, summand):
+                return summand
+    return None
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
