@@ -18,6 +18,7 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.calling import call, returned_outputs
 from laplace_debias.curvature.network.inputs import (
     Inputs,
@@ -61,29 +62,15 @@ def export(
         link: The link; None for the link of the fit, or the default link.
     """
     chosen_link = link_from(link, fitted.likelihood) or fitted.link
-    if not fitted.likelihood.is_exportable:
-        raise NotImplementedError(
-            f"The predictive distribution of a {type(fitted.likelihood).__name__} "
-            "cannot be exported. Give the likelihood a method exported(mean, "
-            "covariance) that returns a mapping from names to tensors."
-        )
-    if path.suffix not in (".pt2", ".onnx"):
-        raise ValueError(
-            f"{path} has the suffix {path.suffix!r}. Use a name that ends with .pt2 or .onnx."
-        )
-    if path.suffix == ".onnx":
+    _check_can_export(fitted.likelihood, path)
+    is_onnx = path.suffix == ".onnx"
+    if is_onnx:
         check_onnx()
     check_target(path)
     with torch.inference_mode(False):
         inputs = fitted.spec.read_batch.inputs(example, fitted.posterior.mean.device)
-        values = inputs.values() if isinstance(inputs, Mapping) else inputs
-        if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
-            raise NotImplementedError(
-                "An exported program takes only tensors, but the example contains something else "
-                "(None, a flag). Wrap the model in a module that sets this argument, and fit the "
-                "wrapper."
-            )
-        if path.suffix == ".onnx":
+        _check_only_tensors(inputs)
+        if is_onnx:
             check_onnx_inputs(tensors_of(inputs))
         chosen_link = chosen_link or default_link_of_fit(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
@@ -98,16 +85,41 @@ def export(
             answers = program.module()(*args, **kwargs)
         _check_answers(answers, expected, "torch.export")
         with FORWARD_MODE:
-            if path.suffix == ".onnx":
+            if is_onnx:
                 content = onnx_model(program, list(answers))
-                values_by_name = kwargs or dict(zip(names, args, strict=True))
-                _check_answers(onnx_answers(content, values_by_name), expected, "The ONNX model")
+                inputs_by_name = kwargs or dict(zip(names, args, strict=True))
+                _check_answers(onnx_answers(content, inputs_by_name), expected, "The ONNX model")
             else:
                 buffer = io.BytesIO()
                 torch.export.save(program, buffer)
                 content = buffer.getvalue()
     with written_atomically(path, make_folders=False) as temporary:
         temporary.write_bytes(content)
+
+
+def _check_can_export(likelihood: Likelihood, path: Path) -> None:
+    """Require a likelihood that can be exported, and a file name of a known format."""
+    if not likelihood.is_exportable:
+        raise NotImplementedError(
+            f"The predictive distribution of a {type(likelihood).__name__} "
+            "cannot be exported. Give the likelihood a method exported(mean, "
+            "covariance) that returns a mapping from names to tensors."
+        )
+    if path.suffix not in (".pt2", ".onnx"):
+        raise ValueError(
+            f"{path} has the suffix {path.suffix!r}. Use a name that ends with .pt2 or .onnx."
+        )
+
+
+def _check_only_tensors(inputs: Inputs) -> None:
+    """Require that the inputs are a tensor, or contain only tensors."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
+        raise NotImplementedError(
+            "An exported program takes only tensors, but the example contains something else "
+            "(None, a flag). Wrap the model in a module that sets this argument, and fit the "
+            "wrapper."
+        )
 
 
 class _Predictive(nn.Module):

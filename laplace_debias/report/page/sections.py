@@ -75,50 +75,67 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     zero.
     """
     score = "epistemic" if run.has_numbers else "entropy"
-    rows = []
-    for key in methods:
-        columns = [run.column(key, name, score) for name in (run.test.name, data)]
-        # A histogram shows one number per example, so average over several outputs.
-        pair = [x.reshape(len(x), -1).mean(1) for x in columns if x is not None]
-        if len(pair) == 2:
-            rows.append((key, *pair))
-    if not rows:
+    scores = _scores_of_both_sets(run, methods, data, score)
+    if not scores:
         return None
-    largest = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
+    largest = max(np.quantile(values, 0.999) for pair in scores.values() for values in pair)
     edges = np.linspace(0, max(float(largest), 1e-12), _BINS + 1)
-    panel = Panel(f"uncertainty-{data}", 0.75 + 0.66 * len(rows))
+    panel = Panel(f"uncertainty-{data}", 0.75 + 0.66 * len(scores))
     ax = panel.axes[0]
     ax.grid(visible=False, axis="y")
     medians = []
-    for index, (key, familiar, foreign) in enumerate(rows):
+    for index, (key, (test_scores, other_scores)) in enumerate(scores.items()):
         look = methods[key]
         base = -_ROW * index
-        shares = [
-            np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
-            for values in (foreign, familiar)
-        ]
-        tallest = max(share.max() for share in shares)
         filled: dict[str, Any] = {"color": look.colour, "alpha": 0.6, "fill": True, "lw": 0}
         outline: dict[str, Any] = {"color": INK, "lw": 1}
-        for name, counts, line in zip((data, "test"), shares, (filled, outline), strict=True):
-            heights = base + np.sqrt(counts / tallest)
-            panel.assign(key, ax.stairs(heights, edges, baseline=base, **line))
-            places = np.flatnonzero(counts)[:: max(1, _BINS // 14)]
+        histograms = [
+            (data, _shares(other_scores, edges), filled),
+            ("test", _shares(test_scores, edges), outline),
+        ]
+        tallest = max(shares.max() for _, shares, _ in histograms)
+        for name, shares, style in histograms:
+            heights = base + np.sqrt(shares / tallest)
+            panel.assign(key, ax.stairs(heights, edges, baseline=base, **style))
+            bins = np.flatnonzero(shares)[:: max(1, _BINS // 14)]
             texts = [
-                f"{look.label}, {name}\n{number(100 * counts[i], 1)} % from "
+                f"{look.label}, {name}\n{number(100 * shares[i], 1)} % from "
                 f"{significant(edges[i], 2)} to {significant(edges[i + 1], 2)}"
-                for i in places
+                for i in bins
             ]
-            panel.note(ax, key, (edges[places] + edges[places + 1]) / 2, heights[places], texts)
-        median_familiar = significant(np.median(familiar), 2)
-        median_foreign = significant(np.median(foreign), 2)
-        medians.append(f"{look.label} {median_familiar} and {median_foreign}")
+            panel.note(ax, key, (edges[bins] + edges[bins + 1]) / 2, heights[bins], texts)
+        test_median = significant(np.median(test_scores), 2)
+        other_median = significant(np.median(other_scores), 2)
+        medians.append(f"{look.label} {test_median} and {other_median}")
         panel.assign(key, ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK))
     ax.set(xlim=(0, edges[-1]), xlabel=_UNCERTAINTIES[score], yticks=[])
-    ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
+    ax.set_ylim(_ROW * (1 - len(scores)) - 0.05, _ROW - 0.02)
     ax.spines["left"].set_visible(False)
     alt = f"Histograms of the uncertainty of test and {data}. Medians: {'; '.join(medians)}."
     return panel.finish(data, alt)
+
+
+def _scores_of_both_sets(
+    run: Run, methods: Iterable[str], data: str, score: str
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return each method's score of every example of the test set and of another set."""
+    scores: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for key in methods:
+        test_column = run.column(key, run.test.name, score)
+        other_column = run.column(key, data, score)
+        if test_column is not None and other_column is not None:
+            scores[key] = _mean_over_outputs(test_column), _mean_over_outputs(other_column)
+    return scores
+
+
+def _mean_over_outputs(column: np.ndarray) -> np.ndarray:
+    """Average over several outputs, because a histogram shows one number per example."""
+    return column.reshape(len(column), -1).mean(1)
+
+
+def _shares(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Compute the share of values in each bin; larger values count in the last bin."""
+    return np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
