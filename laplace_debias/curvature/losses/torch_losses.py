@@ -44,6 +44,31 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
             f"`loss` is {loss!r}. Pass an instance, such as nn.CrossEntropyLoss(), or a function "
             "from (outputs, targets) to a scalar."
         )
+    stated_reduction = _stated_reduction(loss, reduction)
+    for kind, in_closed_form in (
+        (nn.CrossEntropyLoss, CrossEntropy),
+        (nn.MSELoss, SquaredError),
+        (nn.BCEWithLogitsLoss, BinaryCrossEntropy),
+    ):
+        # Only the exact classes have a closed form, because a subclass may compute a different
+        # loss.
+        if isinstance(loss, kind) and type(loss).forward is kind.forward:
+            return in_closed_form(loss)  # type: ignore[arg-type]
+    for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
+        if stated_reduction == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
+            raise ValueError(
+                f"{type(loss).__name__} computes a weighted mean ({argument}=...). It divides the "
+                "sum over a batch by a number that cannot be determined here. Pass the loss "
+                'with `reduction="sum"`.'
+            )
+    # Functional losses ignore the same targets as the classes, but have no `ignore_index`.
+    default_ignored = -100 if loss in (F.cross_entropy, F.nll_loss) else None
+    ignored = getattr(loss, "ignore_index", default_ignored)
+    return AnyLoss(loss, stated_reduction, ignored, takes_vectors)
+
+
+def _stated_reduction(loss: Loss, reduction: str | None) -> str:
+    """Return the reduction, `"mean"` or `"sum"`, that a loss or else the user states."""
     loss_reduction = getattr(loss, "reduction", None)
     if None not in (loss_reduction, reduction) and loss_reduction != reduction:
         raise ValueError(
@@ -65,25 +90,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
             f"{name} has `reduction={stated!r}`, but an operator needs a scalar loss. Use "
             '`reduction="mean"` or `reduction="sum"`.'
         )
-    for kind, in_closed_form in (
-        (nn.CrossEntropyLoss, CrossEntropy),
-        (nn.MSELoss, SquaredError),
-        (nn.BCEWithLogitsLoss, BinaryCrossEntropy),
-    ):
-        # Only the exact classes have a closed form, because a subclass may compute a different
-        # loss.
-        if isinstance(loss, kind) and type(loss).forward is kind.forward:
-            return in_closed_form(loss)  # type: ignore[arg-type]
-    for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
-        if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
-            raise ValueError(
-                f"{name} computes a weighted mean ({argument}=...). It divides the sum "
-                "over a batch by a number that cannot be determined here. Pass the loss "
-                'with `reduction="sum"`.'
-            )
-    # Functional losses ignore the same targets as the classes, but have no `ignore_index`.
-    silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
-    return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent), takes_vectors)
+    return stated
 
 
 class CrossEntropy(NegativeLogLikelihood):
