@@ -20,6 +20,7 @@ from laplace_debias.runs.records import (
     MetricValue,
     Recommendation,
     RunRecord,
+    TrainingRecord,
 )
 from laplace_debias.runs.relevance import matters
 from laplace_debias.runs.wording import SCORE_LABELS, brief
@@ -143,28 +144,8 @@ class _Verdict:
     def doubts(self) -> Iterator[str]:
         """Yield the signs that the network and the data do not match."""
         training = self._record.training
-        rows = {} if training is None else training.metrics()
-        inputs = f"its own training {self._record.input_name}s"
-        if "explained" in rows and rows["explained"].value < _LEAST_ABOVE_CHANCE:
-            percent = 100 * rows["explained"].value
-            yield f"it explains {percent:.0f} % of the variance of the targets of {inputs}"
-        if training is not None and "accuracy" in rows:
-            assert training.num_classes is not None
-            assert training.uniform_nll is not None
-            chance = 0.5 if self._record.target_kind == "labels" else 1 / training.num_classes
-            accuracy = rows["accuracy"].value
-            gap = rows["overconfidence"]
-            if accuracy < chance + _LEAST_ABOVE_CHANCE * (1 - chance):
-                yield f"its accuracy on {inputs} is {accuracy:.3f}, near chance"
-            elif gap.lower > _MOST_OVERCONFIDENCE:
-                yield f"on {inputs} it is over-confident by {points(gap.value)} points"
-            for row, examples in ((rows["nll"], inputs), (self._metric("nll"), "the test set")):
-                if row.lower > training.uniform_nll:
-                    yield (
-                        f"its NLL on {examples} is {brief(row.value)} nats, worse than the "
-                        f"{brief(training.uniform_nll)} of a uniform guess"
-                    )
-                    break
+        if training is not None:
+            yield from self._doubts_of_training(training)
         for method in self._record.methods:
             if (method.temperature or 0) > _LARGEST_TEMPERATURE:
                 yield f"the temperature of “{method.label}” is {method.temperature:.3g}"
@@ -173,6 +154,32 @@ class _Verdict:
                     f"the prior precision of “{method.label}” is at the end of the range of the "
                     "search"
                 )
+
+    def _doubts_of_training(self, training: TrainingRecord) -> Iterator[str]:
+        """Yield the signs in the metrics on the network's own training examples."""
+        rows = training.metrics()
+        inputs = f"its own training {self._record.input_name}s"
+        if "explained" in rows and rows["explained"].value < _LEAST_ABOVE_CHANCE:
+            percent = 100 * rows["explained"].value
+            yield f"it explains {percent:.0f} % of the variance of the targets of {inputs}"
+        if "accuracy" not in rows:
+            return
+        assert training.num_classes is not None
+        assert training.uniform_nll is not None
+        chance = 0.5 if self._record.target_kind == "labels" else 1 / training.num_classes
+        accuracy = rows["accuracy"].value
+        gap = rows["overconfidence"]
+        if accuracy < chance + _LEAST_ABOVE_CHANCE * (1 - chance):
+            yield f"its accuracy on {inputs} is {accuracy:.3f}, near chance"
+        elif gap.lower > _MOST_OVERCONFIDENCE:
+            yield f"on {inputs} it is over-confident by {points(gap.value)} points"
+        for row, examples in ((rows["nll"], inputs), (self._metric("nll"), "the test set")):
+            if row.lower > training.uniform_nll:
+                yield (
+                    f"its NLL on {examples} is {brief(row.value)} nats, worse than the "
+                    f"{brief(training.uniform_nll)} of a uniform guess"
+                )
+                break
 
     def doubted(self, doubts: Sequence[str]) -> str:
         """Advise to check the network and the data before any other step."""

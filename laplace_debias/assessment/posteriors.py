@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from laplace_debias.assessment.labelled import labelled_report
 from laplace_debias.assessment.methods import PosteriorChoice
@@ -14,6 +15,7 @@ from laplace_debias.assessment.predicting import (
     selected_batches,
 )
 from laplace_debias.assessment.predictions import labels_like, probabilities
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.curvature.network.batches import Batches
@@ -154,26 +156,34 @@ def training_record(loaded: Loaded) -> TrainingRecord:
             all_targets.append(batch.targets.cpu())
     outputs = torch.cat(all_outputs)
     targets = torch.cat(all_targets)
-    likelihood = loaded.likelihood
-    if likelihood.predicts_numbers:
-        mean = number_predictions(likelihood, outputs, None, None).mean
-        targets = targets.double().reshape(mean.shape)
-        squared_error = (mean - targets).square().mean(0)
-        variance = (targets - targets.mean(0)).square().mean(0)
-        # Leave out constant targets, whose variance consists only of rounding errors.
-        rounding = 64 * torch.finfo(torch.float64).eps
-        varies = variance > rounding**2 * targets.square().mean(0)
-        if not varies.any():
-            return TrainingRecord(len(targets), [])
-        explained = (1 - squared_error[varies] / variance[varies]).mean().item()
-        return TrainingRecord(len(targets), [MetricValue(metric="explained", value=explained)])
+    if loaded.likelihood.predicts_numbers:
+        return _record_of_numbers(outputs, targets, loaded.likelihood)
+    return _record_of_classes(outputs, targets, loaded.likelihood)
+
+
+def _record_of_numbers(outputs: Tensor, targets: Tensor, likelihood: Likelihood) -> TrainingRecord:
+    """Compute the explained fraction of the variance of the targets that vary."""
+    mean = number_predictions(likelihood, outputs, None, None).mean
+    targets = targets.double().reshape(mean.shape)
+    squared_error = (mean - targets).square().mean(0)
+    variance = (targets - targets.mean(0)).square().mean(0)
+    # Leave out constant targets, whose variance consists only of rounding errors.
+    rounding = 64 * torch.finfo(torch.float64).eps
+    varies = variance > rounding**2 * targets.square().mean(0)
+    if not varies.any():
+        return TrainingRecord(len(targets), [])
+    explained = (1 - squared_error[varies] / variance[varies]).mean().item()
+    return TrainingRecord(len(targets), [MetricValue(metric="explained", value=explained)])
+
+
+def _record_of_classes(outputs: Tensor, targets: Tensor, likelihood: Likelihood) -> TrainingRecord:
+    """Compute the metrics that show whether classes and network belong together."""
     log_probs = network_classes(outputs, likelihood).log_probs
     probs = probabilities(log_probs, likelihood)
+    columns = {"probs": probs, "label": labels_like(probs, targets, likelihood)}
     rows = [
         MetricValue(**row)
-        for row in labelled_report(
-            {"probs": probs, "label": labels_like(probs, targets, likelihood)}, likelihood
-        ).rows()
+        for row in labelled_report(columns, likelihood).rows()
         if row["metric"] in ("accuracy", "nll", "overconfidence")
     ]
     num_classes = probs.shape[1]

@@ -79,52 +79,18 @@ class Settings(SourceSettings):
 
 def run(settings: Settings) -> Path:
     """Compare methods, write the run folder and its page, and print the conclusion."""
-    import yaml
-
-    from laplace_debias.assessment import assess
-    from laplace_debias.assessment.methods import ENSEMBLE, MIXTURE, chosen_methods
-    from laplace_debias.commands.compared import identity_of, print_results
+    from laplace_debias.commands.compared import print_results
     from laplace_debias.report.page import write_page
     from laplace_debias.runs.folder import RunFolder
-    from laplace_debias.sources import load
-    from laplace_debias.sources.weights import with_weights
     from laplace_debias.system.files import check_target
     from laplace_debias.system.ranks import process_group
-    from laplace_debias.system.shown import plain
 
     if settings.from_run is not None:
         folder = settings.from_run
         RunFolder(folder).read_complete_record()
         check_target(RunFolder(folder).page)
     else:
-        check_target(settings.output / "run.json", make_folders=True)
-        start = time.perf_counter()
-        loaded = load(settings)
-        further_models = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
-        seconds = time.perf_counter() - start
-        methods = chosen_methods(
-            settings.methods,
-            settings.posteriors,
-            settings.examples,
-            loaded,
-        )
-        if further_models:
-            methods += (ENSEMBLE, MIXTURE)
-        # The folder is passed in addition to the file for `--config`.
-        left_out = {"output", "from_run", "overwrite", "json"}
-        config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
-        folder = assess(
-            replace(loaded, further_models=tuple(further_models)),
-            settings.output,
-            methods,
-            title=settings.title or settings.timm or settings.torchvision or settings.model or "",
-            settings=identity_of(settings),
-            config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
-            seed=settings.seed,
-            seconds={"load": seconds},
-            overwrite=settings.overwrite,
-            log=print,
-        )
+        folder = _compare(settings)
     page = RunFolder(folder).page
     if process_group().rank > 0:
         return page
@@ -132,6 +98,43 @@ def run(settings: Settings) -> Path:
     print_results(folder)
     print(f"Page: {page}")
     return page
+
+
+def _compare(settings: Settings) -> Path:
+    """Compare methods, and return the run folder."""
+    import yaml
+
+    from laplace_debias.assessment import assess
+    from laplace_debias.assessment.methods import ENSEMBLE, MIXTURE, chosen_methods
+    from laplace_debias.commands.compared import identity_of
+    from laplace_debias.sources import load
+    from laplace_debias.sources.weights import with_weights
+    from laplace_debias.system.files import check_target
+    from laplace_debias.system.shown import plain
+
+    check_target(settings.output / "run.json", make_folders=True)
+    start = time.perf_counter()
+    loaded = load(settings)
+    further_models = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
+    seconds = time.perf_counter() - start
+    methods = chosen_methods(settings.methods, settings.posteriors, settings.examples, loaded)
+    if further_models:
+        methods += (ENSEMBLE, MIXTURE)
+    # The folder is passed in addition to the file for `--config`.
+    left_out = {"output", "from_run", "overwrite", "json"}
+    config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
+    return assess(
+        replace(loaded, further_models=tuple(further_models)),
+        settings.output,
+        methods,
+        title=settings.title or settings.timm or settings.torchvision or settings.model or "",
+        settings=identity_of(settings),
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        seed=settings.seed,
+        seconds={"load": seconds},
+        overwrite=settings.overwrite,
+        log=print,
+    )
 
 
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:

@@ -70,13 +70,7 @@ class Settings(SourceSettings):
 
 def run(settings: Settings) -> "Spectrum":
     """Measure the spectrum, print the results, and write tables and the figure."""
-    from laplace_debias.assessment.spectrum import (
-        curvature_of,
-        measure_spectrum,
-    )
-    from laplace_debias.report.spectrum_plot import spectrum_figure
-    from laplace_debias.report.style import save
-    from laplace_debias.report.tables import write_csv
+    from laplace_debias.assessment.spectrum import curvature_of, measure_spectrum
     from laplace_debias.sources import load
     from laplace_debias.system.files import check_target
     from laplace_debias.system.ranks import process_group
@@ -106,8 +100,17 @@ def run(settings: Settings) -> "Spectrum":
         progress=settings.progress,
     )
     _print(spectrum)
-    if process_group().rank > 0:
-        return spectrum
+    if process_group().rank == 0:
+        _write(settings.output, spectrum, matrix)
+    return spectrum
+
+
+def _write(folder: Path, spectrum: "Spectrum", matrix: str) -> None:
+    """Write the tables and the figure."""
+    from laplace_debias.report.spectrum_plot import spectrum_figure
+    from laplace_debias.report.style import save
+    from laplace_debias.report.tables import write_csv
+
     pairs = spectrum.eigenpairs
     density = spectrum.density
     tables = {"eigenvalues": {"eigenvalue": pairs.values, "residual": pairs.residuals}}
@@ -119,15 +122,13 @@ def run(settings: Settings) -> "Spectrum":
         }
     for name, columns in tables.items():
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        path = settings.output / f"{name}.csv"
-        write_csv([dict(zip(columns, row, strict=True)) for row in rows], path)
+        write_csv([dict(zip(columns, row, strict=True)) for row in rows], folder / f"{name}.csv")
     if density is None:
         # Remove the table of an earlier run, because it would not match the new figure.
-        (settings.output / "density.csv").unlink(missing_ok=True)
-    path = settings.output / "spectrum.png"
+        (folder / "density.csv").unlink(missing_ok=True)
+    path = folder / "spectrum.png"
     save(spectrum_figure(pairs, spectrum.trace, density, matrix), path)
     print(f"Figure: {path}")
-    return spectrum
 
 
 def as_json(settings: Settings, spectrum: "Spectrum") -> dict[str, Any]:

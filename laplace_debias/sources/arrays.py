@@ -56,17 +56,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         }
         notes = (note,)
     else:
-        needed = [name for name in _NAMES if "_val" not in name or f"x{name[1:]}" in arrays]
-        missing = [name for name in needed if name not in arrays]
-        if missing:
-            raise ValueError(
-                f"{path} has the arrays {', '.join(sorted(arrays))}, but no "
-                f"{' and no '.join(missing)}.{nearest(missing[0], list(arrays))} Use the names "
-                f"{', '.join(_NAMES)} (x_val and y_val are optional), or x and y."
-            )
-        pairs = {
-            name[2:]: (arrays[name], arrays[f"y{name[1:]}"]) for name in needed if name[0] == "x"
-        }
+        pairs = _separate_splits(arrays, path)
     likelihood = likelihood_from_settings(settings) or likelihood_of_array(pairs["train"][1])
     pixels = image_pixels(pairs["train"][0], settings)
     if pixels is None and Pixels.from_settings(settings) is not None:
@@ -100,6 +90,24 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         was_whole=was_whole,
         notes=notes,
     )
+
+
+def _separate_splits(
+    arrays: Mapping[str, np.ndarray], path: Path
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the inputs and targets of each split, which are arrays of their own."""
+    splits = ["train", "test"]
+    if "x_val" in arrays:
+        splits.insert(1, "val")
+    needed = [f"{array}_{split}" for split in splits for array in ("x", "y")]
+    missing = [name for name in needed if name not in arrays]
+    if missing:
+        raise ValueError(
+            f"{path} has the arrays {', '.join(sorted(arrays))}, but no "
+            f"{' and no '.join(missing)}.{nearest(missing[0], list(arrays))} Use the names "
+            f"{', '.join(_NAMES)} (x_val and y_val are optional), or x and y."
+        )
+    return {split: (arrays[f"x_{split}"], arrays[f"y_{split}"]) for split in splits}
 
 
 def _check_lengths(x: np.ndarray, y: np.ndarray, source: str) -> None:

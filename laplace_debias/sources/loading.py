@@ -52,8 +52,7 @@ def load(settings: SourceSettings) -> Loaded:
     first = next(iter(train), None)
     if first is None:
         raise ValueError("The training data is empty. Pass at least one batch.")
-    x = first[0] if isinstance(first, Sequence) and len(first) == 2 else None
-    shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
+    shape = _input_shape(first)
     if splits.pixels is not None and (shape is None or len(shape) != 3):
         raise ValueError(
             f"`mean` and `std` apply only to images [C, H, W], but the inputs have shape {shape}. "
@@ -101,6 +100,13 @@ def load(settings: SourceSettings) -> Loaded:
         input_name="image" if splits.pixels is not None else splits.input_name,
         notes=notes,
     )
+
+
+def _input_shape(batch: Any) -> tuple[int, ...] | None:
+    """Return the shape of one input; None unless the batch is a pair that begins with a tensor."""
+    if isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[0], Tensor):
+        return tuple(batch[0].shape[1:])
+    return None
 
 
 def _ood_sets(
