@@ -255,20 +255,21 @@ class ChunkRunner:
         column_groups = root.columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
+            is_first = group_index == 0
             for record in forward_pass.backward(group, keeps_graph):
-                if (record.block, group_index) not in chunk.added:
-                    has_new_inputs = group_index == 0
+                key = (record.block, group_index)
+                if key not in chunk.added:
                     record = replace(
-                        record, input_weights=root.input_weights, has_new_inputs=has_new_inputs
+                        record, input_weights=root.input_weights, has_new_inputs=is_first
                     )
                     self._add(record, presence, totals)
-                added.add((record.block, group_index))
-            for block in context.blocks:
-                if (block, group_index) not in added:
-                    self._accumulator.skip(block, chunk_batch.num_examples, len(group))
-                    if group_index == 0 and presence is not None and not block.is_vector:
-                        totals.add_input_weight(block, 0.0)
-                    added.add((block, group_index))
+                added.add(key)
+            without_record = [b for b in context.blocks if (b, group_index) not in added]
+            for block in without_record:
+                self._accumulator.skip(block, chunk_batch.num_examples, len(group))
+                if is_first and presence is not None and not block.is_vector:
+                    totals.add_input_weight(block, 0.0)
+                added.add((block, group_index))
         totals.nll = totals.nll + root.loss
         totals.weight += chunk_batch.total_weight
         totals.num_outputs += outputs[0].numel() * chunk_batch.total_weight

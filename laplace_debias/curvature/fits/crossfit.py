@@ -72,6 +72,7 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     for fold_index in range(num_folds):
         fold: list[Batch] = []
         for batch, first_index in zip(batches, first_indices, strict=False):
+            # The fold has the examples with the indices `fold_index`, `fold_index` + K, …
             examples = slice((fold_index - first_index) % num_folds, None, num_folds)
             examples_of_fold = batch.take(examples)
             if examples_of_fold.num_examples:
