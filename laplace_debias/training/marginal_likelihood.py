@@ -169,13 +169,7 @@ def marginal_likelihood_training(
     check_generator(generator)
     check_is(optimizer, "optimizer", Optimizer)
     _check_steps(optimizer, scheduler)
-    delta = real(prior_precision, "prior_precision")
-    if delta.ndim:
-        raise TypeError(
-            f"`prior_precision` is {delta.tolist()}. Pass one number as the initial value. For "
-            "several prior precisions, use `per=`."
-        )
-    check_prior_precision(delta, 1)
+    delta = _initial_delta(prior_precision)
     refuse_ranks(
         "marginal_likelihood_training",
         "train on one process, or call tune_evidence after training on several",
@@ -211,7 +205,8 @@ def marginal_likelihood_training(
         penalty = Penalty(fitted, hyper.deltas())
         loss = _train_epoch(model, fits, train_loader, penalty, optimizer, scheduler)
         is_due = epoch > burn_in and (epoch - burn_in) % every == 0
-        if not (is_due or epoch == epochs):
+        is_last = epoch == epochs
+        if not (is_due or is_last):
             continue
         fitted = hyper.improve(fits.fitted(train_loader, hyper.deltas()), steps)
         fits.likelihood = fitted.likelihood
@@ -259,6 +254,18 @@ def _check_options(
             f"`learning_rate` must be positive and finite, got {learning_rate}. Use "
             "for example 0.1, which changes a hyper-parameter by about 10 % per step."
         )
+
+
+def _initial_delta(prior_precision: float) -> Float[Tensor, ""]:
+    """Return the prior precision at the start, which must be one valid number."""
+    delta = real(prior_precision, "prior_precision")
+    if delta.ndim:
+        raise TypeError(
+            f"`prior_precision` is {delta.tolist()}. Pass one number as the initial value. For "
+            "several prior precisions, use `per=`."
+        )
+    check_prior_precision(delta, 1)
+    return delta
 
 
 def _check_steps(

@@ -94,11 +94,7 @@ def lanczos_quadrature(
     is_small = n <= total and n**2 <= _BASIS_ELEMENTS
     with Products(A, progress=progress, total=n if is_small else total, label=label) as products:
         if is_small:
-            matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
-            scale = float(column_norms(matrix).max())
-            check_symmetric(A, (matrix - matrix.T).abs(), scale, floor)
-            values, _ = eigh((matrix + matrix.T) / 2, "the operator")
-            return _exact_quadrature(values, products.count)
+            return _exact_quadrature(_dense_eigenvalues(products, floor), products.count)
         chunk = max(1, _BASIS_ELEMENTS // (n * num_steps))
         diagonals = []
         off_diagonals = []
@@ -109,11 +105,7 @@ def lanczos_quadrature(
             diagonals.append(alphas)
             off_diagonals.append(betas)
             if forms is not None and function is not None:
-                nodes, vectors = _decomposed(alphas, betas)
-                first = vectors[:, 0]
-                values = values_at(nodes, first**2, function) * first
-                images = ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
-                forms.add(probes, n**0.5 * images)
+                forms.add(probes, n**0.5 * _images(function, alphas, betas, basis))
             del basis
         alphas = torch.cat(diagonals)
         betas = torch.cat(off_diagonals)
@@ -127,6 +119,28 @@ def lanczos_quadrature(
         is_exact=False,
         forms=forms,
     )
+
+
+def _dense_eigenvalues(products: Products, floor: float) -> Float[Tensor, " n"]:
+    """Compute all eigenvalues of the operator as a dense matrix."""
+    matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
+    scale = float(column_norms(matrix).max())
+    check_symmetric(products.operator, (matrix - matrix.T).abs(), scale, floor)
+    values, _ = eigh((matrix + matrix.T) / 2, "the operator")
+    return values
+
+
+def _images(
+    function: Callable[[Tensor], Tensor],
+    alphas: Float[Tensor, "probes steps"],
+    betas: Float[Tensor, "probes off_diagonal"],
+    basis: Float[Tensor, "probes steps n"],
+) -> Float[Tensor, "n probes"]:
+    """Approximate f(A) ω / ‖ω‖ for each probe ω, the start of a Lanczos process."""
+    nodes, vectors = _decomposed(alphas, betas)
+    first_entries = vectors[:, 0]
+    values = values_at(nodes, first_entries**2, function) * first_entries
+    return ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
