@@ -397,6 +397,35 @@ def test_the_last_layer_takes_prior_precisions_before_its_first_fit():
     torch.testing.assert_close(by_block.prior_precision_diag, torch.ones(12).double())
 
 
+@pytest.mark.parametrize("structure", ["kron", "lowrank"])
+def test_the_first_batch_decides_how_many_prior_precisions_a_last_layer_takes(structure):
+    la = Laplace(network(), "classification", "last_layer", structure)
+    la.prior_precision = torch.ones(7)
+    batches = iter(loader("classification", batch_size=2))
+    with pytest.raises(ValueError, match=r"has shape \(7,\)\. Pass one number, or one for each"):
+        la.fit(batches)
+    assert len(list(batches)) == 4
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_a_wrong_number_of_prior_precisions_is_named_until_it_is_corrected(structure):
+    la = Laplace(network(), "classification", "last_layer", structure)
+    la.prior_precision = torch.ones(7)
+    x = loader("classification").dataset.tensors[0]
+    message = r"7 entries, but there are 12 parameters"
+    for refused in (
+        lambda: la.fit(loader("classification")),
+        lambda: la(x),
+        la.log_marginal_likelihood,
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    la.prior_precision = 0.7
+    expected = Laplace(network(), "classification", "last_layer", structure, prior_precision=0.7)
+    expected.fit(loader("classification"))
+    assert torch.equal(la(x), expected(x))
+
+
 def test_prior_precisions_of_each_parameter_are_saved_and_survive_an_update(tmp_path):
     precision = torch.rand(32, dtype=torch.float64) + 0.1
     options = {"subset_of_weights": "all", "hessian_structure": "full"}

@@ -15,27 +15,32 @@ from laplace_debias.laplace.tuning import evidence
 from laplace_debias.linalg import diagonal
 from laplace_debias.operators import LinearOperator, Permuted
 
+STRUCTURES = ("diag", "full")
+"""The structures of laplace-torch that support a prior precision per parameter."""
+
 
 class ParameterwisePrior:
     """A prior precision per parameter, which replaces the prior precision of a fit.
 
     Args:
         precisions: The prior precisions, `[D]`.
+        hessian_structure: The structure of the fit.
     """
 
-    def __init__(self, precisions: Float[Tensor, " parameters"]) -> None:
+    def __init__(self, precisions: Float[Tensor, " parameters"], hessian_structure: str) -> None:
         self.precisions = precisions
+        self._hessian_structure = hessian_structure
         self._latest: tuple[FittedPosterior, Laplace] | None = None
 
-    def check_size(self, parameters: ParameterBlocks, hessian_structure: str) -> None:
+    def check_size(self, parameters: ParameterBlocks) -> None:
         """Require as many precisions as parameters, and a structure that supports them."""
         size = len(self.precisions)
-        if hessian_structure not in ("diag", "full") or size != parameters.size:
+        if self._hessian_structure not in STRUCTURES or size != parameters.size:
             raise ValueError(
                 f"`prior_precision` has {size} entries, but there are {parameters.size} "
                 f"parameters in {len(parameters.block_names)} blocks, with "
-                f"hessian_structure={hessian_structure!r}. Pass one number, or one number per "
-                'block. For "diag" and "full", you can also pass one number per parameter.'
+                f"hessian_structure={self._hessian_structure!r}. Pass one number, or one number "
+                'per block. For "diag" and "full", you can also pass one number per parameter.'
             )
 
     def posterior(self, fitted: FittedPosterior) -> Laplace:
@@ -43,7 +48,11 @@ class ParameterwisePrior:
 
         The posterior of the latest fit is cached. Do not change its noise or its temperature;
         change the noise or the temperature of the fit instead.
+
+        Raises:
+            ValueError: If the fit has a different number of parameters.
         """
+        self.check_size(fitted.parameters)
         latest = self._latest
         if latest is None or latest[0] is not fitted:
             mean = self.precisions.new_zeros(())

@@ -23,6 +23,7 @@ from laplace_debias.compat.laplace_torch.arguments import (
     scalar_or_vector,
 )
 from laplace_debias.compat.laplace_torch.parameterwise import (
+    STRUCTURES,
     ParameterwisePrior,
     best_precisions,
     parameterwise_log_marginal_likelihood,
@@ -331,6 +332,7 @@ class Laplace:
             self.prior_precision = precision
         precisions = torch.as_tensor(precision).to(log_factor)
         if self._prior is not None:
+            self._prior.check_size(fitted.parameters)
             return parameterwise_log_marginal_likelihood(fitted, precisions, log_factor)
         deltas = precisions.expand(len(fitted.parameters.block_names))
         return log_marginal_likelihood(fitted, deltas, log_factor)
@@ -455,14 +457,18 @@ class Laplace:
         state = self._fit.state
         parameters = state.parameters
         num_entries = torch.as_tensor(precision).numel()
-        is_by_block = parameters is not None and num_entries == len(parameters.block_names)
+        if parameters is None:
+            # The fit then checks the number of entries on its first batch.
+            is_by_block = self._structure not in STRUCTURES
+        else:
+            is_by_block = num_entries == len(parameters.block_names)
         if num_entries <= 1 or is_by_block:
             self._fit.prior_precision = precision
             self._prior = None
             return
-        prior = ParameterwisePrior(prior_precision_from(precision, state.device))
+        prior = ParameterwisePrior(prior_precision_from(precision, state.device), self._structure)
         if parameters is not None:
-            prior.check_size(parameters, self._structure)
+            prior.check_size(parameters)
         if isinstance(state, FittedPosterior):
             prior.posterior(state)  # Raises if the curvature does not allow the precisions.
         self._prior = prior
