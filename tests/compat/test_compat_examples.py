@@ -223,6 +223,17 @@ def test_the_calibration_example_has_the_same_predictions_and_a_larger_evidence(
         ({"likelihood": "reward_modeling"}, ValueError, "`likelihood='reward_modeling'` is not"),
         ({"hessian_structure": "gp"}, ValueError, "Use one of 'kron', 'full', 'diag'"),
         ({"sigma_noise_init": 0.3}, NotImplementedError, "`fix_sigma_noise=True`"),
+        ({"scheduler_kwargs": {"gamma": 0.9}}, ValueError, "Pass `scheduler_cls=`"),
+        (
+            {"likelihood": "classification", "sigma_noise_init": 0.3},
+            ValueError,
+            "`sigma_noise_init` applies only to likelihood=.regression.",
+        ),
+        (
+            {"likelihood": "classification", "fix_sigma_noise": True},
+            ValueError,
+            "`fix_sigma_noise` applies only to likelihood=.regression.",
+        ),
     ],
 )
 def test_training_options_without_equivalent_are_refused(options, error, message):
@@ -240,7 +251,8 @@ def test_the_noise_of_training_may_be_fixed_and_weight_decay_is_left_to_the_prio
         scheduler_cls=torch.optim.lr_scheduler.StepLR,
         scheduler_kwargs={"step_size": 2},
         n_epochs=2,
-        sigma_noise_init=0.3,
+        prior_prec_init=torch.tensor([2.0]),
+        sigma_noise_init=torch.tensor([0.3]),
         fix_sigma_noise=True,
     )
     assert float(la.sigma_noise) == pytest.approx(0.3)

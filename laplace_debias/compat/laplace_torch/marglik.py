@@ -4,16 +4,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from laplace_debias.compat.laplace_torch.arguments import (
     CURVATURES_BY_NAME,
     LIKELIHOODS_BY_NAME,
+    check_applies,
     check_has_layers,
     checked_name,
     fisher_of_backend,
+    scalar_or_vector,
 )
 from laplace_debias.compat.laplace_torch.posteriors import Laplace
 from laplace_debias.curvature.network.batches import Batches
@@ -39,8 +41,8 @@ def marglik_training(
     n_epochs_burnin: int = 0,
     n_hypersteps: int = 10,
     marglik_frequency: int = 1,
-    prior_prec_init: float = 1.0,
-    sigma_noise_init: float = 1.0,
+    prior_prec_init: float | Tensor = 1.0,
+    sigma_noise_init: float | Tensor = 1.0,
     temperature: float = 1.0,
     fix_sigma_noise: bool = False,
     enable_backprop: bool = False,
@@ -59,7 +61,7 @@ def marglik_training(
         optimizer_kwargs: Options of the optimizer. `weight_decay` is set to 0, because the prior
             replaces it.
         scheduler_cls: A learning-rate scheduler class. The scheduler steps after each batch.
-        scheduler_kwargs: Options of the scheduler.
+        scheduler_kwargs: Options of `scheduler_cls`.
         n_epochs: The number of epochs.
         lr_hyp: The learning rate of prior precision and noise.
         prior_structure: `"layerwise"` for one prior precision per block, or `"scalar"`.
@@ -69,7 +71,7 @@ def marglik_training(
         prior_prec_init: The prior precision at the start, divided by the temperature.
         sigma_noise_init: The noise of a regression if it is fixed, otherwise 1.
         temperature: T.
-        fix_sigma_noise: Whether the noise is `sigma_noise_init` throughout.
+        fix_sigma_noise: Whether the noise of a regression is `sigma_noise_init` throughout.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
 
     Returns:
@@ -79,7 +81,8 @@ def marglik_training(
     Raises:
         NotImplementedError: If `prior_structure` is `"diag"`, or `"layerwise"` with
             `hessian_structure="full"`, or if the noise is optimised from a start other than 1.
-        ValueError: If a name is unknown.
+        ValueError: If a name is unknown, if `scheduler_kwargs` is passed without `scheduler_cls`,
+            or if a noise is passed for a classification.
     """
     likelihood = checked_name("likelihood", likelihood, ("classification", "regression"))
     hessian_structure = checked_name("hessian_structure", hessian_structure, HESSIAN_STRUCTURES)
@@ -91,9 +94,18 @@ def marglik_training(
         )
     if prior_structure == "layerwise":
         check_has_layers(hessian_structure)
-    is_regression = likelihood == "regression"
-    sigma = sigma_noise_init if is_regression and fix_sigma_noise else None
-    if is_regression and sigma is None and sigma_noise_init != 1:
+    sigma_noise_init = scalar_or_vector(sigma_noise_init)
+    is_one = bool((torch.as_tensor(sigma_noise_init) == 1).all())
+    if not is_one:
+        check_applies("sigma_noise_init", "likelihood", "regression", likelihood)
+    if fix_sigma_noise:
+        check_applies("fix_sigma_noise", "likelihood", "regression", likelihood)
+    if scheduler_kwargs and scheduler_cls is None:
+        raise ValueError(
+            f"`scheduler_kwargs` is {dict(scheduler_kwargs)}, but there is no scheduler. Pass "
+            "`scheduler_cls=`, or remove `scheduler_kwargs=`."
+        )
+    if not fix_sigma_noise and not is_one:
         raise NotImplementedError(
             f"`sigma_noise_init` is {sigma_noise_init}, but when the noise is "
             "optimised, it always starts from 1. Remove `sigma_noise_init=`, or pass "
@@ -118,8 +130,8 @@ def marglik_training(
         per=PRIOR_STRUCTURES[prior_structure],
         steps=n_hypersteps,
         learning_rate=lr_hyp,
-        prior_precision=temperature * prior_prec_init,
-        sigma=sigma,
+        prior_precision=temperature * float(prior_prec_init),
+        sigma=sigma_noise_init if fix_sigma_noise else None,
         temperature=temperature,
         curvature=CURVATURES_BY_NAME[hessian_structure],
         fisher=fisher_of_backend(backend, {}),
