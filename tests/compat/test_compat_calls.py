@@ -292,6 +292,61 @@ def test_gradients_with_respect_to_the_inputs(likelihood):
     close(*gradients)
 
 
+DRAWS = {
+    "functional": lambda la, x, seeded: la.functional_samples(x, n_samples=5, generator=seeded),
+    "diagonal": lambda la, x, seeded: la.functional_samples(x, "glm", 5, True, seeded),
+    "predictive": lambda la, x, seeded: la.predictive_samples(x, n_samples=5, generator=seeded),
+    "mc": lambda la, x, seeded: la(x, link_approx="mc", n_samples=5, generator=seeded),
+}
+
+
+@pytest.mark.parametrize("draws", DRAWS.values(), ids=DRAWS)
+def test_draws_have_the_derivatives_of_finite_differences(draws):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    la = Laplace(model, "classification", "all", "kron", enable_backprop=True)
+    la.fit(loader("classification"))
+    x = torch.randn(3, 3, dtype=torch.float64).requires_grad_()
+    direction = torch.randn(3, 3, dtype=torch.float64)
+
+    def weighted_sum(at):
+        drawn = draws(la, at, torch.Generator().manual_seed(2))
+        return (drawn * torch.arange(drawn.numel()).view_as(drawn)).sum()
+
+    (gradient,) = torch.autograd.grad(weighted_sum(x), x)
+    step = 1e-5 * direction
+    difference = (weighted_sum(x + step) - weighted_sum(x - step)).detach() / 2e-5
+    torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=0)
+
+
+def test_differentiable_draws_have_the_moments_of_the_linearised_network():
+    la = Laplace(network(), "regression", "all", "kron", enable_backprop=True)
+    la.fit(loader("regression"))
+    x = torch.randn(3, 3, dtype=torch.float64)
+    mean, covariance = la(x)
+    for diagonal_output in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        draws = la.functional_samples(x, "glm", 40_000, diagonal_output, generator)
+        if diagonal_output:
+            covariance = covariance.diagonal(dim1=1, dim2=2).diag_embed()
+        scale = float(covariance.diagonal(dim1=1, dim2=2).max())
+        torch.testing.assert_close(draws.mean(0), mean, rtol=0, atol=5 * (scale / 40_000) ** 0.5)
+        estimate = torch.stack([draws[:, row].T.cov() for row in range(3)])
+        torch.testing.assert_close(estimate, covariance, rtol=0, atol=0.04 * scale)
+
+
+def test_networks_with_drawn_weights_have_no_gradients_with_respect_to_the_inputs():
+    la = Laplace(network(), "classification", "all", "kron", enable_backprop=True)
+    la.fit(loader("classification"))
+    x = torch.randn(3, 3, dtype=torch.float64)
+    assert la(x, pred_type="nn", link_approx="mc").shape == (3, 2)
+    x.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r'pred_type="nn". have no gradients'):
+        la(x, pred_type="nn", link_approx="mc")
+    with torch.no_grad():
+        assert la(x, pred_type="nn", link_approx="mc").shape == (3, 2)
+
+
 @pytest.mark.parametrize(
     "options",
     [

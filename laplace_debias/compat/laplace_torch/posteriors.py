@@ -30,7 +30,7 @@ from laplace_debias.compat.laplace_torch.parameterwise import (
 )
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, tensors_of
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.subnetwork import Subnetwork
 from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
@@ -38,6 +38,7 @@ from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
 from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.posterior import standard_normal
 from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
@@ -280,12 +281,35 @@ class Laplace:
         if pred_type == "gp":
             pred_type = "glm"
         method = PredictionMethod(pred_type, n_samples, generator)
+        if self.enable_backprop and torch.is_grad_enabled():
+            if pred_type == "glm":
+                return self._differentiable_draws(x, n_samples, diagonal_output, generator)
+            if any(tensor.requires_grad for tensor in tensors_of(x)):
+                raise NotImplementedError(
+                    'Draws with `pred_type="nn"` have no gradients with respect to the inputs. Use '
+                    '`pred_type="glm"`, or pass inputs that do not require gradients.'
+                )
         fit = FitWithLink(self.posterior.fitted, None)
         if pred_type == "nn" or not diagonal_output:
             return fit.draws(x, method)
         mean, variances = fit.mean_and_variances(x, method)
         outputs = DenseOutputs(mean, variances.flatten(1).diag_embed())
         return outputs.draws(n_samples, generator)
+
+    def _differentiable_draws(
+        self,
+        x: Inputs,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> Float[Tensor, "samples batch outputs"]:
+        """Draw outputs of the linearised network, differentiable in the inputs."""
+        mean, covariance = self.posterior.functional(x, differentiable=True)
+        noise = standard_normal((n_samples, *mean.shape), mean, generator)
+        if diagonal_output:
+            return mean + noise * covariance.diagonal(dim1=1, dim2=2).sqrt()
+        root = torch.linalg.cholesky(covariance)
+        return mean + torch.einsum("bij,sbj->sbi", root, noise)
 
     def predictive_samples(
         self,
