@@ -24,19 +24,19 @@ with imports_of_extra("sklearn", "sklearn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
     from sklearn.utils import Tags, check_random_state
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 LOSSES: dict[str, Loss] = {
     "classification": F.cross_entropy,
     "binary": F.binary_cross_entropy_with_logits,
     "regression": F.mse_loss,
 }
-"""The mean loss with which a network is trained, for each likelihood."""
+"""The loss with which a network is trained, for each likelihood."""
 
 
 class _LaplaceEstimator(BaseEstimator):
@@ -111,7 +111,7 @@ class _LaplaceEstimator(BaseEstimator):
             )
 
     def _trained_network(
-        self, X: np.ndarray, y: np.ndarray, num_outputs: int
+        self, X: np.ndarray, y: np.ndarray, num_outputs: int, weights: np.ndarray | None
     ) -> tuple[nn.Module, str]:
         """Return a trained copy of the network in eval mode, and its likelihood.
 
@@ -119,6 +119,7 @@ class _LaplaceEstimator(BaseEstimator):
             X: Inputs, `[n, ...]`.
             y: Class indices `[n]`, or targets of a regression `[n, C]`.
             num_outputs: The number of classes, or of targets.
+            weights: Weights of the examples, `[n]`; None if each example counts once.
         """
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         devices = range(torch.cuda.device_count())
@@ -128,7 +129,7 @@ class _LaplaceEstimator(BaseEstimator):
             torch.manual_seed(seed)
             network = self.network
             if _is_skorch_net(network):
-                network = copy.deepcopy(_trained_skorch_net(network, X, y).module_)
+                network = copy.deepcopy(_trained_skorch_net(network, X, y, weights).module_)
             elif isinstance(network, nn.Module):
                 network = copy.deepcopy(network)
             else:
@@ -138,7 +139,7 @@ class _LaplaceEstimator(BaseEstimator):
                 row_shape = tuple(network(_tensor(X[:2], network)).shape[1:])
             likelihood = self._likelihood(row_shape, num_outputs)
             if self.optimizer is not None:
-                self._train(network, self.optimizer, likelihood, X, y)
+                self._train(network, self.optimizer, likelihood, X, y, weights)
         return network.eval(), likelihood
 
     def _train(
@@ -148,10 +149,15 @@ class _LaplaceEstimator(BaseEstimator):
         likelihood: str,
         X: np.ndarray,
         y: np.ndarray,
+        weights: np.ndarray | None,
     ) -> None:
-        """Minimise the mean loss over shuffled batches of nearly equal sizes."""
+        """Minimise the weighted mean loss over shuffled batches of nearly equal sizes."""
         inputs = _tensor(X, network)
         targets = _targets(y, likelihood, network)
+        if weights is None:
+            weights = np.ones(len(X))
+        # The batches' mean losses then have the weighted mean of all examples as their average.
+        relative_weights = _tensor(weights / weights.mean(), network)
         optimizer = make_optimizer(network.parameters())
         num_batches = math.ceil(len(inputs) / self.batch_size)
         network.train()
@@ -162,8 +168,9 @@ class _LaplaceEstimator(BaseEstimator):
                 batch_targets = targets[rows]
                 if likelihood != "classification":
                     batch_targets = batch_targets.reshape(outputs.shape)
-                loss = LOSSES[likelihood](outputs, batch_targets)
-                loss.backward()
+                losses = LOSSES[likelihood](outputs, batch_targets, reduction="none")
+                example_losses = losses.reshape(len(rows), -1).mean(1)
+                (relative_weights[rows] * example_losses).mean().backward()
                 optimizer.step()
 
     @abstractmethod
@@ -176,6 +183,7 @@ class _LaplaceEstimator(BaseEstimator):
         likelihood: str,
         X: np.ndarray,
         y: np.ndarray,
+        weights: np.ndarray | None,
         sigma: Any = None,
     ) -> None:
         """Fit the posterior, and choose its prior precision."""
@@ -189,9 +197,14 @@ class _LaplaceEstimator(BaseEstimator):
             prior_precision=1.0 if isinstance(prior_precision, str) else prior_precision,
             sigma=sigma,
         )
-        inputs = _tensor(X, network).split(self.batch_size)
-        targets = _targets(y, likelihood, network).split(self.batch_size)
-        la.fit(list(zip(inputs, targets, strict=True)))
+        inputs = _tensor(X, network)
+        columns = [inputs, _targets(y, likelihood, network)]
+        num_data = len(X)
+        if weights is not None:
+            columns.append(torch.tensor(weights, device=inputs.device))
+            num_data = max(1, round(weights.sum()))
+        batches = zip(*[column.split(self.batch_size) for column in columns], strict=True)
+        la.fit(list(batches), num_data=num_data)
         if uses_evidence:
             tunes_sigma = likelihood == "regression" and getattr(self, "sigma", None) is None
             la.tune_evidence(sigma=tunes_sigma)
@@ -255,12 +268,15 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     classes_: np.ndarray
     _criteria = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)
 
-    def fit(self, X: Any, y: Any) -> "LaplaceClassifier":
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "LaplaceClassifier":
         """Train the network unless it is already trained, then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
             y: Labels, `[n]`.
+            sample_weight: Weights of the examples, `[n]`, for the training of the network and for
+                the posterior. An example of weight w counts as w examples. The number of examples
+                is the sum of the weights, rounded to a whole number.
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True)
@@ -272,8 +288,9 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
                 "A classifier needs labels of at least two classes, but y has only one class, "
                 f"{classes[0]}. Pass examples of other classes too."
             )
-        network, likelihood = self._trained_network(X, indices, len(classes))
-        self._fit_laplace(network, likelihood, X, indices)
+        X, indices, weights = _weighted_examples(X, indices, sample_weight)
+        network, likelihood = self._trained_network(X, indices, len(classes), weights)
+        self._fit_laplace(network, likelihood, X, indices, weights)
         self.classes_ = classes
         return self
 
@@ -393,22 +410,24 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> "LaplaceRegressor":
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "LaplaceRegressor":
         """Train the network unless it is already trained, then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
             y: Targets, `[n]` or `[n, C]`.
+            sample_weight: Weights of the examples, `[n]`; see `LaplaceClassifier.fit`. The noise is
+                estimated from the weighted residuals.
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
         _check_numbers(X)
-        targets = y.reshape(len(y), -1)
-        network, likelihood = self._trained_network(X, targets, targets.shape[1])
+        X, targets, weights = _weighted_examples(X, y.reshape(len(y), -1), sample_weight)
+        network, likelihood = self._trained_network(X, targets, targets.shape[1], weights)
         sigma: Any = self.sigma
         if sigma is None:
-            sigma = _residual_deviations(network, X, targets, self.batch_size)
-        self._fit_laplace(network, likelihood, X, targets, sigma)
+            sigma = _residual_deviations(network, X, targets, self.batch_size, weights)
+        self._fit_laplace(network, likelihood, X, targets, weights, sigma)
         self._y_is_vector = y.ndim == 1
         return self
 
@@ -486,12 +505,28 @@ def _criterion_type(net: Any) -> type:
     return net.criterion if isinstance(net.criterion, type) else type(net.criterion)
 
 
-def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
+def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> Any:
     """Return the net if it has been trained, otherwise a trained clone."""
     if net.initialized_ and net.history:
         return net
+    if weights is not None:
+        raise ValueError(
+            "A skorch net is trained without weights, so `sample_weight` would have no effect on "
+            "the training. Train the net before, or pass its module together with `optimizer=`."
+        )
     dtype = np.int64 if issubclass(_criterion_type(net), nn.CrossEntropyLoss) else np.float32
     return clone(net).fit(X.astype(np.float32), y.astype(dtype))
+
+
+def _weighted_examples(
+    X: np.ndarray, y: np.ndarray, sample_weight: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the inputs, targets and weights of the examples whose weight is not zero."""
+    if sample_weight is None:
+        return X, y, None
+    weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    counts = weights > 0
+    return X[counts], y[counts], weights[counts]
 
 
 def _check_numbers(X: np.ndarray) -> None:
@@ -523,13 +558,17 @@ def _targets(y: np.ndarray, likelihood: str, network: nn.Module) -> Tensor:
 
 
 def _residual_deviations(
-    network: nn.Module, X: np.ndarray, y: np.ndarray, batch_size: int
+    network: nn.Module,
+    X: np.ndarray,
+    y: np.ndarray,
+    batch_size: int,
+    weights: np.ndarray | None,
 ) -> list[float]:
-    """Return the root mean squares of the training residuals, one per target."""
+    """Return the root weighted mean squares of the training residuals, one per target."""
     with torch.no_grad():
         outputs = torch.cat([network(x) for x in _tensor(X, network).split(batch_size)])
     residuals = outputs.double().cpu().numpy().reshape(y.shape) - y
-    deviations = np.sqrt(np.mean(residuals**2, 0))
+    deviations = np.sqrt(np.average(residuals**2, 0, weights))
     if not deviations.all():
         raise ValueError(
             "The noise cannot be estimated, because all residuals of the network on the training "

@@ -108,6 +108,75 @@ def test_means_and_deviations_are_those_of_the_linear_model(num_targets, sigma):
     np.testing.assert_array_equal(regressor.predict(X_new), mean)
 
 
+def test_a_weight_multiplies_the_terms_of_an_example_in_the_normal_equations():
+    X, y = linear_data(2)
+    weights = np.random.default_rng(0).uniform(0, 3, 30)
+    weights[4] = 0
+    weights *= 40 / weights.sum()
+    network = nn.Linear(3, 2).double()
+    regressor = LaplaceRegressor(network, curvature="full", prior_precision=0.3, batch_size=7)
+    _, deviation = regressor.fit(X, y, sample_weight=weights).predict(X, return_std=True)
+    residuals = network(torch.tensor(X)).detach().numpy() - y
+    sigmas = np.sqrt((weights[:, None] * residuals**2).sum(0) / 40)
+    columns = np.hstack([X, np.ones((30, 1))])
+    for target, sigma in enumerate(sigmas):
+        precision = (columns.T * weights) @ columns / sigma**2 + 0.3 * np.eye(4)
+        variance = np.einsum("ni,ij,nj->n", columns, np.linalg.inv(precision), columns)
+        np.testing.assert_allclose(deviation[:, target], np.sqrt(variance + sigma**2), rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [LaplaceClassifier, LaplaceRegressor])
+@pytest.mark.parametrize("prior_precision", [1.0, "evidence"])
+def test_a_weight_counts_as_that_many_examples(kind, prior_precision):
+    X, y = load_iris(return_X_y=True)
+    weights = np.random.default_rng(0).integers(0, 4, len(X))
+    weights[y == 2] = 1
+    probs = []
+    for rows, sample_weight in (
+        (np.arange(len(X)).repeat(weights), None),
+        (np.arange(len(X)), weights),
+    ):
+        pipeline = make_pipeline(
+            trained_here(kind, epochs=20, batch_size=500, prior_precision=prior_precision)
+        )
+        name = kind.__name__.lower()
+        pipeline.fit(X[rows], y[rows], **{f"{name}__sample_weight": sample_weight})
+        estimator = pipeline[-1]
+        is_classifier = kind is LaplaceClassifier
+        outputs = estimator.predict_proba(X) if is_classifier else estimator.predict(X, True)
+        probs.append([outputs, estimator.laplace_.log_marginal_likelihood()])
+        assert estimator.laplace_.num_data == weights.sum()
+    for repeated, weighted in zip(*probs, strict=True):
+        np.testing.assert_allclose(weighted, repeated, rtol=1e-6)
+
+
+def test_a_batch_counts_by_its_weights_in_the_training():
+    """A batch whose examples have small weights takes small steps."""
+    X, y = linear_data(1)
+    weights = np.full(30, 1e-3)
+    weights[0] = 1.0
+    sgd = partial(torch.optim.SGD, lr=1e-2)
+    network = nn.Linear(3, 1).double()
+    options = {"optimizer": sgd, "epochs": 1, "batch_size": 1, "random_state": 0}
+    regressor = LaplaceRegressor(network, **options).fit(X, y, sample_weight=weights)
+    change = regressor.laplace_.model.bias.item() - network.bias.item()
+    gradient = 2 * (network(torch.tensor(X[:1])).item() - y[0, 0])
+    assert change == pytest.approx(-1e-2 * gradient / weights.mean(), rel=0.2)
+
+
+def test_an_untrained_skorch_net_takes_no_weights():
+    X, y = load_iris(return_X_y=True)
+    with pytest.raises(ValueError, match="Train the net before"):
+        LaplaceClassifier(skorch_net()).fit(X, y, sample_weight=np.ones(150))
+    net = skorch_net().fit(X.astype(np.float32), y)
+    plain = LaplaceClassifier(net).fit(X, y)
+    weighted = LaplaceClassifier(net).fit(X, y, sample_weight=np.full(150, 2.0))
+    assert weighted.laplace_.num_data == 300
+    x = torch.tensor(X).float()
+    variances = [la.functional(x, diagonal=True)[1] for la in (weighted.laplace_, plain.laplace_)]
+    assert (variances[0] < variances[1]).all()
+
+
 @pytest.mark.parametrize("num_targets", [1, 2])
 def test_samples_have_the_joint_moments_of_the_linear_model(num_targets):
     X, y = linear_data(num_targets)
