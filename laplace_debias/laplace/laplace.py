@@ -1196,9 +1196,9 @@ class Laplace(Predictor):
         *,
         likelihood: Likelihood | None = None,
         backend: str = "auto",
-        fisher: str = "exact",
+        fisher: str | None = None,
         factor_dtype: torch.dtype = torch.float64,
-        mc_samples: int = 1,
+        mc_samples: int | None = None,
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
     ) -> "Laplace":
@@ -1213,9 +1213,11 @@ class Laplace(Predictor):
             likelihood: An instance of your own class, with the `options` that the file contains. It
                 is required if the file names this class. Default: a likelihood of this package.
             backend: The backend of a later fit; see `Laplace`.
-            fisher: The Fisher matrix of a later fit; see `Laplace`.
+            fisher: The Fisher matrix of a later fit or update; see `Laplace`. Default: the Fisher
+                matrix of the saved fit, or `"exact"` if an earlier version wrote the file.
             factor_dtype: The dtype of factors in a later fit.
-            mc_samples: Labels per example in a later fit.
+            mc_samples: Labels per example in a later fit or update. Default: the number of the
+                saved fit, or 1 if `fisher` is passed.
             memory_bound: The limit of the working memory, in bytes; see `Laplace`.
             batch: A function from batches to `(inputs, targets)`; see `Laplace`.
 
@@ -1232,8 +1234,9 @@ class Laplace(Predictor):
             model,
             likelihood=likelihood,
             backend=backend,
-            fisher=FisherType(fisher, mc_samples),
+            fisher=fisher,
             factor_dtype=factor_dtype,
+            mc_samples=mc_samples,
             memory_bound=memory_bound,
             batch=batch,
         )

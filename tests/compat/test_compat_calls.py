@@ -391,6 +391,17 @@ def test_a_state_dict_of_other_options_is_refused():
         la.load_state_dict({"mean": la.mean})
 
 
+def test_a_loaded_state_keeps_the_backend():
+    options = {"subset_of_weights": "all", "backend": "CurvlinopsEF", "prior_precision": 0.7}
+    la = Laplace(network(), "classification", **options)
+    la.fit(loader("classification"))
+    loaded = Laplace(la.model, "classification", **options)
+    loaded.load_state_dict(la.state_dict())
+    for library in (la, loaded):
+        library.fit(loader("classification", seed=2), override=False)
+    assert torch.equal(la.posterior_variance, loaded.posterior_variance)
+
+
 @pytest.mark.parametrize("subset", SUBSETS)
 @pytest.mark.parametrize("structure", ["diag", "full"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)

@@ -381,6 +381,27 @@ def test_a_loaded_posterior_is_updated_like_that_of_the_fit(curvature, tmp_path)
     assert_same(again.update([third]), la.update([third]), 1e-12)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"fisher": "empirical"}, {"fisher": "mc", "mc_samples": 3}, {"fisher": "signs"}],
+    ids=lambda options: options["fisher"],
+)
+def test_a_loaded_posterior_is_updated_with_the_fisher_matrix_of_the_fit(options, tmp_path):
+    la = laplace("diag", **options).fit([FIRST], generator=torch.Generator().manual_seed(0))
+    la.save(tmp_path / "posterior.safetensors")
+    loaded, exact, one_sample = (
+        Laplace.load(tmp_path / "posterior.safetensors", network(), **chosen)
+        for chosen in ({}, {"fisher": "exact"}, {"fisher": "mc"})
+    )
+    for posterior in (la, loaded, exact, one_sample):
+        posterior.update([SECOND], generator=torch.Generator().manual_seed(1))
+    assert torch.equal(precision(loaded), precision(la))
+    for other in (exact, one_sample):
+        assert not torch.allclose(precision(other), precision(la), rtol=1e-3)
+    with pytest.raises(ValueError, match="applies only to"):
+        Laplace.load(tmp_path / "posterior.safetensors", network(), fisher="exact", mc_samples=2)
+
+
 @pytest.mark.parametrize("curvature", others_slow(STRUCTURES, "kfac"))
 def test_a_tuned_noise_stays_and_scales_the_new_data(curvature):
     x, _ = UNION

@@ -53,7 +53,7 @@ class Header:
     `FittedPosterior.num_targets` and the number 2, the power of 1/σ to which the curvature is
     proportional. `inducing` is the requested number of inputs, or `"inputs"` if the user passed the
     inputs that are in the file. With `independent_outputs`, the file contains the tensors of one
-    block per output.
+    block per output. Earlier versions did not save `fisher` and `mc_samples`.
     """
 
     likelihood: dict[str, Any]
@@ -76,6 +76,8 @@ class Header:
     inducing: int | str | None = None
     prior_weight: float | None = None
     independent_outputs: bool = False
+    fisher: str = "exact"
+    mc_samples: int = 1
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
@@ -110,6 +112,8 @@ class Header:
             inducing=inducing,
             prior_weight=None if information is None else float(information.weight),
             independent_outputs=config.structure.has_independent_outputs,
+            fisher=config.fisher.kind,
+            mc_samples=config.fisher.mc_samples,
         )
 
     def to_json(self) -> str:
@@ -175,8 +179,9 @@ def load(
     model: nn.Module,
     likelihood: Likelihood | None,
     backend: str,
-    fisher: FisherType,
+    fisher: str | None,
     factor_dtype: torch.dtype,
+    mc_samples: int | None,
     memory_bound: int | None,
     batch: BatchHook | None,
 ) -> FittedPosterior:
@@ -188,7 +193,7 @@ def load(
     )
     config = CurvatureConfig(
         structure=structure,
-        fisher=fisher,
+        fisher=_fisher_of_load(header, fisher, mc_samples),
         params=header.param_names,
         backend=backend,
         factor_dtype=factor_dtype,
@@ -254,6 +259,14 @@ def load(
         link=None if header.link is None else Link(**header.link),
         thinned_at=None if header.thinned_at is None else tuple(header.thinned_at),
     )
+
+
+def _fisher_of_load(header: Header, fisher: str | None, mc_samples: int | None) -> FisherType:
+    """Return the Fisher matrix that a user chose, or by default the one of the saved fit."""
+    if fisher is None:
+        fisher = header.fisher
+        mc_samples = header.mc_samples if mc_samples is None else mc_samples
+    return FisherType(fisher, 1 if mc_samples is None else mc_samples)
 
 
 def _as_after_fit(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
