@@ -181,6 +181,14 @@ def test_the_prior_precision_is_optimised():
     assert diagonal(la.posterior_precision).value.min() >= float(la.prior_precision)
 
 
+def test_held_out_data_that_the_marginal_likelihood_does_not_use_are_named():
+    data, _ = loader("classification")
+    la = Laplace(network(), "classification", "all", "kron")
+    la.fit(data)
+    with pytest.warns(UserWarning, match='does not use `val_loader`. Pass `method="gridsearch"`'):
+        la.optimize_prior_precision(val_loader=data)
+
+
 @pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_what_has_no_equivalent_is_refused():
     data, x = loader("classification")

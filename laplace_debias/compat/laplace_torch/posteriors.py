@@ -43,6 +43,7 @@ from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
 from laplace_debias.system.ranks import alone
+from laplace_debias.system.shown import warn
 from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
 
 STATE = "laplace_debias"
@@ -421,6 +422,11 @@ class Laplace:
             check_has_layers(self._structure)
         is_regression = self.likelihood == "regression"
         if method == "marglik":
+            if val_loader is not None:
+                warn(
+                    '`method="marglik"` does not use `val_loader`. Pass `method="gridsearch"` to '
+                    "choose the prior precision on these data, or remove `val_loader=`."
+                )
             per = "block" if prior_structure == "layerwise" else None
             self._fit.tune_evidence(sigma=False if is_regression else None, per=per)
             self._prior = None
