@@ -345,3 +345,14 @@ def test_labels_of_sets_have_the_forms_of_targets():
         assert torch.equal(sets.covers(labels), expected)
     with pytest.raises(ValueError, match=r"shape \(2,\), but the sets have shape \(3,\)"):
         sets.covers(torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("label", [-100, 3])
+def test_labels_that_are_not_classes_are_named_with_the_remedy(label):
+    contains = torch.tensor([[[True, False, False], [False, True, True]]])
+    labels = torch.tensor([[1, label]])
+    sets = ClassSets(contains)
+    with pytest.raises(ValueError, match=f"contains {label}, but the classes are 0 to 2. For ign"):
+        sets.covers(labels)
+    labels = torch.tensor([[0, -100]])
+    assert sets.covers(labels.clamp_min(0))[labels >= 0].tolist() == [True]

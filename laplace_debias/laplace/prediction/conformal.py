@@ -59,13 +59,21 @@ class ClassSets:
         numbers, like the targets of a binary problem.
 
         Raises:
-            ValueError: If labels and sets differ in shape.
+            ValueError: If labels and sets differ in shape, or a label is not a class, such as an
+                ignored target.
         """
-        sizes = self.contains.shape[:-1]
-        if labels.shape not in (sizes, (*sizes, 1)):
+        *sizes, num_classes = self.contains.shape
+        if labels.shape not in ((*sizes,), (*sizes, 1)):
             raise ValueError(
                 f"`labels` has shape {tuple(labels.shape)}, but the sets have shape "
                 f"{tuple(sizes)}. Pass a label for each set."
+            )
+        is_class = (labels >= 0) & (labels < num_classes)
+        if not is_class.all():
+            raise ValueError(
+                f"`labels` contains {labels[~is_class][0].item()}, but the classes are 0 to "
+                f"{num_classes - 1}. For ignored targets, pass `labels.clamp_min(0)`, and select "
+                "the results of the other targets, `[labels >= 0]`."
             )
         return self.contains.gather(-1, labels.long().reshape(*sizes, 1)).squeeze(-1)
 
