@@ -346,7 +346,7 @@ def test_a_network_that_knows_nothing_is_told_of():
             p.zero_()
     found = Laplace(model).fit([(x, y)]).tune([(x, y)])
     assert found.all_alike
-    assert "score the same, within one standard error" in found.message
+    assert "score about as well (worse by at most one standard error" in found.message
     assert "untrained or damaged" in found.message
     assert "tried" not in found.message
     few = Laplace(model).fit([(x, y)]).tune([(x, y)], grid=[1.0, 2.0])
@@ -367,8 +367,8 @@ def test_it_reads_well():
     )
     assert found.message.startswith(
         f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} "
-        f"(standard error {error:.2g}). Values from {low:.3g} to {high:.3g} score the same, "
-        "within one standard error."
+        f"(standard error {error:.2g}). Prior precisions from {low:.3g} to {high:.3g} score "
+        "about as well (worse by at most one standard error of the paired difference)."
     )
     beginning = "Scores of the alternatives minus the score of this choice, with 95 % intervals"
     assert f"{beginning}: network: +" in found.message
@@ -383,7 +383,7 @@ def test_print_explains_the_choice():
     lines = str(found).splitlines()
     low, high = found.flat
     assert lines[0] == f"{repr(found)[len('<Tuning: ') : -1]}"
-    assert lines[1].startswith(f"Values from {low:.3g} to {high:.3g} score the same")
+    assert lines[1].startswith(f"Prior precisions from {low:.3g} to {high:.3g} score about as well")
     assert str(found.compared) in str(found)
     assert found.compared == list(found.compared)
     table = str(found.compared).splitlines()
@@ -402,6 +402,28 @@ def test_print_explains_the_choice():
         assert line.startswith(row["name"])
         assert line.split()[-2:] == [f"{row['difference']:+.2g}", f"{row['half_width']:.2g}"]
     assert table[1].split()[:3] == ["network", "none", "1"]
+
+
+def test_the_choice_is_marked_among_the_candidates():
+    model, x, y = problem(3.0, 1000)
+    found = Laplace(model).fit([(x, y)]).tune([(x, y)])
+    assert found.link.temperature == 1
+    assert "Candidates compared with the choice (*); a positive difference is worse:" in str(found)
+    marked = [line.split(" * ")[0] for line in str(found.compared).splitlines() if " * " in line]
+    assert marked == [found.link.name]
+    (row,) = (row for row in found.compared if row["name"] == found.link.name)
+    assert row["prior_precision"] == found.prior_precision
+    assert row["difference"] == 0
+
+
+def test_no_candidate_is_marked_if_none_is_the_choice():
+    """The choice is the smallest prior precision that is tied with the lowest score."""
+    model, x, y = problem(3.0, 1000, temperature=0.3)
+    found = Laplace(model).fit([(x, y)]).tune([(x, y)], link="probit")
+    (tempered,) = (row for row in found.compared if row["name"] == "probit, tempered")
+    assert tempered["prior_precision"] > found.prior_precision
+    assert "*" not in str(found)
+    assert "Candidates compared with the choice; a positive difference is worse:" in str(found)
 
 
 def test_it_says_why_the_alternative_that_looks_best_is_not_taken():

@@ -21,7 +21,7 @@ precision of a trained network."""
 
 @dataclass(frozen=True)
 class Alternative:
-    """A setting with which a search compares its choice.
+    """A setting with which a search compares its choice, or the choice itself.
 
     Attributes:
         name: The name of the setting, for example `"temperature scaling"`.
@@ -41,10 +41,19 @@ class Alternative:
 
 
 class Comparison(list[Row]):
-    """The rows of `Tuning.compared`, which are printed as a table."""
+    """The rows of `Tuning.compared`, which are printed as a table.
 
-    def __init__(self, metric: str, alternatives: Sequence[Alternative]) -> None:
+    Attributes:
+        metric: The name of the metric.
+        choice: The index of the row of the chosen setting, which the table marks with an asterisk;
+            None if no row has exactly the chosen prior precision and link.
+    """
+
+    def __init__(
+        self, metric: str, alternatives: Sequence[Alternative], choice: int | None
+    ) -> None:
         self.metric = metric
+        self.choice = choice
         super().__init__(
             {
                 "name": alternative.name,
@@ -61,11 +70,11 @@ class Comparison(list[Row]):
         if not self:
             return "[]"
         lines = [["", "prior precision", "temperature", self.metric, "difference", "± (95 %)"]]
-        for row in self:
+        for index, row in enumerate(self):
             delta = row["prior_precision"]
             lines.append(
                 [
-                    row["name"],
+                    f"{row['name']} *" if index == self.choice else row["name"],
                     "none" if delta is None else f"{delta:.3g}",
                     f"{row['temperature']:.3g}",
                     f"{row[self.metric]:.4g}",
@@ -93,15 +102,16 @@ class Tuning:
             `num_determined`, the number of parameters that the data determines.
         sigma: The noise that was tuned with the prior precision, one number or one per output; None
             if it was not tuned.
-        flat: The ends of the flat range of prior precisions tried. Within this range, the metric
-            differs from the best value by at most one standard error of the difference, paired over
-            the examples; the log marginal likelihood differs by at most half a nat. None for one
-            example, and for several prior precisions.
+        flat: The ends of the flat range of prior precisions tried. Within this range, the metric is
+            worse than at the chosen value by at most one standard error of the difference, paired
+            over the examples; the log marginal likelihood is lower by at most half a nat. None for
+            one example, and for several prior precisions.
         notes: Remarks on the search, for example that it ended at a limit.
         link: The link from logits to probabilities that was tuned with the prior precision; None
             for the marginal likelihood and for a regression.
         alternatives: The network, temperature scaling, and every link at T = 1 and at its best T,
-            at its best prior precision of the grid; empty if no links were compared.
+            at its best prior precision of the grid. One of them is usually the choice itself. Empty
+            if no links were compared.
     """
 
     prior_precision: float | list[float]
@@ -124,13 +134,15 @@ class Tuning:
 
         A row contains the `name`, `prior_precision` (None without a posterior) and `temperature` of
         an alternative, its metric, the `difference` from the choice, and the paired `half_width` of
-        the 95 % interval of the difference.
+        the 95 % interval of the difference. The printed table marks the choice with an asterisk.
         """
-        return Comparison(self.metric, self.alternatives)
+        is_choice = [self._is_choice(alternative) for alternative in self.alternatives]
+        choice = is_choice.index(True) if True in is_choice else None
+        return Comparison(self.metric, self.alternatives, choice)
 
     @property
     def all_alike(self) -> bool:
-        """Whether all prior precisions of a wide range score the same."""
+        """Whether the flat range is wide, and contains all prior precisions that were tried."""
         tried = sorted(row["prior_precision"] for row in self.table)
         return self.flat == (tried[0], tried[-1]) and tried[-1] >= _WIDE * tried[0]
 
@@ -161,17 +173,19 @@ class Tuning:
         """A sentence on the sharpness of the optimum, or "" if the sharpness is unknown."""
         if self.flat is None:
             return ""
-        margin = "half a nat" if self.metric == LOG_EVIDENCE else "one standard error"
+        margin = "one standard error of the paired difference"
+        if self.metric == LOG_EVIDENCE:
+            margin = "half a nat"
         low, high = self.flat
+        if low == high:
+            return f"All other prior precisions tried are worse by more than {margin}."
+        values = f"from {low:.3g} to {high:.3g} score about as well (worse by at most {margin})"
         if self.all_alike:
             return (
-                f"All values from {low:.3g} to {high:.3g} score the same, within {margin}, so "
-                "the examples are too few to distinguish them, or the network is untrained or "
-                "damaged. Check its accuracy first."
+                f"All prior precisions {values}, so the examples are too few to distinguish them, "
+                "or the network is untrained or damaged. Check its accuracy first."
             )
-        if low == high:
-            return f"All other values tried are worse by more than {margin}."
-        sentence = f"Values from {low:.3g} to {high:.3g} score the same, within {margin}."
+        sentence = f"Prior precisions {values}."
         if high == max(row["prior_precision"] for row in self.table):
             sentence += (
                 " This includes the largest value tried, so on these data the best posterior "
@@ -210,8 +224,12 @@ class Tuning:
         if self._flatness:
             lines.append(self._flatness)
         if self.alternatives:
-            lines.append("Alternatives, and how much higher (worse) they score:")
-            lines.append(str(self.compared))
+            compared = self.compared
+            mark = "" if compared.choice is None else " (*)"
+            lines.append(
+                f"Candidates compared with the choice{mark}; a positive difference is worse:"
+            )
+            lines.append(str(compared))
         return "\n".join([*lines, *self.notes])
 
     def __repr__(self) -> str:

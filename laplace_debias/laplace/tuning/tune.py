@@ -500,8 +500,9 @@ def _notes_on_lower_scores(
         )
     else:
         rule = (
-            "If scores are tied, tune chooses the smallest prior precision, so that the posterior "
-            "has an effect."
+            "If a difference is small compared with its standard error, tune prefers the simpler "
+            "link and, at a temperature other than 1, the smaller prior precision, so that the "
+            "posterior has an effect."
         )
     yield (
         f'The score of "{lowest.name}" is better (lower by {-lowest.difference:.2g}), but '
