@@ -233,19 +233,25 @@ DECISIONS = (
         "Do you only need calibrated probabilities\nfor inputs like the training data?",
         "temperature scaling\n(la.tune compares it)",
     ),
-    ("Can you train the network several times?", "Mixture of their posteriors"),
-    ("Fewer than a few thousand parameters?", 'curvature="full"'),
     (
-        "Noisy labels, few data, adapters,\nor unfamiliar inputs to detect?",
-        'params="all", curvature="kfac"',
+        "Do you only need error bars\nfor a small table of numbers?",
+        "LaplaceRegressor\n(needs no held-out data)",
+    ),
+    (
+        "Do you have to detect unfamiliar inputs,\nand can you afford all parameters?",
+        'params="all"',
     ),
 )
-OTHERWISE = 'params="last_layer", curvature="kfac"'
+OTHERWISE = 'params="last_layer"'
+ADDITION = "Several trained networks?\nCombine their posteriors in a Mixture."
 
 
 def draw_decision_tree() -> None:
-    """Questions from top to bottom; "yes" leads to the right."""
-    figure, ax = plt.subplots(figsize=(7.6, 4.6), layout="constrained")
+    """Questions from top to bottom; "yes" leads to the right.
+
+    The addition applies to both of the last answers.
+    """
+    figure, ax = plt.subplots(figsize=(7.6, 3.9), layout="constrained")
     ax.set(xlim=(0, 10), ylim=(0, len(DECISIONS) + 1))
     ax.axis("off")
     question = {"boxstyle": "round,pad=0.4", "facecolor": "#E8F1FA", "edgecolor": BLUE}
@@ -264,6 +270,10 @@ def draw_decision_tree() -> None:
         box(2.6, y, text, question)
         box(8.0, y, result, answer)
     box(2.6, 0.5, OTHERWISE, answer)
+    addition = answer | {"facecolor": "white", "edgecolor": GREY, "linestyle": "--"}
+    box(8.0, 0.5, ADDITION, addition)
+    ax.annotate("", (6.1, 0.5), (4.1, 0.5), arrowprops=arrow | {"linestyle": "--"})
+    ax.annotate("", (8.0, 0.85), (8.0, 1.25), arrowprops=arrow | {"linestyle": "--"})
     save(figure, "decision_tree")
 
 

@@ -22,7 +22,7 @@ table states otherwise.
   blocks. The other blocks belong to class tokens, position tables, tied weights, and layer types
   that only one library defines. Their curvature is computed from the gradients of each example.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
-  gradient. It includes two steps that are needed once per fit: the check of every block, and the
+  gradient. This includes two one-off costs of a fit: checking every block, and computing the
   eigendecompositions.
 - **each further batch**: the time that each batch after the first adds to a fit, divided by the
   time of a gradient. It is a quarter of the difference between fits to five batches and to one.
@@ -32,10 +32,10 @@ table states otherwise.
 
 Times are medians over three rounds on one thread.
 
-The error refers to the functional variances of a fit with `curvature="diag"`. The reference is
-Σ_d J_cd² / (N·C_dd + δ), computed by automatic differentiation in double precision. The error is
-the largest relative difference over two examples. Llama and its relatives normalise in single
-precision, which explains errors of 1e-8."""
+The error column is about the variances of the outputs that a fit with `curvature="diag"` predicts.
+The reference is Σ_d J_cd² / (N·C_dd + δ), computed by automatic differentiation in double
+precision. The error is the largest relative difference over two examples. Llama and its relatives
+normalise in single precision, which explains errors of 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:

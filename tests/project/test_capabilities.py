@@ -1,4 +1,4 @@
-"""The table of docs/choosing.md has what each curvature can do."""
+"""The table of docs/how-to/options.md has what each curvature can do."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace, posterior_as_prior
 from laplace_debias.curvature.structures import STRUCTURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "options.md"
 REFUSALS = (ValueError, NotImplementedError)
 
 
