@@ -189,8 +189,7 @@ def evaluate_regression(
         - `scaled_error`, the root mean square of the errors divided by the standard deviations;
         - `coverage`, the fraction of targets in the central interval of probability `level`;
         - `quantile_calibration_error`, over 99 levels;
-        - the OOD metrics of `evaluate` for each out-of-distribution set, where the score is the
-          variance of an example, averaged over its outputs.
+        - the OOD metrics of `evaluate` for each set, with an example's mean variance as its score.
 
     Raises:
         TypeError: If an argument is not a tensor.
