@@ -183,7 +183,9 @@ def test_a_bayesian_parameter_that_is_quantised_is_refused_by_name():
     model = int8_by_torchao(base())
     name = "model.layers.0.self_attn.q_proj.weight"
     model.get_parameter(name).requires_grad_(True)
-    with pytest.raises(NotImplementedError, match=rf"{name} is quantised \((Int8|AffineQuantized)Tensor\)"):
+    with pytest.raises(
+        NotImplementedError, match=rf"{name} is quantised \((Int8|AffineQuantized)Tensor\)"
+    ):
         Laplace(model, params=[name])
 
 
@@ -263,7 +265,9 @@ def test_sequential_layers_around_a_quantised_layer_have_the_plain_posterior():
     plain[2].weight.data.copy_(model[2].weight.dequantize())
     x = torch.randn(7, 6)
     data = [(x, torch.arange(7) % 3)]
-    with pytest.raises(NotImplementedError, match=r"2.weight is quantised \((Int8|AffineQuantized)Tensor\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"2.weight is quantised \((Int8|AffineQuantized)Tensor\)"
+    ):
         Laplace(model, backend="backpack")
     actual = Laplace(model).fit(data)
     expected = Laplace(plain).fit(data)
