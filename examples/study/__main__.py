@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from examples.study.measures import measured
-from examples.study.methods import Method, methods_of, of_networks
-from examples.study.more import MORE
-from examples.study.problems import PROBLEMS, MissingError, Problem
-from examples.study.tables import read, table_without_posteriors, tables
+from examples.study.deep_problems import DEEP_PROBLEMS
+from examples.study.measures import measure
+from examples.study.methods import Method, all_methods, network_methods
+from examples.study.problems import PERCEPTRON_PROBLEMS, MissingError, Problem
+from examples.study.tables import Row, all_tables, read, table_without_posteriors
 
-ALL = PROBLEMS | MORE
+PROBLEMS = PERCEPTRON_PROBLEMS | DEEP_PROBLEMS
 
 
 def main(arguments: Sequence[str] | None = None) -> str:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--problems", default=",".join(ALL), help="names, separated by commas")
+    parser.add_argument("--problems", default=",".join(PROBLEMS), help="names, separated by commas")
     parser.add_argument("--seeds", type=int, default=5, help="number; 0 only makes the tables")
     parser.add_argument(
         "--networks_only", action="store_true", help="no posteriors; write a separate file"
@@ -28,39 +28,61 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--out", type=Path, default=Path("results/study"), help="folder")
     options = parser.parse_args(arguments)
     names = options.problems.split(",")
-    if unknown := set(names) - set(ALL):
-        parser.error(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    unknown = set(names) - set(PROBLEMS)
+    if unknown:
+        parser.error(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(PROBLEMS)}")
+
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / ("networks.jsonl" if options.networks_only else "study.jsonl")
-    methods = of_networks if options.networks_only else methods_of
-    rows = read(file)
+    if options.networks_only:
+        results_file = options.out / "networks.jsonl"
+        run_missing(names, options.seeds, network_methods, results_file)
+    else:
+        results_file = options.out / "study.jsonl"
+        run_missing(names, options.seeds, all_methods, results_file)
+
+    rows = [row for row in read(results_file) if row["problem"] in names]
+    if options.networks_only:
+        tables = table_without_posteriors(rows)
+        tables_file = options.out / "networks.md"
+    else:
+        tables = all_tables(rows)
+        tables_file = options.out / "tables.md"
+    tables_file.write_text(tables, encoding="utf-8")
+    print(tables)
+    return tables
+
+
+def run_missing(
+    names: Sequence[str],
+    num_seeds: int,
+    methods: Callable[[Problem], Iterator[Method]],
+    results_file: Path,
+) -> None:
+    """Run the problems and seeds that are not in a file of results, and append them to it."""
+    rows = read(results_file)
     # An incomplete last line of an interrupted run is removed.
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    done = {(row["problem"], row["seed"]) for row in rows}
+    results_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    finished = {(row["problem"], row["seed"]) for row in rows}
     for name in names:
         try:
-            for seed in range(options.seeds):
-                if (name, seed) not in done:
-                    run(name, seed, file, methods)
-        except MissingError as missing:
-            print(f"{name} is skipped: {missing}", flush=True)
-    chosen = [row for row in read(file) if row["problem"] in names]
-    made = table_without_posteriors(chosen) if options.networks_only else tables(chosen)
-    tables_file = "networks.md" if options.networks_only else "tables.md"
-    (options.out / tables_file).write_text(made, encoding="utf-8")
-    print(made)
-    return made
+            for seed in range(num_seeds):
+                if (name, seed) not in finished:
+                    row = run(name, seed, methods)
+                    with results_file.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+        except MissingError as error:
+            print(f"{name} is skipped: {error}", flush=True)
 
 
-def run(name: str, seed: int, file: Path, methods: Callable[[Problem], Iterator[Method]]) -> None:
-    """Train, measure every method, and add a line to the file."""
+def run(name: str, seed: int, methods: Callable[[Problem], Iterator[Method]]) -> Row:
+    """Train the networks of a problem, and measure every method."""
     start = time.perf_counter()
-    problem, found = ALL[name](seed), {}
+    problem = PROBLEMS[name](seed)
+    measures = {}
     for method in methods(problem):
-        found |= dict.fromkeys(method.names, measured(method, problem))
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"problem": name, "seed": seed, "methods": found}) + "\n")
+        measures |= dict.fromkeys(method.names, measure(method, problem))
     print(f"{name}, seed {seed}: {time.perf_counter() - start:.1f} s", flush=True)
+    return {"problem": name, "seed": seed, "methods": measures}
 
 
 if __name__ == "__main__":

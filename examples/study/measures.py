@@ -1,6 +1,7 @@
-"""Measures of a method on the data sets of a problem."""
+"""Measures of a method on the examples of a problem."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,41 +13,38 @@ from examples.study.problems import Problem
 from laplace_debias import metrics
 
 
-def measured(method: Method, problem: Problem) -> dict[str, Any]:
-    """Compute NLL, Brier score (CRPS), calibration (smooth ECE, quantile error) and AUROC by score.
+def measure(method: Method, problem: Problem) -> dict[str, Any]:
+    """Evaluate a method on test examples, shifted examples and foreign inputs.
 
-    `seconds` is the time from the end of the training to the end of the test predictions.
+    Returns:
+        The measures of `measure_predictive` for the test examples; `nll shifted`; `seconds`, from
+        the end of the training to the end of the test predictions; `auroc`, a dictionary of the
+        AUROC of foreign inputs by each score of uncertainty; and `chosen`, the tuned values.
     """
+    x_test, y_test = problem.test
+    x_shifted, y_shifted = problem.shifted
     start = time.perf_counter()
-    predictives = {"test": method.predict(problem.sets["test"][0])}
+    test_predictive = method.predict(x_test)
     seconds = method.seconds + time.perf_counter() - start
-    predictives |= {of: method.predict(problem.sets[of][0]) for of in ("shifted", "foreign")}
-    found = {**calibration(predictives["test"], problem.sets["test"][1]), "seconds": seconds}
-    shifted = calibration(predictives["shifted"], problem.sets["shifted"][1])
-    found["nll shifted"] = shifted["nll"]
-    inside, outside = (
-        scores(method, problem.sets[of][0], predictives[of]) for of in ("test", "foreign")
-    )
-    aurocs = {name: float(metrics.auroc(inside[name], outside[name])) for name in inside}
-    rounded = [{name: round(float(of), 5) for name, of in some.items()} for some in (found, aurocs)]
-    return {**rounded[0], "auroc": rounded[1], "chosen": method.chosen}
+    shifted_predictive = method.predict(x_shifted)
+    foreign_predictive = method.predict(problem.foreign)
+
+    measures = measure_predictive(test_predictive, y_test)
+    measures["seconds"] = seconds
+    measures["nll shifted"] = measure_predictive(shifted_predictive, y_shifted)["nll"]
+    test_scores = uncertainty_scores(method, x_test, test_predictive)
+    foreign_scores = uncertainty_scores(method, problem.foreign, foreign_predictive)
+    aurocs = {name: metrics.auroc(test_scores[name], foreign_scores[name]) for name in test_scores}
+    return {**rounded(measures), "auroc": rounded(aurocs), "chosen": method.tuned}
 
 
-def scores(method: Method, x: Tensor, predictive: Distribution) -> dict[str, Tensor]:
-    """Compute scores of the posterior and of the predictive, which are larger if less certain."""
-    found: dict[str, Tensor] = {}
-    if method.posterior is not None:
-        uncertainty = method.posterior.uncertainty(x, generator=torch.Generator().manual_seed(0))
-        found = dict(uncertainty.scores) or {"epistemic": uncertainty.epistemic}
-    if isinstance(predictive, Categorical):
-        found["entropy"] = predictive.entropy()
-    else:
-        found["variance"] = predictive.variance
-    return {name: score.reshape(len(x)) for name, score in found.items()}
+def measure_predictive(predictive: Distribution, y: Tensor) -> dict[str, Any]:
+    """Compute the measures that need targets.
 
-
-def calibration(predictive: Distribution, y: Tensor) -> dict[str, Any]:
-    """Compute the measures that need targets."""
+    Returns:
+        `nll`, `brier` (regression: CRPS), `calibration` (smooth ECE; regression: the error of
+        quantiles) and, for a classification, `accuracy`.
+    """
     if isinstance(predictive, Categorical):
         probs = predictive.probs
         return {
@@ -55,9 +53,29 @@ def calibration(predictive: Distribution, y: Tensor) -> dict[str, Any]:
             "calibration": metrics.smooth_ece(probs, y),
             "accuracy": metrics.accuracy(probs, y),
         }
-    normal = predictive.mean.double(), predictive.variance.double().sqrt(), y.double()
+    mean = predictive.mean.double()
+    std = predictive.variance.double().sqrt()
+    y = y.double()
     return {
-        "nll": metrics.gaussian_nll(*normal),
-        "brier": metrics.crps(*normal),
-        "calibration": metrics.quantile_calibration_error(metrics.gaussian_pit(*normal)),
+        "nll": metrics.gaussian_nll(mean, std, y),
+        "brier": metrics.crps(mean, std, y),
+        "calibration": metrics.quantile_calibration_error(metrics.gaussian_pit(mean, std, y)),
     }
+
+
+def uncertainty_scores(method: Method, x: Tensor, predictive: Distribution) -> dict[str, Tensor]:
+    """Compute scores `[N]` of the posterior and of the predictive, larger if less certain."""
+    scores: dict[str, Tensor] = {}
+    if method.posterior is not None:
+        uncertainty = method.posterior.uncertainty(x, generator=torch.Generator().manual_seed(0))
+        scores = dict(uncertainty.scores) or {"epistemic": uncertainty.epistemic}
+    if isinstance(predictive, Categorical):
+        scores["entropy"] = predictive.entropy()
+    else:
+        scores["variance"] = predictive.variance
+    return {name: score.reshape(len(x)) for name, score in scores.items()}
+
+
+def rounded(measures: Mapping[str, Any]) -> dict[str, float]:
+    """Round numbers to five decimals."""
+    return {name: round(float(value), 5) for name, value in measures.items()}

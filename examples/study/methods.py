@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,106 +14,149 @@ from laplace_debias.assessment.methods import RecalibrationName
 from laplace_debias.assessment.recalibration import fit_recalibration
 from laplace_debias.assessment.temperature import fit_temperature
 
-DEFAULT = Link("pairwise")
+DEFAULT_LINK = Link("pairwise")
 """The link of methods that do not tune a link."""
 # If all validation examples are classified correctly, the optimum is T = 0. The lower bound is the
 # same as the bound of recalibrations.
 _LEAST_TEMPERATURE = 0.5
-# At this δ, N C / T is negligible, so the precision of the posterior is a multiple of the identity.
-_NO_CURVATURE = 1e15
+# At this temperature T, N C / T is negligible, so that the precision of the posterior is δI.
+_TEMPERATURE_WITHOUT_CURVATURE = 1e15
+
+Predict = Callable[[Tensor], Distribution]
+"""A function from inputs to their predictive distribution."""
 
 
-class Method(NamedTuple):
-    """A way to predict, with its names (several if methods are equivalent) and its predictive.
+@dataclass(frozen=True)
+class Method:
+    """A way to predict.
 
-    `seconds` is the time that the method took after the training. `posterior` is the posterior or
-    mixture that computes uncertainties.
+    Attributes:
+        names: The name of the method, or several names if methods are equivalent.
+        predict: The predictive.
+        seconds: The time that the method took after the training.
+        posterior: The posterior or mixture that computes uncertainties, if there is one.
+        tuned: The tuned values of the posterior, in words.
     """
 
     names: Sequence[str]
-    predict: Callable[[Tensor], Distribution]
+    predict: Predict
     seconds: float
     posterior: Laplace | Mixture | None = None
-    chosen: str = ""
+    tuned: str = ""
 
 
-def methods_of(problem: Problem) -> Iterator[Method]:
+def all_methods(problem: Problem) -> Iterator[Method]:
     """Yield all methods; each method must be used before the next one is requested."""
-    yield from of_networks(problem)
-    yield from of_posteriors(problem, "last_layer")
-    yield from of_posteriors(problem, "all")
+    yield from network_methods(problem)
+    yield from posterior_methods(problem, "last_layer")
+    yield from posterior_methods(problem, "all")
     if len(problem.networks) > 1:
         start = time.perf_counter()
-        members = [fitted(problem, network, "all") for network in problem.networks]
+        members = [fit_posterior(problem, network, "all") for network in problem.networks]
         for member in members:
             tune(member, problem)
         mixture = Mixture(members)
         yield Method(["mixture"], mixture.predict, time.perf_counter() - start, mixture)
 
 
-def of_networks(problem: Problem) -> Iterator[Method]:
-    """Yield one or all networks without a posterior, with or without a temperature (or σ)."""
-    x, y = problem.validation
-    for number in sorted({1, len(problem.networks)}):
-        some, start = problem.networks[:number], time.perf_counter()
-        plain = [noise(one, problem.train) if problem.is_regression else 1.0 for one in some]
-        name = "ensemble" if number > 1 else "network"
-        yield Method([name], mean_of(some, plain), time.perf_counter() - start)
-        start = time.perf_counter()
-        if problem.is_regression:
-            scales = [noise(one, problem.validation) for one in some]
-        else:
-            found = [fit_temperature(outputs(one, x), y, "classification") for one in some]
-            scales = [max(value, _LEAST_TEMPERATURE) for value in found]
-        name = "ensemble, tempered" if number > 1 else "temperature"
-        yield Method([name], mean_of(some, scales), time.perf_counter() - start)
-        if number == 1 and not problem.is_regression:
-            yield from recalibrations(some[0], x, y)
+def network_methods(problem: Problem) -> Iterator[Method]:
+    """Yield the methods without a posterior: networks, ensembles and their recalibrations."""
+    network = problem.networks[0]
+    yield untuned_average(problem, [network], "network")
+    yield tempered_average(problem, [network], "temperature")
+    if not problem.is_regression:
+        yield from recalibrations(network, problem.validation)
+    if len(problem.networks) > 1:
+        yield untuned_average(problem, problem.networks, "ensemble")
+        yield tempered_average(problem, problem.networks, "ensemble, tempered")
+
+
+def untuned_average(problem: Problem, networks: Sequence[nn.Module], name: str) -> Method:
+    """Average networks as they are; a regression takes σ from the residuals in training."""
+    start = time.perf_counter()
+    if problem.is_regression:
+        scales = [residual_scale(network, problem.train) for network in networks]
+    else:
+        scales = [1.0 for _ in networks]
+    return Method([name], average(networks, scales), time.perf_counter() - start)
+
+
+def tempered_average(problem: Problem, networks: Sequence[nn.Module], name: str) -> Method:
+    """Average networks with a temperature (regression: σ) each, from the validation examples."""
+    start = time.perf_counter()
+    if problem.is_regression:
+        scales = [residual_scale(network, problem.validation) for network in networks]
+    else:
+        x, y = problem.validation
+        temperatures = [
+            fit_temperature(outputs(network, x), y, "classification") for network in networks
+        ]
+        scales = [max(temperature, _LEAST_TEMPERATURE) for temperature in temperatures]
+    return Method([name], average(networks, scales), time.perf_counter() - start)
 
 
 def outputs(network: nn.Module, x: Tensor) -> Tensor:
-    """Compute the network's outputs, without gradients."""
+    """Compute the network's outputs `[N, C]` in float64, without gradients."""
     with torch.no_grad():
         return network(x).double()
 
 
-def noise(network: nn.Module, data: Examples) -> float:
+def residual_scale(network: nn.Module, examples: Examples) -> float:
     """Compute the root mean square of the residuals."""
-    return float((outputs(network, data[0]) - data[1]).square().mean().sqrt())
+    x, y = examples
+    return float((outputs(network, x) - y).square().mean().sqrt())
 
 
-def mean_of(networks: Sequence[nn.Module], by: Sequence[float]) -> Callable[[Tensor], Distribution]:
-    """Return the mixture of networks with a temperature each (or a σ, for a single output)."""
+def average(networks: Sequence[nn.Module], scales: Sequence[float]) -> Predict:
+    """Return the predictive of an equal mixture of networks.
+
+    Args:
+        networks: Networks with logits, or with a single output for a regression.
+        scales: The temperature (regression: σ) of each network.
+    """
 
     def predict(x: Tensor) -> Distribution:
-        each, scales = torch.stack([outputs(one, x) for one in networks]), torch.tensor(by)
-        if each.shape[2] == 1:
-            variance = scales.square().mean() + each.var(0, unbiased=False)
-            return Normal(each.mean(0), variance.sqrt())
-        return Categorical(logits=(each / scales[:, None, None]).log_softmax(2).logsumexp(0))
+        network_outputs = torch.stack([outputs(network, x) for network in networks])
+        network_scales = torch.tensor(scales)
+        if network_outputs.shape[2] == 1:
+            noise_variance = network_scales.square().mean()
+            variance = noise_variance + network_outputs.var(0, unbiased=False)
+            return Normal(network_outputs.mean(0), variance.sqrt())
+        log_probs = (network_outputs / network_scales[:, None, None]).log_softmax(2)
+        return Categorical(logits=log_probs.logsumexp(0))
 
     return predict
 
 
-def recalibrations(network: nn.Module, x: Tensor, y: Tensor) -> Iterator[Method]:
+def recalibrations(network: nn.Module, validation: Examples) -> Iterator[Method]:
     """Yield vector scaling and isotonic regression, and Platt scaling if there are two classes."""
-    names: list[RecalibrationName] = ["vector", "isotonic"]
-    if outputs(network, x).shape[1] == 2:
-        names.append("platt")
+    x, y = validation
+    names: tuple[RecalibrationName, ...] = ("vector", "isotonic")
     for name in names:
         start = time.perf_counter()
-        predict = recalibrated(name, network, x, y)
+        predict = recalibrate_logits(name, network, x, y)
         yield Method([name], predict, time.perf_counter() - start)
+    if outputs(network, x).shape[1] == 2:
+        start = time.perf_counter()
+        predict = scale_by_platt(network, x, y)
+        yield Method(["platt"], predict, time.perf_counter() - start)
 
 
-def recalibrated(
+def recalibrate_logits(
     name: RecalibrationName, network: nn.Module, x: Tensor, y: Tensor
-) -> Callable[[Tensor], Distribution]:
-    """Recalibrate a network on examples. Platt scaling uses the difference of the logits."""
-    if name != "platt":
-        recalibrate = fit_recalibration(name, outputs(network, x), y)
-        return lambda x: Categorical(logits=recalibrate(outputs(network, x)))
-    recalibrate = fit_recalibration(name, outputs(network, x).diff(dim=1), y)
+) -> Predict:
+    """Recalibrate the logits of a network on examples."""
+    recalibrate = fit_recalibration(name, outputs(network, x), y)
+
+    def predict(x: Tensor) -> Distribution:
+        return Categorical(logits=recalibrate(outputs(network, x)))
+
+    return predict
+
+
+def scale_by_platt(network: nn.Module, x: Tensor, y: Tensor) -> Predict:
+    """Recalibrate the difference of a network's two logits on examples."""
+    recalibrate = fit_recalibration("platt", outputs(network, x).diff(dim=1), y)
 
     def predict(x: Tensor) -> Distribution:
         logit = recalibrate(outputs(network, x).diff(dim=1))
@@ -122,40 +165,58 @@ def recalibrated(
     return predict
 
 
-def fitted(problem: Problem, network: nn.Module, params: str) -> Laplace:
+def fit_posterior(problem: Problem, network: nn.Module, params: str) -> Laplace:
     """Fit a posterior with the default options of the package."""
-    kind, sigma = ("regression", 1.0) if problem.is_regression else ("classification", None)
-    la = Laplace(network, kind, params=params, sigma=sigma)
+    if problem.is_regression:
+        la = Laplace(network, "regression", params=params, sigma=1.0)
+    else:
+        la = Laplace(network, "classification", params=params)
     mode = problem.mode if params == "all" else "full"
     return la.fit(batches(problem.train), mode, num_data=problem.num_data)
 
 
-def batches(data: Examples) -> list[Examples]:
-    """Split the examples into batches."""
-    return list(zip(*(part.split(256) for part in data), strict=True))
+def batches(examples: Examples) -> list[Examples]:
+    """Split examples into batches of 256."""
+    x, y = examples
+    return list(zip(x.split(256), y.split(256), strict=True))
 
 
 def tune(la: Laplace, problem: Problem, link: Link | None = None) -> str:
-    """Tune a posterior, with a given link or with all links; return the choice in words."""
+    """Tune a posterior, with one link or (default) with all links; return the tuned values."""
     sigma = True if problem.is_regression else None
     return repr(la.tune(batches(problem.validation), sigma=sigma, link=link))
 
 
-def of_posteriors(problem: Problem, params: str) -> Iterator[Method]:
-    """Yield posteriors: by `tune`, at T = 1, by the evidence, with the identity as curvature."""
-    name, start = params.replace("_", " "), time.perf_counter()
-    la = fitted(problem, problem.networks[0], params)
-    fit, chosen = time.perf_counter() - start, tune(la, problem)
-    same = la.link in (DEFAULT, None)
-    names = [name, f"{name}, T = 1"][: 1 + same]
-    yield Method(names, la.predict, time.perf_counter() - start, la, chosen)
-    if not same:
-        start, chosen = time.perf_counter() - fit, tune(la, problem, DEFAULT)
-        yield Method([f"{name}, T = 1"], la.predict, time.perf_counter() - start, la, chosen)
-    start, la.link = time.perf_counter() - fit, None
-    found = la.tune_evidence(sigma=problem.is_regression)
-    seconds = time.perf_counter() - start
-    yield Method([f"{name}, evidence"], la.predict, seconds, la, repr(found))
-    la.temperature, start = _NO_CURVATURE, time.perf_counter() - fit
-    chosen = tune(la, problem)
-    yield Method([f"{name}, identity"], la.predict, time.perf_counter() - start, la, chosen)
+def posterior_methods(problem: Problem, params: str) -> Iterator[Method]:
+    """Yield posteriors: by `tune`, at T = 1, by the evidence, with the identity as curvature.
+
+    All are the same `Laplace`, which is changed before each of them is yielded.
+    """
+    name = params.replace("_", " ")
+    start = time.perf_counter()
+    la = fit_posterior(problem, problem.networks[0], params)
+    fit_seconds = time.perf_counter() - start
+
+    def method(names: Sequence[str], tuned: str, tuning_start: float) -> Method:
+        seconds = fit_seconds + time.perf_counter() - tuning_start
+        return Method(names, la.predict, seconds, posterior=la, tuned=tuned)
+
+    start = time.perf_counter()
+    tuned = tune(la, problem)
+    if la.link in (DEFAULT_LINK, None):
+        yield method([name, f"{name}, T = 1"], tuned, start)
+    else:
+        yield method([name], tuned, start)
+        start = time.perf_counter()
+        tuned = tune(la, problem, DEFAULT_LINK)
+        yield method([f"{name}, T = 1"], tuned, start)
+
+    la.link = None
+    start = time.perf_counter()
+    tuned = repr(la.tune_evidence(sigma=problem.is_regression))
+    yield method([f"{name}, evidence"], tuned, start)
+
+    la.temperature = _TEMPERATURE_WITHOUT_CURVATURE
+    start = time.perf_counter()
+    tuned = tune(la, problem)
+    yield method([f"{name}, identity"], tuned, start)

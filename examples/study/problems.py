@@ -1,14 +1,16 @@
 """Problems: networks that train in seconds, with examples for training and evaluation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
 
 Examples = tuple[Tensor, Tensor]
+"""Inputs `[N, ...]`, and class indices `[N]` or the targets of a regression `[N, 1]`."""
 
 
 class MissingError(Exception):
@@ -22,135 +24,190 @@ class Problem:
     Attributes:
         networks: Networks that differ only in their seeds, or a single network. Only ensembles use
             more than the first network.
-        train: The inputs and targets to which posteriors are fitted.
+        train: The examples to which posteriors are fitted.
         validation: The examples on which everything is tuned.
-        sets: The examples for the evaluation: `test`, `shifted` (with targets) and `foreign`.
-        num_data: The number of examples on which the networks were trained.
+        test: Examples like the training examples.
+        shifted: Examples with noisy or corrupted inputs.
+        foreign: Inputs `[N, ...]` that are unlike the training inputs.
+        num_data: The number of examples on which the networks were trained, if not all of them are
+            in `train`.
         mode: The mode of a fit to all parameters.
     """
 
     networks: list[nn.Module]
     train: Examples
     validation: Examples
-    sets: dict[str, Examples]
+    test: Examples
+    shifted: Examples
+    foreign: Tensor
     num_data: int | None = None
     mode: str = "full"
 
     @property
     def is_regression(self) -> bool:
         """Whether the targets are numbers, not classes."""
-        return self.train[1].is_floating_point()
+        _, y = self.train
+        return y.is_floating_point()
 
 
-def trained(
-    build: Callable[[], nn.Module], data: Examples, seed: int, epochs: int = 100, rate: float = 6e-3
+def train_network(
+    build: Callable[[], nn.Module],
+    examples: Examples,
+    seed: int,
+    epochs: int = 100,
+    max_learning_rate: float = 6e-3,
 ) -> nn.Module:
-    """Train a network by Adam in batches of 32, with a one-cycle learning rate up to `rate`."""
+    """Build and train a network by Adam in batches of 32, with a one-cycle learning rate."""
     torch.manual_seed(seed)
-    network, (x, y) = build(), data
-    loss = nn.functional.mse_loss if y.is_floating_point() else nn.functional.cross_entropy
-    learned = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(learned, weight_decay=1e-4)
-    steps = len(y) // 32 or 1
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs * steps)
+    network = build()
+    x, y = examples
+    loss_function = nn.functional.mse_loss if y.is_floating_point() else nn.functional.cross_entropy
+    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trainable, weight_decay=1e-4)
+    num_batches = max(1, len(y) // 32)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_learning_rate, total_steps=epochs * num_batches
+    )
     for _ in range(epochs):
-        for part in torch.randperm(len(y)).split(32)[:steps]:
+        for indices in torch.randperm(len(y)).split(32)[:num_batches]:
             optimizer.zero_grad()
-            loss(network(x[part]), y[part]).backward()
+            loss_function(network(x[indices]), y[indices]).backward()
             optimizer.step()
             schedule.step()
     return network.eval()
 
 
-def perceptrons(x: Tensor, y: Tensor, numbers: tuple[int, int], g: torch.Generator) -> Problem:
-    """Train three perceptrons; noisy test examples are shifted, shuffled columns are foreign.
+def perceptron_problem(
+    x: Tensor, y: Tensor, num_train: int, num_validation: int, g: torch.Generator
+) -> Problem:
+    """Split examples, and train three perceptrons.
 
-    For a regression, foreign examples are twice as far from the mean.
+    Noise is added to the shifted inputs. For a classification, the foreign inputs are the test
+    inputs with every column shuffled; for a regression, they are twice as far from the mean.
 
     Args:
-        x: Standardised inputs.
+        x: Standardised inputs, `[N, D]`, in random order.
         y: Targets.
-        numbers: The numbers of training and of validation examples, which come first.
-        g: The generator of noise and order; its seed is also the seed of the networks.
+        num_train: The number of training examples, which come first.
+        num_validation: The number of validation examples, which come next. All others are test
+            examples.
+        g: The generator of noise and permutations; its seed is also the seed of the networks.
     """
-    sizes = [*numbers, len(y) - sum(numbers)]
+    sizes = [num_train, num_validation, len(y) - num_train - num_validation]
     train, validation, test = zip(x.split(sizes), y.split(sizes), strict=True)
-    is_regression = y.is_floating_point()
-    activation = nn.Tanh if is_regression else nn.ReLU
-    num_outputs = 1 if is_regression else int(y.max()) + 1
+    activation: type[nn.Module]
+    if y.is_floating_point():
+        activation = nn.Tanh
+        num_outputs = 1
+    else:
+        activation = nn.ReLU
+        num_outputs = int(y.max()) + 1
 
     def build() -> nn.Module:
-        first, second = nn.Linear(x.shape[1], 50), nn.Linear(50, 50)
-        return nn.Sequential(first, activation(), second, activation(), nn.Linear(50, num_outputs))
+        return nn.Sequential(
+            nn.Linear(x.shape[1], 50),
+            activation(),
+            nn.Linear(50, 50),
+            activation(),
+            nn.Linear(50, num_outputs),
+        )
 
-    networks = [trained(build, train, 1000 * number + g.initial_seed()) for number in range(3)]
-    shifted = test[0] + 0.5 * torch.randn(test[0].shape, generator=g)
-    order = torch.rand(test[0].shape, generator=g).argsort(0)
-    foreign = 2 * test[0] if is_regression else test[0].gather(0, order)
-    sets = {"test": test, "shifted": (shifted, test[1]), "foreign": (foreign, test[1])}
-    return Problem(networks, train, validation, sets)
+    seeds = [1000 * index + g.initial_seed() for index in range(3)]
+    networks = [train_network(build, train, seed) for seed in seeds]
+    x_test, y_test = test
+    x_shifted = x_test + 0.5 * torch.randn(x_test.shape, generator=g)
+    permutations = torch.rand(x_test.shape, generator=g).argsort(0)
+    foreign = 2 * x_test if y.is_floating_point() else x_test.gather(0, permutations)
+    return Problem(networks, train, validation, test, shifted=(x_shifted, y_test), foreign=foreign)
 
 
-def table(
-    load: Callable[..., Examples], train: int, validation: int, seed: int, labels: str = ""
+def table_problem(
+    load: Callable[..., Examples],
+    seed: int,
+    num_train: int,
+    num_validation: int,
+    labels: Literal["clean", "rare", "wrong"] = "clean",
 ) -> Problem:
-    """Load a table of scikit-learn; all rows after training and validation are test examples.
+    """Train perceptrons on a table of scikit-learn.
 
-    With `wrong` labels, 15 % of all labels are drawn at random. With `rare` labels, each class has
-    0.7 times as many examples as the class before.
+    Args:
+        load: A loader of scikit-learn with the argument `return_X_y`.
+        seed: The seed of the split, the labels, the noise and the networks.
+        num_train: The number of training examples.
+        num_validation: The number of validation examples. All other rows are test examples.
+        labels: With `"wrong"`, 15 % of all labels are drawn at random. With `"rare"`, each class
+            has 0.7 times as many examples as the class before.
     """
     g = torch.Generator().manual_seed(seed)
     x, y = map(torch.as_tensor, load(return_X_y=True))
     order = torch.randperm(len(y), generator=g)
-    x, y = x[order].float(), y[order].clone()
+    x = x[order].float()
+    y = y[order].clone()
     if labels == "rare":
-        kept = torch.rand(len(y), generator=g) < 0.7**y
-        x, y = x[kept], y[kept]
+        is_selected = torch.rand(len(y), generator=g) < 0.7**y
+        x = x[is_selected]
+        y = y[is_selected]
     if labels == "wrong":
-        wrong = torch.rand(len(y), generator=g) < 0.15
-        y[wrong] = torch.randint(int(y.max()) + 1, (int(wrong.sum()),), generator=g)
-    # All pixels get the same scale, because some pixels are equal in all images.
-    along = None if x.shape[1] == 64 else 0
-    x = (x - x[:train].mean(along)) / x[:train].std(along)
+        is_wrong = torch.rand(len(y), generator=g) < 0.15
+        y[is_wrong] = torch.randint(int(y.max()) + 1, (int(is_wrong.sum()),), generator=g)
+    if load is datasets.load_digits:
+        # All pixels get the same scale, because some pixels are equal in all images.
+        x = (x - x[:num_train].mean()) / x[:num_train].std()
+    else:
+        x = (x - x[:num_train].mean(0)) / x[:num_train].std(0)
     if y.is_floating_point():
-        y = ((y - y[:train].mean()) / y[:train].std()).float()[:, None]
-    return perceptrons(x, y, (train, validation), g)
+        y = ((y - y[:num_train].mean()) / y[:num_train].std()).float()[:, None]
+    return perceptron_problem(x, y, num_train, num_validation, g)
 
 
-def friedman(return_X_y: bool) -> Examples:
+def load_friedman(return_X_y: bool) -> Examples:
     """Return Friedman's first function of ten variables, five of which matter."""
     return datasets.make_friedman1(860, noise=1.0, random_state=0)
 
 
-def gap(seed: int) -> Problem:
-    """Make a noisy sine; shifted inputs are in its gap between −1 and 1, foreign ones outside."""
+def gap_problem(seed: int) -> Problem:
+    """Train perceptrons on a noisy sine whose inputs have a gap between −1 and 1.
+
+    The shifted inputs are in the gap, and the foreign inputs are outside the range of the training
+    inputs.
+    """
     g = torch.Generator().manual_seed(seed)
 
-    def between(*ends: tuple[float, float], number: int) -> Examples:
+    def noisy_sine(*intervals: tuple[float, float], num_per_interval: int) -> Examples:
         x = torch.cat(
-            [low + (high - low) * torch.rand(number, 1, generator=g) for low, high in ends]
+            [
+                low + (high - low) * torch.rand(num_per_interval, 1, generator=g)
+                for low, high in intervals
+            ]
         )
-        return x / 2.5, x.sin() + 0.15 * torch.randn(x.shape, generator=g)
+        y = x.sin() + 0.15 * torch.randn(x.shape, generator=g)
+        return x / 2.5, y
 
     order = torch.randperm(680, generator=g)
-    x, y = (part[order] for part in between((-4, -1), (1, 5), number=340))
-    found = perceptrons(x, y, (120, 60), g)
-    found.sets["shifted"] = between((-1, 1), number=500)
-    found.sets["foreign"] = between((-7, -4), (5, 8), number=250)
-    return found
+    x, y = noisy_sine((-4, -1), (1, 5), num_per_interval=340)
+    problem = perceptron_problem(x[order], y[order], 120, 60, g)
+    shifted = noisy_sine((-1, 1), num_per_interval=500)
+    foreign, _ = noisy_sine((-7, -4), (5, 8), num_per_interval=250)
+    return replace(problem, shifted=shifted, foreign=foreign)
 
 
-PROBLEMS: dict[str, Callable[[int], Problem]] = {
-    "wine-few": partial(table, datasets.load_wine, 30, 30),
-    "wine": partial(table, datasets.load_wine, 70, 36),
-    "cancer-few": partial(table, datasets.load_breast_cancer, 50, 50),
-    "cancer": partial(table, datasets.load_breast_cancer, 230, 115),
-    "diabetes": partial(table, datasets.load_diabetes, 200, 60),
-    "friedman": partial(table, friedman, 100, 60),
-    "gap": gap,
-    "digits-few": partial(table, datasets.load_digits, 100, 100),
-    "digits-rare": partial(table, datasets.load_digits, 240, 120, labels="rare"),
-    "digits-wrong": partial(table, datasets.load_digits, 720, 360, labels="wrong"),
-    "digits": partial(table, datasets.load_digits, 720, 360),
+wine = partial(table_problem, datasets.load_wine)
+cancer = partial(table_problem, datasets.load_breast_cancer)
+diabetes = partial(table_problem, datasets.load_diabetes)
+friedman = partial(table_problem, load_friedman)
+digits = partial(table_problem, datasets.load_digits)
+
+PERCEPTRON_PROBLEMS: dict[str, Callable[[int], Problem]] = {
+    "wine-few": partial(wine, num_train=30, num_validation=30),
+    "wine": partial(wine, num_train=70, num_validation=36),
+    "cancer-few": partial(cancer, num_train=50, num_validation=50),
+    "cancer": partial(cancer, num_train=230, num_validation=115),
+    "diabetes": partial(diabetes, num_train=200, num_validation=60),
+    "friedman": partial(friedman, num_train=100, num_validation=60),
+    "gap": gap_problem,
+    "digits-few": partial(digits, num_train=100, num_validation=100),
+    "digits-rare": partial(digits, num_train=240, num_validation=120, labels="rare"),
+    "digits-wrong": partial(digits, num_train=720, num_validation=360, labels="wrong"),
+    "digits": partial(digits, num_train=720, num_validation=360),
 }
-"""The functions that make the problem of a seed, by name. Those of `more` are added there."""
+"""For each problem, the function that makes it from a seed."""

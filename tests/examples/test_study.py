@@ -1,6 +1,5 @@
 """The study: one problem runs, goes on where it was broken off, and makes its tables."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +8,9 @@ import torch
 from scipy import stats
 
 from examples.study import methods
-from examples.study.__main__ import ALL, main
-from examples.study.problems import PROBLEMS, MissingError
-from examples.study.tables import cell, read
+from examples.study.__main__ import PROBLEMS, main
+from examples.study.problems import MissingError
+from examples.study.tables import Column, Measure, cell, read, significant_sign
 from laplace_debias.assessment.recalibration import fit_recalibration
 
 
@@ -49,7 +48,7 @@ def test_two_classes_are_recalibrated_in_each_way(tmp_path):
     problem = PROBLEMS["cancer-few"](0)
     network = problem.networks[0]
     x, y = problem.validation
-    x_test, y_test = problem.sets["test"]
+    x_test, y_test = problem.test
     for name, fit in (("isotonic", lambda f: f), ("platt", lambda f: f.diff(dim=1))):
         recalibrate = fit_recalibration(name, fit(network(x).double()), y)
         logits = recalibrate(fit(network(x_test).double().detach()))
@@ -74,7 +73,7 @@ def test_a_killed_run_goes_on(done, tmp_path, capsys):
 def test_what_is_missing_is_said_and_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("LAPLACE_DEBIAS_DATA", raising=False)
     with pytest.raises(MissingError):
-        ALL["resnet"](0)
+        PROBLEMS["resnet"](0)
     assert main(["--problems", "resnet,all-cnn-c", "--out", str(tmp_path)]) == ""
     assert "resnet is skipped: LAPLACE_DEBIAS_DATA is not set" in capsys.readouterr().out
 
@@ -87,21 +86,21 @@ def test_unknown_problems_are_named(capsys):
 
 @pytest.mark.parametrize("name", ["friedman", "digits-rare"])
 def test_parts_are_disjoint_and_repeatable(name, monkeypatch):
-    monkeypatch.setattr("examples.study.problems.trained", lambda *_, **__: None)
+    monkeypatch.setattr("examples.study.problems.train_network", lambda *_, **__: None)
     problem, again, other = (PROBLEMS[name](seed) for seed in (0, 0, 1))
-    parts = [problem.train, problem.validation, problem.sets["test"]]
+    parts = [problem.train, problem.validation, problem.test]
     x = torch.cat([x for x, _ in parts])
     assert len(x.unique(dim=0)) == len(x)
     assert all(torch.equal(x, y) for x, y in zip(problem.train, again.train, strict=True))
     assert not torch.equal(problem.train[0], other.train[0])
-    shifted = problem.sets["shifted"][0] - problem.sets["test"][0]
+    shifted = problem.shifted[0] - problem.test[0]
     assert float(shifted.std()) == pytest.approx(0.5, rel=0.05)
 
 
 def test_the_seconds_of_a_method_do_not_include_the_evaluation_of_others(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(methods, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    for method in methods.methods_of(PROBLEMS["wine-few"](0)):
+    for method in methods.all_methods(PROBLEMS["wine-few"](0)):
         assert method.seconds == 0.0, method.names
         now[0] += 100.0  # the caller evaluates this method before it requests the next one
 
@@ -109,10 +108,11 @@ def test_the_seconds_of_a_method_do_not_include_the_evaluation_of_others(monkeyp
 def test_a_cell_is_a_paired_t_interval():
     pairs = np.array([[1.0, 1.5], [2.0, 2.4], [4.0, 4.7]])
     rows = [{"methods": {"a": {"nll": a}, "b": {"nll": b}}} for a, b in pairs.tolist()]
-    text, sign = cell(rows, ("a", "nll"), ("b", "nll"))
+    column = Column("a", Measure("a", "nll"))
+    difference = Column("a minus b", Measure("a", "nll"), reference=Measure("b", "nll"))
     found = stats.ttest_rel(*pairs.T).confidence_interval()
     middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
-    assert text == f"**−{-middle:.3f}±{half:.3f}**"
-    assert sign == -1
-    assert cell(rows, ("a", "nll"), None) == ("2.333", 0)
-    assert cell([json.loads('{"methods": {}}')], ("a", "nll"), None) == ("–", 0)
+    assert cell(rows, difference) == f"**−{-middle:.3f}±{half:.3f}**"
+    assert significant_sign(difference.values(rows)) == -1
+    assert cell(rows, column) == "2.333"
+    assert cell([{"methods": {}}], column) == "–"
