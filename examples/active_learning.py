@@ -28,7 +28,7 @@ METHODS = {"random": "#7F7F7F", "BALD": "#E69F00", "BatchBALD": "#0072B2"}
 """The compared methods, with the colours of their curves."""
 
 
-def trained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
+def train_network(x: Tensor, y: Tensor, steps: int) -> nn.Module:
     """Train a small network, from the same start every time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -40,7 +40,7 @@ def trained(x: Tensor, y: Tensor, steps: int) -> nn.Module:
     return model.eval()
 
 
-def fitted(model: nn.Module, x: Tensor, y: Tensor) -> Laplace:
+def fit_posterior(model: nn.Module, x: Tensor, y: Tensor) -> Laplace:
     """Fit a last-layer posterior, with the prior that maximises the marginal likelihood."""
     la = Laplace(model, params="last_layer")
     la.fit(DataLoader(TensorDataset(x, y), batch_size=100))
@@ -127,18 +127,19 @@ def choose(method: str, la: Laplace, pool: Tensor, options: argparse.Namespace) 
 def accuracies(method: str, seed: int, options: argparse.Namespace) -> list[float]:
     """Return the test accuracy before and after each round."""
     pixels, digits = load_digits(return_X_y=True)
-    x, y = torch.tensor(pixels / 16).float(), torch.tensor(digits)
+    x = torch.tensor(pixels / 16).float()
+    y = torch.tensor(digits)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     labelled, pool, test = order.split([options.start, 1200 - options.start, len(x) - 1200])
     curve = []
     for _ in range(options.rounds + 1):
-        model = trained(x[labelled], y[labelled], options.steps)
+        model = train_network(x[labelled], y[labelled], options.steps)
         curve.append(float((model(x[test]).argmax(1) == y[test]).float().mean()))
-        la = fitted(model, x[labelled], y[labelled])
+        la = fit_posterior(model, x[labelled], y[labelled])
         rows = choose(method, la, x[pool], options)
-        is_left = torch.ones(len(pool), dtype=torch.bool).scatter(0, rows, False)
+        is_unlabelled = torch.ones(len(pool), dtype=torch.bool).scatter(0, rows, False)
         labelled = torch.cat([labelled, pool[rows]])
-        pool = pool[is_left]
+        pool = pool[is_unlabelled]
     return curve
 
 

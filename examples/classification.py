@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from laplace_debias import Laplace
 
 
-def trained(data: TensorDataset, epochs: int) -> nn.Module:
+def train_network(data: TensorDataset, epochs: int) -> nn.Module:
     """Return your network; here, a small network that is trained as usual."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     pixels, digits = load_digits(return_X_y=True)
     images = TensorDataset(torch.tensor(pixels / 16).float(), torch.tensor(digits))
     train, val, test = random_split(images, [1000, 300, 497])
-    model = trained(train, options.epochs)
+    model = train_network(train, options.epochs)
     # Images with shuffled pixels are as bright as digits, but show none.
     x_test, y_test = test[:]
     no_digits = [(x_test[:, torch.randperm(64)], y_test)]
@@ -47,16 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     # The ten lines.
     la = Laplace(model, likelihood="classification")
     la.fit(DataLoader(train, batch_size=100))
-    held_out, ood = DataLoader(test, batch_size=100), {"no_digits": no_digits}
+    held_out = DataLoader(test, batch_size=100)
+    ood = {"no_digits": no_digits}
     # The network is evaluated before `tune`, which may also set a temperature for its logits.
-    found = {"network": la.evaluate(held_out, ood, method="map")}
+    reports = {"network": la.evaluate(held_out, ood, method="map")}
     tuned = la.tune(DataLoader(val, batch_size=100))  # held-out images choose the prior precision
-    found["Laplace"] = la.evaluate(held_out, ood)
+    reports["Laplace"] = la.evaluate(held_out, ood)
     entropies = la.predict(x_test).entropy()  # a torch.distributions.Categorical
     unsure = entropies.argmax()
 
     print(f"prior precision {tuned.prior_precision:.3g}, chosen on {len(val)} validation images")
-    for name, metrics in found.items():
+    for name, metrics in reports.items():
         print(
             f"{name}: accuracy {metrics['accuracy']:.3f}, NLL {metrics['nll']:.4f}, "
             f"ECE {metrics['ece']:.4f}; AUROC of its entropy for images that are no digits "
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         f"the test image it is least sure of: a {y_test[unsure]}, taken for {first} or {second} "
         f"with {entropies[unsure]:.2f} nats of entropy"
     )
-    return found
+    return reports
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
         optimizer.step()
     model.eval()
-    found = {}
+    results = {}
 
     # laplace-torch: la = Laplace(model, "classification", subset_of_weights="last_layer",
     #                             hessian_structure="kron")
@@ -51,54 +51,55 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     # laplace-torch: la.optimize_prior_precision(method="marglik")
     # Our method searches a bounded range; laplace-torch takes steps of Adam. Both set the prior
     # precision.
-    found["prior precision by the marginal likelihood"] = la.tune_evidence().prior_precision
+    results["prior precision by the marginal likelihood"] = la.tune_evidence().prior_precision
 
     # laplace-torch: la.log_marginal_likelihood()
     # Both include every constant, and use separate blocks for a weight and its bias.
-    found["log marginal likelihood"] = float(la.log_marginal_likelihood())
+    results["log marginal likelihood"] = float(la.log_marginal_likelihood())
 
     # laplace-torch: la.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
     # Our method makes one pass over the data for the whole grid, and uses the NLL as the score.
-    found["prior precision by validation"] = la.tune(val_loader, link="probit").prior_precision
+    results["prior precision by validation"] = la.tune(val_loader, link="probit").prior_precision
 
     # laplace-torch: probs = la(x, pred_type="glm", link_approx="probit")
     # Our method returns a distribution: `.probs`, `.entropy()`, `.log_prob(y)`, `.sample()`. Its
     # probit is one of several links here, and not the default; `tune` also finds a temperature.
     probs = la.predict(x[400:], link="probit").probs
-    found["NLL"] = float(nn.functional.nll_loss(probs.log(), y[400:]))
+    results["NLL"] = float(nn.functional.nll_loss(probs.log(), y[400:]))
 
     # laplace-torch: la(x, pred_type="glm", link_approx="mc", n_samples=1000)
     generator = torch.Generator().manual_seed(0)
     sampled = la.predict(x[400:], samples=1000, generator=generator).probs
-    found["largest difference of probit and samples"] = float((probs - sampled).abs().max())
+    results["largest difference of probit and samples"] = float((probs - sampled).abs().max())
 
     # laplace-torch: la(x, pred_type="nn", link_approx="mc", n_samples=100)
     # Both run the network with sampled weights; our method never changes the user's model.
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    old_parameters = [parameter.detach().clone() for parameter in model.parameters()]
     la.predict(x[400:], method="nn", samples=100, generator=generator)
     changes = [
-        (p.detach() - old).abs().max() for p, old in zip(model.parameters(), before, strict=True)
+        (parameter.detach() - old_parameter).abs().max()
+        for parameter, old_parameter in zip(model.parameters(), old_parameters, strict=True)
     ]
-    found["largest change of the model"] = float(torch.stack(changes).max())
+    results["largest change of the model"] = float(torch.stack(changes).max())
 
     # laplace-torch: f_mean, f_var = la._glm_predictive_distribution(x)
     _mean, covariance = la.functional(x[400:])  # [B, C] and [B, C, C], a public method here
-    found["mean variance of the logits"] = float(covariance.diagonal(dim1=1, dim2=2).mean())
+    results["mean variance of the logits"] = float(covariance.diagonal(dim1=1, dim2=2).mean())
 
     # laplace-torch: torch.save(la.state_dict(), path); la.load_state_dict(torch.load(path))
     # Our file is a safetensors file without pickle. `load` rejects a model with other weights.
     with tempfile.TemporaryDirectory() as folder:
         la.save(Path(folder) / "posterior.safetensors")
-        again = Laplace.load(Path(folder) / "posterior.safetensors", model)
-    found["largest difference after loading"] = float(
-        (again.predict(x[400:], link="probit").probs - probs).abs().max()
+        loaded = Laplace.load(Path(folder) / "posterior.safetensors", model)
+    results["largest difference after loading"] = float(
+        (loaded.predict(x[400:], link="probit").probs - probs).abs().max()
     )
 
     # laplace-torch has no call for these metrics; you would write the loop yourself.
-    found |= {f"evaluate: {key}": float(v) for key, v in la.evaluate(test_loader).items()}
-    for name, value in found.items():
+    results |= {f"evaluate: {key}": float(value) for key, value in la.evaluate(test_loader).items()}
+    for name, value in results.items():
         print(f"{name}: {value:.4g}")
-    return found
+    return results
 
 
 if __name__ == "__main__":

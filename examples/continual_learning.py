@@ -14,6 +14,7 @@ Run with `python examples/continual_learning.py`.
 import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from laplace_debias import Laplace, posterior_as_prior
 
 Penalty = Callable[[nn.Module], Tensor]
 """The negative logarithm of the prior's density, in nats, without its constant."""
-Task = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The training images and labels, and the test images and labels."""
 
 PRIOR_PRECISION = 1.0
 PEER = "laplace-torch, diag"
@@ -35,24 +34,35 @@ METHODS = ("fine-tuning", "diag", "ekfac", "kfac")
 """Plain training on one task after another, and the curvatures of the posterior."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """Images `[N, 64]` and labels `[N]`, for training and for the test."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
 def permuted_digits(num_tasks: int, seed: int) -> list[Task]:
     """Return the digits, with the pixels in a different order for each task."""
     pixels, digits = load_digits(return_X_y=True)
-    x, y = torch.tensor(pixels / 16).float(), torch.tensor(digits)
+    x = torch.tensor(pixels / 16).float()
+    y = torch.tensor(digits)
     g = torch.Generator().manual_seed(seed)
     train, test = torch.randperm(len(x), generator=g).split([1200, len(x) - 1200])
     tasks = []
     for _ in range(num_tasks):
         images = x[:, torch.randperm(64, generator=g)]
-        tasks.append((images[train], y[train], images[test], y[test]))
+        tasks.append(Task(images[train], y[train], images[test], y[test]))
     return tasks
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, penalty: Penalty, steps: int) -> None:
+def train_network(model: nn.Module, task: Task, penalty: Penalty, steps: int) -> None:
     """Train on a task, starting from the current weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
-        loss = nn.functional.cross_entropy(model(x), y) + penalty(model) / len(x)
+        loss = nn.functional.cross_entropy(model(task.x), task.y) + penalty(model) / len(task.x)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -63,7 +73,7 @@ def first_penalty(model: nn.Module) -> Tensor:
     return PRIOR_PRECISION / 2 * parameters_to_vector(model.parameters()).square().sum()
 
 
-def fitted(
+def fit_posterior(
     model: nn.Module, data: DataLoader, curvature: str, earlier: Laplace | None
 ) -> tuple[Laplace, Penalty]:
     """Return the posterior after a task, and the penalty for the next task."""
@@ -75,10 +85,8 @@ def fitted(
     return la, posterior_as_prior(la).penalty
 
 
-def fitted_by_laplace_torch(
-    model: nn.Module, data: DataLoader, earlier: Any
-) -> tuple[Any, Penalty]:
-    """Do the same as `fitted` with laplace-torch's diagonal posterior."""
+def fit_with_laplace_torch(model: nn.Module, data: DataLoader, earlier: Any) -> tuple[Any, Penalty]:
+    """Do the same as `fit_posterior` with laplace-torch's diagonal posterior."""
     from laplace import DiagLaplace
 
     prior: dict[str, Any] = {"prior_precision": PRIOR_PRECISION}
@@ -90,8 +98,8 @@ def fitted_by_laplace_torch(
     precision = la.posterior_precision.clone()
 
     def penalty(model: nn.Module) -> Tensor:
-        steps = parameters_to_vector(model.parameters()) - mean
-        return (precision * steps.square()).sum() / 2
+        distance = parameters_to_vector(model.parameters()) - mean
+        return (precision * distance.square()).sum() / 2
 
     return la, penalty
 
@@ -99,7 +107,9 @@ def fitted_by_laplace_torch(
 def accuracy_over(tasks: Sequence[Task], model: nn.Module) -> float:
     """Compute the mean test accuracy over tasks."""
     with torch.no_grad():
-        accuracies = [(model(x).argmax(1) == y).float().mean() for *_, x, y in tasks]
+        accuracies = [
+            (model(task.x_test).argmax(1) == task.y_test).float().mean() for task in tasks
+        ]
     return float(torch.stack(accuracies).mean())
 
 
@@ -111,13 +121,13 @@ def learn(method: str, seed: int, options: argparse.Namespace) -> list[float]:
     penalty = first_penalty
     la: Any = None
     curve = []
-    for index, (x, y, *_) in enumerate(tasks):
-        train(model, x, y, penalty, options.steps)
-        data = DataLoader(TensorDataset(x, y), batch_size=300)
+    for index, task in enumerate(tasks):
+        train_network(model, task, penalty, options.steps)
+        data = DataLoader(TensorDataset(task.x, task.y), batch_size=300)
         if method == PEER:
-            la, penalty = fitted_by_laplace_torch(model, data, la)
+            la, penalty = fit_with_laplace_torch(model, data, la)
         elif method != "fine-tuning":
-            la, penalty = fitted(model, data, method, la)
+            la, penalty = fit_posterior(model, data, method, la)
         curve.append(accuracy_over(tasks[: index + 1], model))
     return curve
 

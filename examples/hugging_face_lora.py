@@ -31,7 +31,7 @@ FILLERS = ["the", "film", "was", "and", "its", "plot", "very", "a", "bit"]
 def review(*moods: str) -> str:
     """Return filler words in random order, with one word of each mood among them."""
     words = random.choices(FILLERS, k=random.randint(4, 9)) + [
-        random.choice(WORDS[m]) for m in moods
+        random.choice(WORDS[mood]) for mood in moods
     ]
     return " ".join(random.sample(words, len(words)))
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     random.seed(options.seed)
 
     words = ["[PAD]", "[UNK]", *FILLERS, *WORDS["blame"], *WORDS["praise"]]
-    vocabulary = {word: number for number, word in enumerate(words)}
+    vocabulary = {word: index for index, word in enumerate(words)}
     splitter = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     splitter.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
@@ -60,14 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         return DataLoader(rows, 32, shuffle, collate_fn=DataCollatorWithPadding(tokenizer))
 
     # One label in ten is wrong, to imitate the mistakes of human annotators.
-    given = [
-        (review(("blame", "praise")[n % 2]), n % 2 ^ (random.random() < 0.1)) for n in range(800)
-    ]
-    train, val, test = (
-        loader(given[:400], shuffle=True),
-        loader(given[400:600]),
-        loader(given[600:]),
-    )
+    labelled = []
+    for number in range(800):
+        label = number % 2
+        text = review(("blame", "praise")[label])
+        is_wrong = random.random() < 0.1
+        labelled.append((text, 1 - label if is_wrong else label))
+    train = loader(labelled[:400], shuffle=True)
+    val = loader(labelled[400:600])
+    test = loader(labelled[600:])
     mixed = loader([(review("blame", "praise"), 0) for _ in range(200)])
 
     config = DistilBertConfig(
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     # The head was also trained, but the posterior should be only over the adapters. Without
     # `params`, the posterior is over all parameters that are not frozen.
     la = Laplace(model, params=lambda name, _: "lora_" in name).fit(train)
-    found = {}
+    results = {}
 
     def measure(name: str, method: str) -> None:
         nll = float(la.evaluate(test, method=method)["nll"])
@@ -95,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         for kind, reviews in (("clear", test), ("mixed", mixed)):
             batch_entropies = [la.predict(batch, method).entropy() for batch in reviews]
             entropies[kind] = float(torch.cat(batch_entropies).mean())
-            found[f"{name} {kind}"] = entropies[kind]
-        found[f"{name} nll"] = nll
+            results[f"{name} {kind}"] = entropies[kind]
+        results[f"{name} nll"] = nll
         print(
             f"{name}: NLL {nll:.3f} on new reviews; mean entropy {entropies['clear']:.3f} nats of "
             f"these, {entropies['mixed']:.3f} of reviews with praise and blame"
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         f"parameters; prior precision {tuned.prior_precision:.3g}"
     )
     measure("Laplace", "glm")
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ NOISE = 0.1  # σ, the standard deviation of the targets
 PRIOR_PRECISION = 1.0  # δ
 
 
-def trained(x: Tensor, y: Tensor) -> nn.Module:
+def train_network(x: Tensor, y: Tensor) -> nn.Module:
     """Fit a small network to the data, in float64 for the comparison with the exact posterior."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh())
-    model = model.append(nn.Linear(20, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)
+    ).double()
     decay = PRIOR_PRECISION * 2 * NOISE**2 / len(x)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(NUM_STEPS):
@@ -52,18 +53,19 @@ def main() -> None:
     torch.manual_seed(1)
     x = torch.cat([torch.rand(40, 1) - 2, torch.rand(40, 1) + 1]).double()
     y = torch.sin(2 * x) + NOISE * torch.randn_like(x)
-    model = trained(x, y)
-    loss, data = nn.MSELoss(), [(x, y)]
+    model = train_network(x, y)
+    loss = nn.MSELoss()
+    data = [(x, y)]
     # torch's loss is the mean of (f − y)², the negative log-likelihood (f − y)² / (2σ²).
     scale = len(x) / (2 * NOISE**2)
     mean = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     prior = PRIOR_PRECISION * Identity(len(mean))
     precision = scale * GGN(model, loss, data) + prior
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     samples = sample_gaussian(mean, precision, NUM_SAMPLES, generator=generator)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     print(f"{NUM_SAMPLES} samples of {len(mean)} parameters in {seconds:.1f} s")
 
     grid = torch.linspace(-3, 3, 61, dtype=torch.float64)[:, None]
@@ -73,21 +75,19 @@ def main() -> None:
     by_samples = deviations.square().mean(dim=1).sqrt()
     exact = spread(J, inverse(Dense(precision.to_dense())))
     kfac = spread(J, inverse(scale * KFAC(model, loss, data) + prior))
-    for name, found in (("samples", by_samples), ("K-FAC", kfac)):
-        error = float((found / exact - 1).square().mean().sqrt())
+    for name, approximation in {"samples": by_samples, "K-FAC": kfac}.items():
+        error = float((approximation / exact - 1).square().mean().sqrt())
         print(f"Standard deviation of the outputs by {name}: off by {error:.0%} (root mean square)")
     print(f"Expected of {NUM_SAMPLES} exact samples: {(2 * NUM_SAMPLES) ** -0.5:.0%}")
 
     figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
     ax = figure.subplots()
-    shown = (grid, x, y, outputs, deviations, exact, kfac)
-    grid, x, y, outputs, deviations, exact, kfac = (tensor.numpy() for tensor in shown)
     ax.plot(grid, outputs[:, None] + deviations[:, :10], color=OKABE_ITO["blue"], lw=0.6, alpha=0.6)
-    for sign in (-2, 2):
-        label = "exact, ± 2 standard deviations" if sign > 0 else None
-        ax.plot(grid, outputs + sign * exact, color=OKABE_ITO["vermillion"], label=label)
-        label = "K-FAC" if sign > 0 else None
-        ax.plot(grid, outputs + sign * kfac, "--", color=OKABE_ITO["green"], label=label)
+    ax.plot(grid, outputs - 2 * exact, color=OKABE_ITO["vermillion"])
+    ax.plot(grid, outputs - 2 * kfac, "--", color=OKABE_ITO["green"])
+    label = "exact, ± 2 standard deviations"
+    ax.plot(grid, outputs + 2 * exact, color=OKABE_ITO["vermillion"], label=label)
+    ax.plot(grid, outputs + 2 * kfac, "--", color=OKABE_ITO["green"], label="K-FAC")
     ax.plot(x, y, ".", color="black", markersize=3)
     ax.set(xlabel="x", ylabel="Output, ten samples", ylim=(-4, 4))
     ax.legend(frameon=False, loc="upper right")

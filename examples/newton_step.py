@@ -27,8 +27,8 @@ NUM_STEPS = 20
 SHOWN = (0, 1, 2, 5, 10, 20)
 LOSS = nn.CrossEntropyLoss()
 
-# A function from the model, the GGN, the damping and the gradient to a step.
-Rule = Callable[[nn.Module, LinearOperator, float, Tensor], Tensor]
+StepRule = Callable[[nn.Module, LinearOperator, float, Tensor], Tensor]
+"""A function from the model, the GGN, the damping and the gradient to a step."""
 
 
 def digits() -> TensorDataset:
@@ -45,44 +45,49 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).eval()
 
 
-def second_order(batches: list[tuple[Tensor, Tensor]], rule: Rule) -> list[float]:
+def second_order(batches: list[tuple[Tensor, Tensor]], step_rule: StepRule) -> list[float]:
     """Return losses before each step and after the last, with Levenberg-Marquardt damping."""
     model = network()
-    (x, y) = batches[0]
+    x, y = batches[0]
     G = GGN(model, LOSS, batches)  # at the parameters at the time of each product
     parameters = list(model.parameters())
-    losses, damping = [float(LOSS(model(x), y).detach())], 1.0
+    losses = [float(LOSS(model(x), y).detach())]
+    damping = 1.0
     for _ in range(NUM_STEPS):
-        gradient = torch.autograd.grad(LOSS(model(x), y), parameters)
-        g = torch.cat([part.flatten() for part in gradient])
-        step = rule(model, G, damping, g)
-        foretold = float(g @ step + step @ (G @ step) / 2)
-        before = [parameter.detach().clone() for parameter in parameters]
+        gradients = torch.autograd.grad(LOSS(model(x), y), parameters)
+        g = torch.cat([gradient.flatten() for gradient in gradients])
+        step = step_rule(model, G, damping, g)
+        predicted_change = float(g @ step + step @ (G @ step) / 2)
+        old_parameters = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
-            parts = G.layout.unflatten(step).values()
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter += part
-            value = float(LOSS(model(x), y))
-            ratio = (value - losses[-1]) / foretold
-            if value > losses[-1]:
-                for parameter, old in zip(parameters, before, strict=True):
-                    parameter.copy_(old)
-        losses.append(min(value, losses[-1]))
-        damping *= 0.25 if ratio > 0.75 else 4.0 if ratio < 0.25 else 1.0
+            changes = G.layout.unflatten(step).values()
+            for parameter, change in zip(parameters, changes, strict=True):
+                parameter += change
+            loss = float(LOSS(model(x), y))
+            ratio = (loss - losses[-1]) / predicted_change
+            if loss > losses[-1]:
+                loss = losses[-1]
+                for parameter, old_parameter in zip(parameters, old_parameters, strict=True):
+                    parameter.copy_(old_parameter)
+        losses.append(loss)
+        if ratio > 0.75:
+            damping *= 0.25
+        elif ratio < 0.25:
+            damping *= 4.0
     return losses
 
 
 def gradient_descent(batches: list[tuple[Tensor, Tensor]], step_size: float) -> list[float]:
     """Return the same losses with plain gradient steps."""
     model = network()
-    (x, y) = batches[0]
+    x, y = batches[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=step_size)
     losses = []
     for _ in range(NUM_STEPS + 1):
         optimizer.zero_grad()
-        value = LOSS(model(x), y)
-        losses.append(float(value.detach()))
-        value.backward()
+        loss = LOSS(model(x), y)
+        losses.append(float(loss.detach()))
+        loss.backward()
         optimizer.step()
     return losses
 
@@ -100,18 +105,19 @@ def main() -> None:
         direction = -(inverse(KFAC(model, LOSS, batches) + shift) @ g)
         return direction * (-(g @ direction) / (direction @ ((G + shift) @ direction)))
 
-    losses: dict[str, list[float]] = {}
-    print(f"{'loss after so many steps:':26s}" + "".join(f"{step:9d}" for step in SHOWN))
-    for name, run in {
+    runs = {
         "Gauss-Newton (CG)": lambda: second_order(batches, gauss_newton),
         "natural gradient (K-FAC)": lambda: second_order(batches, natural),
         "gradient, step size 0.3": lambda: gradient_descent(batches, 0.3),
         "gradient, step size 1": lambda: gradient_descent(batches, 1.0),
         "gradient, step size 3": lambda: gradient_descent(batches, 3.0),
-    }.items():
-        began = time.perf_counter()
+    }
+    losses: dict[str, list[float]] = {}
+    print(f"{'loss after so many steps:':26s}" + "".join(f"{step:9d}" for step in SHOWN))
+    for name, run in runs.items():
+        start = time.perf_counter()
         losses[name] = run()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         shown = "".join(f"{losses[name][step]:9.4f}" for step in SHOWN)
         print(f"{name:26s}{shown}   {seconds:.1f} s")
 

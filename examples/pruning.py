@@ -34,14 +34,19 @@ def digits() -> TensorDataset:
 def network() -> nn.Sequential:
     """A small all-convolutional network."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(16, 24, 3, stride=2, padding=1), nn.ReLU()),
-        *(nn.Conv2d(24, 32, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(32, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(24, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 10, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
 
 
-def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
+def train_network(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
     """Return your network; here, a small network that is trained until it is over-confident."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(epochs):
@@ -56,7 +61,7 @@ def main() -> None:
     """Train, estimate the curvature, and prune by three rules."""
     torch.manual_seed(0)
     training, test = random_split(digits(), [1297, 500])
-    model = trained(network(), training, EPOCHS)
+    model = train_network(network(), training, EPOCHS)
     batches = DataLoader(training, batch_size=250)
     x_test, y_test = test[:]
 
@@ -64,17 +69,17 @@ def main() -> None:
     A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")
     generator = torch.Generator().manual_seed(0)
     estimate = diagonal(A, num_matvecs=NUM_PRODUCTS, generator=generator)
-    relative = float(estimate.standard_error.norm() / estimate.value.norm())
-    exact = EKFAC(model, nn.CrossEntropyLoss(), batches, params="weights")
+    relative_error = float(estimate.standard_error.norm() / estimate.value.norm())
+    ekfac = EKFAC(model, nn.CrossEntropyLoss(), batches, params="weights")
     print(
         f"{A.shape[0]:,} weights. Diagonal of the GGN from {estimate.num_matvecs} products: "
-        f"relative standard error {relative:.1%}"
+        f"relative standard error {relative_error:.1%}"
     )
     weights = torch.cat([model.get_parameter(name).detach().flatten() for name in A.layout.names])
     rules = {
         "magnitude": weights.abs(),
         "½ w² diag(GGN), estimated": weights.square() * estimate.value.clamp(min=0) / 2,
-        "½ w² diag(EKFAC)": weights.square() * diagonal(exact).value / 2,
+        "½ w² diag(EKFAC)": weights.square() * diagonal(ekfac).value / 2,
     }
 
     def accuracy(pruned: Tensor) -> float:
@@ -82,22 +87,23 @@ def main() -> None:
             outputs = functional_call(model, A.layout.unflatten(pruned), (x_test,))
         return float((outputs.argmax(1) == y_test).double().mean())
 
-    found: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for name, saliency in rules.items():
         order = saliency.argsort()
-        found[name] = []
+        accuracies[name] = []
         for sparsity in SPARSITIES:
             pruned = weights.clone()
             pruned[order[: round(sparsity * len(order))]] = 0
-            found[name].append(accuracy(pruned))
+            accuracies[name].append(accuracy(pruned))
     print(f"{'weights pruned':28s}" + "".join(f"{sparsity:>7.0%}" for sparsity in SPARSITIES))
-    for name, accuracies in found.items():
-        print(f"{name:28s}" + "".join(f"{value:7.3f}" for value in accuracies))
+    for name, values in accuracies.items():
+        print(f"{name:28s}" + "".join(f"{value:7.3f}" for value in values))
 
     figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
     ax = figure.subplots()
-    for (name, accuracies), colour in zip(found.items(), ("black", "blue", "green"), strict=True):
-        ax.plot(SPARSITIES, accuracies, "o-", markersize=4, color=OKABE_ITO[colour], label=name)
+    colours = ("black", "blue", "green")
+    for (name, values), colour in zip(accuracies.items(), colours, strict=True):
+        ax.plot(SPARSITIES, values, "o-", markersize=4, color=OKABE_ITO[colour], label=name)
     ax.set(xlabel="Share of the weights set to zero", ylabel="Test accuracy ↑")
     ax.legend(frameon=False)
     style_axes(ax)

@@ -27,14 +27,19 @@ def digits() -> TensorDataset:
 def network() -> nn.Sequential:
     """A small all-convolutional network."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(16, 24, 3, stride=2, padding=1), nn.ReLU()),
-        *(nn.Conv2d(24, 32, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(32, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(24, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 10, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
 
 
-def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
+def train_network(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
     """Return your network; here, a small network that is trained until it is over-confident."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(epochs):
@@ -46,12 +51,12 @@ def trained(model: nn.Module, data: Dataset, epochs: int) -> nn.Module:
 
 
 def main() -> None:
-    """Train a small network on handwritten digits, and ask how certain it is."""
+    """Train a small network on handwritten digits, and compare its certainty with a posterior's."""
     torch.manual_seed(0)
     training, validation, test = random_split(digits(), [1000, 297, 500])
-    model = trained(network(), training, EPOCHS)
+    model = train_network(network(), training, EPOCHS)
 
-    # Directions of the curvature from one batch of 64 images, magnitudes from another.
+    # The directions of the curvature come from one batch of 64 images, the magnitudes from another.
     loader = DataLoader(training, batch_size=64, shuffle=True)
     la = Laplace(model, params="weights").fit(loader, mode="debiased")
     # These are clean images, and the same images with severe noise.
@@ -76,8 +81,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
         la.save(path)
-        again = Laplace.load(path, model)
-        torch.testing.assert_close(again.predict(x).probs, la.predict(x).probs)
+        loaded = Laplace.load(path, model)
+        torch.testing.assert_close(loaded.predict(x_test).probs, la.predict(x_test).probs)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     places = {"at the data": -2.5, "in the gap": 0.0, "outside": 8.0}
     _, variance = la.functional(torch.tensor([[place] for place in places.values()]))
-    found = {name: float(v.sqrt()) for name, v in zip(places, variance.flatten(), strict=True)}
+    deviations = dict(zip(places, variance.flatten().sqrt().tolist(), strict=True))
     print(f"noise: tuned {tuned.sigma:.3f}, true {NOISE}; prior {tuned.prior_precision:.3g}")
-    for name, value in found.items():
+    for name, value in deviations.items():
         print(
             f"standard deviation of the network's output {name} (x = {places[name]}): {value:.3f}"
         )
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.picture, dpi=150)
     print(f"Picture: {options.picture}")
-    return found | {"sigma": float(tuned.sigma)}
+    return deviations | {"sigma": float(tuned.sigma)}
 
 
 if __name__ == "__main__":

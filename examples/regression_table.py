@@ -19,27 +19,37 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 
-NAMES = ("NLL (nats)", "RMSE", "in the 95 % intervals", "mean width")
 
+def evaluate(marginals: Distribution, y: Tensor, unit: Tensor) -> dict[str, Tensor]:
+    """Compute the NLL, the RMSE, and the coverage and mean width of the 95 % intervals.
 
-def judged(marginals: Distribution, y: Tensor, unit: Tensor) -> Tensor:
-    """Compute NLL (nats), RMSE, coverage and mean width of 95 % intervals, in the table's unit."""
+    Args:
+        marginals: Predictive distributions of standardised targets.
+        y: Standardised targets, `[N, 1]`.
+        unit: The standard deviation of the targets. The results are in the unit of the table.
+    """
     low, high = marginals.icdf(torch.tensor([0.025, 0.975]).view(2, 1, 1))
     nll = unit.log() - marginals.log_prob(y).mean()  # for y in the table's unit, not standardised
     rmse = (marginals.mean - y).square().mean().sqrt() * unit
     covered = ((low <= y) & (y <= high)).float().mean()
-    return torch.stack([nll, rmse, covered, (high - low).mean() * unit])
+    return {
+        "NLL (nats)": nll,
+        "RMSE": rmse,
+        "in the 95 % intervals": covered,
+        "mean width": (high - low).mean() * unit,
+    }
 
 
-def one_split(epochs: int) -> dict[str, Tensor]:
-    """Train on 240 patients, hold out 60, and evaluate on 142."""
+def evaluate_split(epochs: int) -> dict[str, dict[str, Tensor]]:
+    """Train on 240 patients, hold out 60, and evaluate each method on 142."""
     features, progress = load_diabetes(return_X_y=True, scaled=False)
-    x, y = torch.tensor(features).float(), torch.tensor(progress).float()[:, None]
+    x = torch.tensor(features).float()
+    y = torch.tensor(progress).float()[:, None]
     train, held_out, test = torch.randperm(len(x)).split([240, 60, 142])
     # A single prior precision for all weights requires features and targets of the same scale.
     x = (x - x[train].mean(0)) / x[train].std(0)
-    center, unit = y[train].mean(), y[train].std()
-    y = (y - center) / unit
+    unit = y[train].std()
+    y = (y - y[train].mean()) / unit
 
     data = DataLoader(TensorDataset(x[train], y[train]), batch_size=50, shuffle=True)
     model = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 1))
@@ -54,12 +64,13 @@ def one_split(epochs: int) -> dict[str, Tensor]:
     la.tune_evidence(sigma=True)  # tunes σ and the prior precision without held-out data
     with torch.no_grad():
         residuals = model(x) - y
-        own, honest = (residuals[part].square().mean().sqrt() for part in (train, held_out))
+        sigma_train = residuals[train].square().mean().sqrt()
+        sigma_held_out = residuals[held_out].square().mean().sqrt()
         mean = model(x[test])
     return {
-        "network, σ of its own residuals": judged(Normal(mean, own), y[test], unit),
-        "network, σ of 60 held-out patients": judged(Normal(mean, honest), y[test], unit),
-        "Laplace, σ tuned without them": judged(la.marginals(x[test]), y[test], unit),
+        "network, σ of its own residuals": evaluate(Normal(mean, sigma_train), y[test], unit),
+        "network, σ of 60 held-out patients": evaluate(Normal(mean, sigma_held_out), y[test], unit),
+        "Laplace, σ tuned without them": evaluate(la.marginals(x[test]), y[test], unit),
     }
 
 
@@ -73,17 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--seed", type=int, default=0, help="seed of the splits and the networks")
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
-    splits = [one_split(options.epochs) for _ in range(options.splits)]
-    found = {}
-    for name in splits[0]:
-        averages = torch.stack([split[name] for split in splits]).mean(0)
-        found[name] = dict(zip(NAMES, averages.tolist(), strict=True))
-        nll, rmse, covered, width = found[name].values()
+    splits = [evaluate_split(options.epochs) for _ in range(options.splits)]
+    averages: dict[str, dict[str, float]] = {}
+    for method, metrics in splits[0].items():
+        averages[method] = {
+            name: float(torch.stack([split[method][name] for split in splits]).mean())
+            for name in metrics
+        }
+        nll, rmse, covered, width = averages[method].values()
         print(
-            f"{name:34s}: NLL {nll:.3f}, RMSE {rmse:.1f}, {covered:.1%} in the 95 % intervals, "
+            f"{method:34s}: NLL {nll:.3f}, RMSE {rmse:.1f}, {covered:.1%} in the 95 % intervals, "
             f"mean width {width:.0f}"
         )
-    return found
+    return averages
 
 
 if __name__ == "__main__":

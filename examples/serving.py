@@ -103,7 +103,7 @@ def request(port: int, content: Any, path: str = "/predict") -> tuple[int, dict[
 # ------------------------------------------------- the posterior
 
 
-def fitted(epochs: int) -> tuple[Laplace, Tensor]:
+def fit_posterior(epochs: int) -> tuple[Laplace, Tensor]:
     """Train a small network on digits, and fit its last layer; return the fit and test images."""
     torch.manual_seed(0)
     pixels, digits = load_digits(return_X_y=True)
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--forever", action="store_true", help="serve until Ctrl-C")
     parser.add_argument("--program", type=Path, default=Path("results/predictive.pt2"))
     options = parser.parse_args(arguments)
-    la, images = fitted(options.epochs)
+    la, images = fit_posterior(options.epochs)
     options.program.parent.mkdir(parents=True, exist_ok=True)
     la.export(options.program, images[:2])
     with serving(options.program, options.port) as port:

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     digits = drawn_digits()
-    parts = [options.train, 300, len(digits) - options.train - 300]
-    train, val, test = random_split(digits, parts)
+    sizes = [options.train, 300, len(digits) - options.train - 300]
+    train, val, test = random_split(digits, sizes)
 
     model = timm.create_model(options.architecture, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         f"{sum(p.numel() for p in model.parameters()):,} parameters; "
         f"prior precision {tuned.prior_precision:.3g}"
     )
-    found = {}
+    results = {}
     for name, metrics in reports.items():
-        found[name] = {key: float(metrics[key]) for key in ("accuracy", "nll", "ece")}
-        shown = ", ".join(f"{key} {value:.4f}" for key, value in found[name].items())
+        results[name] = {key: float(metrics[key]) for key in ("accuracy", "nll", "ece")}
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in results[name].items())
         print(f"{name}: {shown} on {len(test)} held-out images")
-    return found
+    return results
 
 
 if __name__ == "__main__":

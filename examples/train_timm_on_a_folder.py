@@ -30,7 +30,12 @@ def make_data(data: Path, ood: Path, train: int, seed: int) -> None:
     pixels, digits = load_digits(return_X_y=True)
     order = random.permutation(len(digits))[: train + 450]
     for number, (image, digit) in enumerate(zip(pixels[order], digits[order], strict=True)):
-        split = "train" if number < train else "val" if number < train + 150 else "test"
+        if number < train:
+            split = "train"
+        elif number < train + 150:
+            split = "val"
+        else:
+            split = "test"
         folder = data / split / f"digit_{digit}"
         folder.mkdir(parents=True, exist_ok=True)
         small = Image.fromarray((image.reshape(8, 8) * 255 / 16).astype(np.uint8))
@@ -90,10 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
 
     options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     save_file(model.state_dict(), options.checkpoint)
-    sources = ["--timm", options.timm, "--checkpoint", options.checkpoint, "--data", options.data]
-    ood = ["--ood", f"{options.ood.name}={options.ood}"] if options.ood.is_dir() else []
-    output = ["--output", options.checkpoint.with_name("report")]
-    command = [str(part) for part in ["laplace-debias", "report", *sources, *ood, *output]]
+    command = ["laplace-debias", "report", "--timm", options.timm]
+    command += ["--checkpoint", str(options.checkpoint), "--data", str(options.data)]
+    if options.ood.is_dir():
+        command += ["--ood", f"{options.ood.name}={options.ood}"]
+    command += ["--output", str(options.checkpoint.with_name("report"))]
     print("Can you trust its probabilities? This command evaluates them:")
     print(shlex.join(command))
     return command

@@ -12,6 +12,7 @@ nothing. Picture in results/unfamiliar_inputs.png.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -25,11 +26,20 @@ from laplace_debias import Laplace, metrics
 from laplace_debias.assessment.temperature import fit_temperature
 
 # The text and the bars are legible on both white and black.
-TEXT, DIGITS, SHUFFLED = "#808080", "#3a8fd0", "#e8772e"
-NATS = 2.3026  # the entropy of a guess among ten classes
+TEXT_COLOUR = "#808080"
+DIGITS_COLOUR = "#3a8fd0"
+SHUFFLED_COLOUR = "#e8772e"
+MAX_ENTROPY = 2.3026  # the entropy of a guess among ten classes, in nats
 
-Predictions = dict[str, tuple[Categorical, Categorical]]
 Scores = dict[str, dict[str, float]]
+"""The NLL and the AUROC of each method."""
+
+
+class Predictions(NamedTuple):
+    """Predictive distributions of a method for test digits, and for the digits shuffled."""
+
+    digits: Categorical
+    shuffled: Categorical
 
 
 def noisy_digits(noise: float) -> TensorDataset:
@@ -41,7 +51,7 @@ def noisy_digits(noise: float) -> TensorDataset:
     return TensorDataset(torch.tensor(pixels / 16).float(), labels)
 
 
-def trained(data: TensorDataset, epochs: int) -> nn.Module:
+def train_network(data: TensorDataset, epochs: int) -> nn.Module:
     """Return your network; here, a small network that is trained as usual."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -54,12 +64,12 @@ def trained(data: TensorDataset, epochs: int) -> nn.Module:
 
 
 @torch.no_grad()
-def predictions(seed: int, noise: float, epochs: int) -> tuple[Predictions, Tensor]:
-    """Predictions for test digits and for shuffled ones by each method, and the test labels."""
+def predict(seed: int, noise: float, epochs: int) -> tuple[dict[str, Predictions], Tensor]:
+    """Return the predictions of each method for test digits, and the labels of these digits."""
     torch.manual_seed(seed)
     train, validation, test = random_split(noisy_digits(noise), [500, 300, 997])
     with torch.enable_grad():
-        model = trained(train, epochs)
+        model = train_network(train, epochs)
     images, labels = test[:]
     shuffled = images.gather(1, torch.rand(images.shape).argsort(1))
 
@@ -69,54 +79,59 @@ def predictions(seed: int, noise: float, epochs: int) -> tuple[Predictions, Tens
 
     validation_images, validation_labels = validation[:]
     temperature = fit_temperature(model(validation_images), validation_labels, "classification")
-    predicted = {
-        "network": (Categorical(logits=model(images)), Categorical(logits=model(shuffled))),
-        "temperature": (
-            Categorical(logits=model(images) / temperature),
-            Categorical(logits=model(shuffled) / temperature),
+    logits = model(images)
+    shuffled_logits = model(shuffled)
+    predictions = {
+        "network": Predictions(
+            digits=Categorical(logits=logits), shuffled=Categorical(logits=shuffled_logits)
         ),
-        "Laplace": (la.predict(images), la.predict(shuffled)),
+        "temperature": Predictions(
+            digits=Categorical(logits=logits / temperature),
+            shuffled=Categorical(logits=shuffled_logits / temperature),
+        ),
+        "Laplace": Predictions(digits=la.predict(images), shuffled=la.predict(shuffled)),
     }
-    return predicted, labels
+    return predictions, labels
 
 
-def scores_from(predicted: Predictions, labels: Tensor) -> Scores:
-    """The test NLL, and the AUROC of the entropy for shuffled digits, of each method."""
+def compute_scores(predictions: dict[str, Predictions], labels: Tensor) -> Scores:
+    """Compute the test NLL, and the AUROC of the entropy for shuffled digits, of each method."""
     return {
         method: {
-            "nll": float(metrics.nll(on_digits.probs, labels)),
-            "auroc": float(metrics.auroc(on_digits.entropy(), on_shuffled.entropy())),
+            "nll": float(metrics.nll(digits.probs, labels)),
+            "auroc": float(metrics.auroc(digits.entropy(), shuffled.entropy())),
         }
-        for method, (on_digits, on_shuffled) in predicted.items()
+        for method, (digits, shuffled) in predictions.items()
     }
 
 
-def draw(predicted: Predictions, scores: Scores, path: Path) -> None:
+def draw(predictions: dict[str, Predictions], scores: Scores, path: Path) -> None:
     """Draw a histogram of the entropies for each method."""
     titles = {
         "network": "network",
         "temperature": "temperature scaling",
         "Laplace": "Laplace, last layer",
     }
-    bins = torch.linspace(0, NATS, 24).numpy()
+    bins = torch.linspace(0, MAX_ENTROPY, 24).numpy()
     figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.subplots(1, len(predicted), sharey=True)
-    for ax, (method, entropies) in zip(axes, predicted.items(), strict=True):
-        on_digits, on_shuffled = (prediction.entropy().numpy() for prediction in entropies)
-        share = torch.full((len(on_digits),), 1 / len(on_digits)).numpy()
-        ax.hist(on_digits, bins, weights=share, color=DIGITS, alpha=0.75, label="test digits")
-        ax.hist(
-            on_shuffled, bins, weights=share, color=SHUFFLED, alpha=0.75, label="shuffled digits"
-        )
+    axes = figure.subplots(1, len(predictions), sharey=True)
+    for ax, (method, (digits, shuffled)) in zip(axes, predictions.items(), strict=True):
+        for name, predictive, colour in (
+            ("test digits", digits, DIGITS_COLOUR),
+            ("shuffled digits", shuffled, SHUFFLED_COLOUR),
+        ):
+            entropies = predictive.entropy().numpy()
+            share = torch.full((len(entropies),), 1 / len(entropies)).numpy()
+            ax.hist(entropies, bins, weights=share, color=colour, alpha=0.75, label=name)
         title = f"{titles[method]}\nAUROC {scores[method]['auroc']:.2f}"
-        ax.set_title(title, color=TEXT, fontsize=13)
-        ax.set_xlabel("entropy (nats)", color=TEXT, fontsize=12)
-        ax.tick_params(colors=TEXT, labelsize=11)
+        ax.set_title(title, color=TEXT_COLOUR, fontsize=13)
+        ax.set_xlabel("entropy (nats)", color=TEXT_COLOUR, fontsize=12)
+        ax.tick_params(colors=TEXT_COLOUR, labelsize=11)
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["bottom", "left"]].set_color(TEXT)
-    axes[0].set_ylabel("share of images", color=TEXT, fontsize=12)
-    axes[-1].legend(frameon=False, labelcolor=TEXT, fontsize=12)
+        ax.spines[["bottom", "left"]].set_color(TEXT_COLOUR)
+    axes[0].set_ylabel("share of images", color=TEXT_COLOUR, fontsize=12)
+    axes[-1].legend(frameon=False, labelcolor=TEXT_COLOUR, fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, transparent=True)
 
@@ -132,22 +147,22 @@ def main(arguments: Sequence[str] | None = None) -> Scores:
     parser.add_argument("--picture", type=Path, default=Path("results/unfamiliar_inputs.png"))
     options = parser.parse_args(arguments)
 
-    by_seed = []
+    scores_by_seed = []
     for seed in range(options.seeds):
-        predicted, labels = predictions(seed, options.noise, options.epochs)
-        scores = scores_from(predicted, labels)
-        by_seed.append(scores)
+        predictions, labels = predict(seed, options.noise, options.epochs)
+        scores = compute_scores(predictions, labels)
+        scores_by_seed.append(scores)
         for method, values in scores.items():
             print(f"seed {seed}, {method}: NLL {values['nll']:.3f}, AUROC {values['auroc']:.3f}")
         if seed == 0:
-            draw(predicted, scores, options.picture)
+            draw(predictions, scores, options.picture)
 
     means = {
         method: {
-            name: sum(scores[method][name] for scores in by_seed) / len(by_seed)
+            name: sum(scores[method][name] for scores in scores_by_seed) / options.seeds
             for name in ("nll", "auroc")
         }
-        for method in by_seed[0]
+        for method in scores_by_seed[0]
     }
     for method, values in means.items():
         print(f"mean, {method}: NLL {values['nll']:.3f}, AUROC {values['auroc']:.3f}")

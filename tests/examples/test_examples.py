@@ -149,11 +149,12 @@ def test_regression_on_a_table_covers_what_its_own_residuals_do_not(example):
     assert laplace["NLL (nats)"] == pytest.approx(numbers_of(printed, "Laplace")[0], abs=1e-3)
 
 
-def test_judged_is_in_the_units_of_the_table():
+def test_regression_on_a_table_is_evaluated_in_the_units_of_the_table():
     unit, noise = torch.tensor(7.0), 0.5
     y = torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
-    judged = module_of("regression_table").judged
-    nll, rmse, covered, width = judged(torch.distributions.Normal(y * 0, noise), y, unit).tolist()
+    evaluate = module_of("regression_table").evaluate
+    metrics = evaluate(torch.distributions.Normal(y * 0, noise), y, unit)
+    nll, rmse, covered, width = (float(value) for value in metrics.values())
     # By hand, for targets that were never standardised.
     sigma = noise * 7
     squares = [(7 * float(value)) ** 2 for value in y]
