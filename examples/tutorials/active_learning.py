@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_debias import Laplace
 
 pixels, labels = load_digits(return_X_y=True)
-x, y = torch.tensor(pixels / 16).float(), torch.tensor(labels)
+x = torch.tensor(pixels / 16).float()
+y = torch.tensor(labels)
 
 
-def trained(indices):
-    """A small network, trained on the labelled images from the same start every time."""
+def train_network(indices):
+    """Train a small network on the labelled images, from the same start every time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-3)
@@ -40,6 +41,7 @@ def trained(indices):
 
 # %%
 def bald_scores(model, labelled, pool):
+    """Compute the scores of the images in the pool, with a posterior from the labelled images."""
     la = Laplace(model, params="last_layer")
     la.fit(DataLoader(TensorDataset(x[labelled], y[labelled]), batch_size=100))
     la.tune_evidence()
@@ -47,8 +49,9 @@ def bald_scores(model, labelled, pool):
 
 
 order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-labelled, pool = order[:20], order[20:1200]
-scores = bald_scores(trained(labelled), labelled, pool)
+labelled = order[:20]
+pool = order[20:1200]
+scores = bald_scores(train_network(labelled), labelled, pool)
 figure, axes = plt.subplots(2, 8, figsize=(8, 2.4), layout="constrained")
 for row, title, indices in (
     (axes[0], "highest", scores.argsort(descending=True)[:8]),
@@ -68,14 +71,15 @@ plt.show()
 def learning_curve(method, seed, rounds=10, per_round=10):
     """Test accuracy before and after each round of labelling."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    labelled, pool, test = order[:20], order[20:1200], order[1200:]
+    labelled, pool, test = order.split([20, 1180, len(x) - 1200])
     accuracies = []
     for _ in range(rounds + 1):
-        model = trained(labelled)
+        model = train_network(labelled)
         accuracies.append(float((model(x[test]).argmax(1) == y[test]).float().mean()))
         if method == "BALD":
             pool = pool[bald_scores(model, labelled, pool).argsort(descending=True)]
-        labelled, pool = torch.cat([labelled, pool[:per_round]]), pool[per_round:]
+        labelled = torch.cat([labelled, pool[:per_round]])
+        pool = pool[per_round:]
     return accuracies
 
 
@@ -84,7 +88,7 @@ curves = {
     for method in ("random", "BALD")
 }
 figure, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
-num_labels = [20 + 10 * i for i in range(11)]
+num_labels = range(20, 121, 10)
 for (method, curve), colour in zip(curves.items(), ("grey", "tab:blue")):
     ax.plot(num_labels, curve.T, color=colour, alpha=0.25, linewidth=1)
     ax.plot(num_labels, curve.mean(0), color=colour, label=f"{method}, mean of 5 seeds")
@@ -92,7 +96,9 @@ ax.set(xlabel="labelled images", ylabel="test accuracy")
 ax.legend(frameon=False)
 plt.show()
 gain = (curves["BALD"] - curves["random"])[:, -1]
-print("BALD minus random at 120 labels, for each seed:", [round(float(g), 3) for g in gain])
+print(
+    "BALD minus random at 120 labels, for each seed:", [round(value, 3) for value in gain.tolist()]
+)
 
 # %% [markdown]
 # ## Next steps

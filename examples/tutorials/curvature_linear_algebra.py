@@ -15,7 +15,8 @@ from torch import nn
 
 torch.manual_seed(0)
 pixels, labels = load_digits(return_X_y=True)
-x, y = torch.tensor(pixels / 16).float()[:1000], torch.tensor(labels)[:1000]
+x = torch.tensor(pixels / 16).float()[:1000]
+y = torch.tensor(labels)[:1000]
 model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for _ in range(100):
@@ -34,8 +35,9 @@ model = model.eval()
 from laplace_debias.curvature import GGN, KFAC, Hessian
 
 loss = nn.CrossEntropyLoss()
-data = [(x[i : i + 250], y[i : i + 250]) for i in range(0, 1000, 250)]
-H, G = Hessian(model, loss, data), GGN(model, loss, data)
+data = list(zip(x.split(250), y.split(250)))
+H = Hessian(model, loss, data)
+G = GGN(model, loss, data)
 v = torch.randn(H.shape[0])
 print(H.shape, float(v @ (H @ v)), float(v @ (G @ v)))
 
@@ -88,19 +90,18 @@ plt.show()
 # very batch. This is why `Laplace` can take directions from one batch and magnitudes from another.
 
 # %%
-own, others = slice(0, 64), slice(64, 1000)
-G_own = GGN(model, loss, [(x[own], y[own])])
-G_others = GGN(model, loss, [(x[others], y[others])])
-vectors = eigsh(G_own, k=12, generator=generator).vectors
-curvature_own = (vectors * (G_own @ vectors)).sum(0)
-curvature_others = (vectors * (G_others @ vectors)).sum(0)
+G_batch = GGN(model, loss, [(x[:64], y[:64])])
+G_new = GGN(model, loss, [(x[64:], y[64:])])
+vectors = eigsh(G_batch, k=12, generator=generator).vectors
+curvature_batch = (vectors * (G_batch @ vectors)).sum(0)
+curvature_new = (vectors * (G_new @ vectors)).sum(0)
 figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
-ax.semilogy(range(1, 13), curvature_own, "o", label="on the same 64 examples")
-ax.semilogy(range(1, 13), curvature_others, "s", label="on 936 other examples")
+ax.semilogy(range(1, 13), curvature_batch, "o", label="on the same 64 examples")
+ax.semilogy(range(1, 13), curvature_new, "s", label="on 936 other examples")
 ax.set(xlabel="eigenvector of the mini-batch's GGN", ylabel="curvature along it")
 ax.legend(frameon=False)
 plt.show()
-print(f"median ratio {float((curvature_own / curvature_others).median()):.1f}")
+print(f"median ratio {float((curvature_batch / curvature_new).median()):.1f}")
 
 # %% [markdown]
 # ## Solving linear systems

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 torch.manual_seed(0)
 pixels, labels = load_digits(return_X_y=True)
-images, labels = torch.tensor(pixels / 16).float(), torch.tensor(labels)
+images = torch.tensor(pixels / 16).float()
+labels = torch.tensor(labels)
 is_random = torch.rand(len(labels)) < 0.1
 labels[is_random] = torch.randint(10, (int(is_random.sum()),))
 train, validation, test = random_split(TensorDataset(images, labels), [500, 300, 997])
@@ -69,14 +70,14 @@ print(f"prior precision {tuned.prior_precision:.3g}")
 from laplace_debias.metrics import nll, reliability_curve
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True, layout="constrained")
-for ax, (name, p) in zip(axes, {"network": network_probs, "Laplace": probs}.items()):
-    curve = reliability_curve(p, test_labels, num_bins=10)
+predictions = {"network": network_probs, "Laplace": probs}
+for ax, (name, method_probs) in zip(axes, predictions.items()):
+    curve = reliability_curve(method_probs, test_labels, num_bins=10)
     filled = curve.fraction > 0
     ax.plot([0, 1], [0, 1], "--", color="grey", linewidth=1)
     ax.plot(curve.confidence[filled], curve.accuracy[filled], "o-")
-    ax.set(
-        title=f"{name}: NLL {float(nll(p, test_labels)):.3f}", xlabel="mean confidence in the bin"
-    )
+    test_nll = float(nll(method_probs, test_labels))
+    ax.set(title=f"{name}: NLL {test_nll:.3f}", xlabel="mean confidence in the bin")
 axes[0].set_ylabel("accuracy in the bin")
 plt.show()
 
@@ -113,7 +114,8 @@ plt.show()
 # %%
 from laplace_debias.metrics import compare
 
-test_loader, ood = DataLoader(test, batch_size=100), {"shuffled": [(shuffled, test_labels)]}
+test_loader = DataLoader(test, batch_size=100)
+ood = {"shuffled": [(shuffled, test_labels)]}
 posterior_report = la.evaluate(test_loader, ood)
 untuned = Laplace(model, params="last_layer").fit(DataLoader(train, batch_size=100))
 network_report = untuned.evaluate(test_loader, ood, method="map")

@@ -50,13 +50,13 @@ print(f"noise {float(tuned.sigma):.3f} (true: 0.150), prior precision {tuned.pri
 # %%
 grid = torch.linspace(-6, 8, 400)[:, None]
 mean, covariance = la.functional(grid)
+mean = mean.squeeze()
 deviation = covariance.squeeze().sqrt()
 target = la.marginals(grid)
 low, high = target.icdf(torch.tensor([0.025, 0.975]).view(2, 1, 1)).squeeze(-1)
 
 figure, ax = plt.subplots(figsize=(7.5, 4), layout="constrained")
 ax.fill_between(grid[:, 0], low, high, alpha=0.25, linewidth=0, label="95 % of new targets")
-mean = mean.squeeze()
 ax.fill_between(
     grid[:, 0],
     mean - 1.96 * deviation,
@@ -93,7 +93,8 @@ figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrain
 for ax, precision in zip(axes, (0.01, float(tuned.prior_precision), 100.0)):
     la.prior_precision = precision
     mean, variance = la.functional(grid)
-    mean, deviation = mean.squeeze(), variance.squeeze().sqrt()
+    mean = mean.squeeze()
+    deviation = variance.squeeze().sqrt()
     ax.fill_between(
         grid[:, 0], mean - 1.96 * deviation, mean + 1.96 * deviation, alpha=0.4, linewidth=0
     )

@@ -40,18 +40,20 @@ def review(*moods):
 
 
 def loader(reviews, shuffle=False):
+    """Return a loader of batches of tokens and labels."""
     rows = [{**tokenizer(text), "labels": label} for text, label in reviews]
     return DataLoader(rows, 32, shuffle, collate_fn=DataCollatorWithPadding(tokenizer))
 
 
-reviews = [
-    (review(("blame", "praise")[i % 2]), i % 2 ^ (random.random() < 0.1)) for i in range(800)
-]
-train, validation, test = (
-    loader(reviews[:400], shuffle=True),
-    loader(reviews[400:600]),
-    loader(reviews[600:]),
-)
+reviews = []
+for number in range(800):
+    label = number % 2
+    text = review(("blame", "praise")[label])
+    is_wrong = random.random() < 0.1
+    reviews.append((text, 1 - label if is_wrong else label))
+train = loader(reviews[:400], shuffle=True)
+validation = loader(reviews[400:600])
+test = loader(reviews[600:])
 mixed = loader([(review("blame", "praise"), 0) for _ in range(200)])
 print(reviews[0], reviews[1])
 
