@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from examples.study.deep_problems import DEEP_PROBLEMS
 from examples.study.measures import measure
@@ -78,7 +79,7 @@ def run(name: str, seed: int, methods: Callable[[Problem], Iterator[Method]]) ->
     """Train the networks of a problem, and measure every method."""
     start = time.perf_counter()
     problem = PROBLEMS[name](seed)
-    measures = {}
+    measures: dict[str, dict[str, Any]] = {}
     for method in methods(problem):
         measures |= dict.fromkeys(method.names, measure(method, problem))
     print(f"{name}, seed {seed}: {time.perf_counter() - start:.1f} s", flush=True)
