@@ -41,18 +41,19 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     classes: tuple[str, ...]
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One image [C, H, W] and its label."""
+        """Return an image [C, H, W] and its label."""
         images, labels = self.batch([index])
         return images[0], labels[0]
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, C, H, W] and labels [B]."""
+        """Return normalised images [B, C, H, W] and labels [B]."""
         index = torch.as_tensor(indices, dtype=torch.int64)
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        mean = torch.tensor(self.mean)[:, None, None]
+        std = torch.tensor(self.std)[:, None, None]
         return (self.pixels[index].float() / 255 - mean) / std, self.labels[index]
 
     def subset(self, indices: Tensor) -> "Images":
@@ -62,9 +63,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def corrupted(
         self, severity: int, offset: int = 0, kinds: Mapping[str, Kind] = KINDS
     ) -> "Images":
-        """Return corrupted images, each with one of the kinds of corruption."""
-        pixels = corrupt(self.pixels, severity, kinds, offset=offset)
-        return replace(self, pixels=pixels)
+        """Return corrupted images; `corrupt` describes the arguments."""
+        return replace(self, pixels=corrupt(self.pixels, severity, kinds, offset=offset))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,85 +85,118 @@ class FolderImages:
         return torch.tensor(self.files.targets)[self.indices]
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.indices)
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Images [B, 3, H, W] and labels [B]."""
-        found = [self.files[i] for i in self.indices[torch.as_tensor(indices)].tolist()]
-        return torch.stack([x for x, _ in found]), torch.tensor([y for _, y in found])
+        """Return images [B, 3, H, W] and labels [B]."""
+        file_indices = self.indices[torch.as_tensor(indices)].tolist()
+        examples = [self.files[i] for i in file_indices]
+        return torch.stack([x for x, _ in examples]), torch.tensor([y for _, y in examples])
 
     def subset(self, indices: Tensor) -> "FolderImages":
-        """Return some of the images."""
+        """Return some of the images, in the given order."""
         return replace(self, indices=self.indices[indices])
 
 
 def digits(root: Path | None = None) -> tuple[Images, Images]:
-    """Load scikit-learn's 8 × 8 digits: 1,297 images for training and tuning, 500 for tests."""
+    """Load scikit-learn's 8 × 8 digits: 1,297 images for training and tuning, 500 for tests.
+
+    Args:
+        root: Not used, because the digits are a part of scikit-learn.
+    """
     raw = load_digits()
-    order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
-    pixels = torch.from_numpy(np.rint(raw.images * (255 / 16)).astype(np.uint8))[:, None]
-    classes = tuple("0123456789")
-    data = Images(pixels, torch.from_numpy(raw.target).long(), (0.3053,), (0.3760,), classes)
-    return data.subset(order[:1297]), data.subset(order[1297:])
+    images = Images(
+        pixels=torch.from_numpy(np.rint(raw.images * (255 / 16)).astype(np.uint8))[:, None],
+        labels=torch.from_numpy(raw.target).long(),
+        mean=(0.3053,),
+        std=(0.3760,),
+        classes=tuple("0123456789"),
+    )
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.subset(order[:1297]), images.subset(order[1297:])
 
 
 def corrupted_digits(root: Path | None = None) -> tuple[Images, Images]:
-    """Load the digits, corrupted at severity 5 with different random numbers for each image."""
+    """Load the digits, corrupted at severity 5 with different random numbers for each image.
+
+    Args:
+        root: Not used; see `digits`.
+    """
     train, test = digits()
     return train.corrupted(5), test.corrupted(5, offset=2000)
 
 
-def cifar(number: int, root: Path | None) -> tuple[Images, Images]:
+def cifar(num_classes: int, root: Path | None) -> tuple[Images, Images]:
     """Load CIFAR-10 or CIFAR-100: 50,000 and 10,000 images, 32 × 32.
 
     Args:
-        number: The number of classes.
+        num_classes: 10 or 100.
         root: A tar archive of `train/<class>/<name>.jpg` and `test/…`, or a root folder of
             torchvision, into which the data is downloaded if it is missing.
+
+    Returns:
+        The images for training and tuning, and the test images.
     """
     if root is None:
-        raise ValueError(f"there is no path to CIFAR-{number}; give it as --data")
+        raise ValueError(f"there is no path to CIFAR-{num_classes}; give it as --data")
+
+    def images(pixels: Tensor, labels: Tensor, classes: Sequence[str]) -> Images:
+        mean, std = CIFAR_MEAN[num_classes], CIFAR_STD[num_classes]
+        return Images(pixels, labels, mean, std, tuple(classes))
+
     if root.is_file():
-        parts, classes = _archived(root)
-    else:
-        kind = datasets.CIFAR10 if number == 10 else datasets.CIFAR100
-        sets = [kind(root, train=train, download=True) for train in (True, False)]
-        classes = sets[0].classes
-        parts = [
-            (torch.from_numpy(data.data).permute(0, 3, 1, 2), torch.tensor(data.targets))
-            for data in sets
-        ]
-    mean, std = CIFAR_MEAN[number], CIFAR_STD[number]
-    train, test = (Images(*part, mean, std, tuple(classes)) for part in parts)
-    return train, test
+        tensors = _cached_tensors(root)
+        classes = bytes(tensors["classes"].tolist()).decode().split()
+        train = images(tensors["train.pixels"], tensors["train.labels"], classes)
+        test = images(tensors["test.pixels"], tensors["test.labels"], classes)
+        return train, test
+
+    def downloaded(is_train: bool) -> Images:
+        dataset_class = datasets.CIFAR10 if num_classes == 10 else datasets.CIFAR100
+        dataset = dataset_class(root, train=is_train, download=True)
+        pixels = torch.from_numpy(dataset.data).permute(0, 3, 1, 2)
+        return images(pixels, torch.tensor(dataset.targets), dataset.classes)
+
+    return downloaded(is_train=True), downloaded(is_train=False)
 
 
-def _archived(archive: Path) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
-    """Return pixels and labels, in the order of class and name, from a cache; and the classes."""
+def _cached_tensors(archive: Path) -> dict[str, Tensor]:
+    """Return the tensors of an archive from a cache, which is made by the first call."""
     cache = Path(os.environ.get("LAPLACE_DEBIAS_CACHE", Path.home() / ".cache/laplace-debias"))
     file = cache / f"{archive.name}-{archive.stat().st_mtime_ns}.safetensors"
     if not file.exists():
-        images: dict[tuple[str, ...], np.ndarray] = {}
-        with tarfile.open(archive) as members:
-            for member in members:
-                content = members.extractfile(member)
-                if content is not None:  # The member is not a folder.
-                    key = PurePosixPath(member.name).parts[-3:]
-                    image = PIL.Image.open(io.BytesIO(content.read()))
-                    images[key] = np.asarray(image.convert("RGB"))
-        classes = sorted({name for _, name, _ in images})
-        tensors = {"classes": torch.tensor(list(" ".join(classes).encode()), dtype=torch.uint8)}
-        for part in ("train", "test"):
-            keys = sorted(key for key in images if key[0] == part)
-            pixels = torch.from_numpy(np.stack([images[key] for key in keys]))
-            tensors[f"{part}.pixels"] = pixels.permute(0, 3, 1, 2).contiguous()
-            tensors[f"{part}.labels"] = torch.tensor([classes.index(key[1]) for key in keys])
+        tensors = _read_archive(archive)
         cache.mkdir(parents=True, exist_ok=True)
         save_file(tensors, file)
-    found = load_file(file)
-    parts = [(found[f"{part}.pixels"], found[f"{part}.labels"]) for part in ("train", "test")]
-    return parts, bytes(found["classes"].tolist()).decode().split()
+    return load_file(file)
+
+
+def _read_archive(archive: Path) -> dict[str, Tensor]:
+    """Read a tar archive of `train/<class>/<name>.jpg` and `test/<class>/<name>.jpg`.
+
+    Returns:
+        `train.pixels`, uint8 [N, 3, H, W], and `train.labels`, [N], in the order of class and name;
+        the same for `test`; and `classes`, the bytes of the classes' names with spaces between.
+    """
+    images: dict[tuple[str, ...], np.ndarray] = {}
+    with tarfile.open(archive) as members:
+        for member in members:
+            content = members.extractfile(member)
+            if content is not None:  # The member is not a folder.
+                split_class_name = PurePosixPath(member.name).parts[-3:]
+                image = PIL.Image.open(io.BytesIO(content.read()))
+                images[split_class_name] = np.asarray(image.convert("RGB"))
+    classes = sorted({class_name for _, class_name, _ in images})
+    class_bytes = list(" ".join(classes).encode())
+    tensors = {"classes": torch.tensor(class_bytes, dtype=torch.uint8)}
+    for split in ("train", "test"):
+        keys = sorted(key for key in images if key[0] == split)
+        pixels = torch.from_numpy(np.stack([images[key] for key in keys]))
+        labels = [classes.index(class_name) for _, class_name, _ in keys]
+        tensors[f"{split}.pixels"] = pixels.permute(0, 3, 1, 2).contiguous()
+        tensors[f"{split}.labels"] = torch.tensor(labels)
+    return tensors
 
 
 def digits_parts() -> dict[str, Images]:
@@ -180,5 +213,8 @@ def cifar10_parts() -> dict[str, Images]:
     """Return CIFAR-10 from `$LAPLACE_DEBIAS_DATA`, split as in `$LAPLACE_DEBIAS_CHECKPOINT`."""
     pool, test = cifar(10, Path(os.environ["LAPLACE_DEBIAS_DATA"]))
     split = load_file(os.environ["LAPLACE_DEBIAS_CHECKPOINT"])
-    train, validation = pool.subset(split["split.train"]), pool.subset(split["split.val"])
-    return {"train": train, "validation": validation, "test": test}
+    return {
+        "train": pool.subset(split["split.train"]),
+        "validation": pool.subset(split["split.val"]),
+        "test": test,
+    }

@@ -8,7 +8,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 
 def all_cnn_c(num_classes: int = 10) -> nn.Sequential:
-    """All-CNN-C for images [B, 3, 32, 32], without dropout; 1,369,738 parameters for ten classes.
+    """Build All-CNN-C without dropout, for [B, 3, 32, 32]; 1,369,738 parameters for ten classes.
 
     Reference:
         Springenberg et al. (2015), Striving for Simplicity: The All Convolutional Net.
@@ -78,36 +78,37 @@ class _Block(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        self.norm1, self.relu1 = nn.BatchNorm2d(channels_in), nn.ReLU()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
-        self.norm2, self.relu2 = nn.BatchNorm2d(channels_out), nn.ReLU()
+        self.norm1 = nn.BatchNorm2d(channels_in)
+        self.relu1 = nn.ReLU()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.relu2 = nn.ReLU()
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        is_same = channels_in == channels_out and stride == 1
-        self.shortcut = (
-            None if is_same else nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
-        )
+        self.shortcut: nn.Module | None = None
+        if channels_in != channels_out or stride != 1:
+            self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, C_in, H, W] to [B, C_out, ⌈H/stride⌉, ⌈W/stride⌉]."""
         activated = self.relu1(self.norm1(x))
-        skipped = x if self.shortcut is None else self.shortcut(activated)
-        return skipped + self.conv2(self.relu2(self.norm2(self.conv1(activated))))
+        shortcut = x if self.shortcut is None else self.shortcut(activated)
+        return shortcut + self.conv2(self.relu2(self.norm2(self.conv1(activated))))
 
 
 def wide_resnet(
     depth: int = 40, width: int = 4, num_classes: int = 100, in_channels: int = 3
 ) -> nn.Sequential:
-    """A wide residual network WRN-depth-width, depth 6n + 4; 40-4 has 8,972,340 parameters.
+    """Build a wide residual network WRN-depth-width, depth 6n + 4; 40-4 has 8,972,340 parameters.
 
     Reference:
         Zagoruyko & Komodakis (2016), Wide Residual Networks.
     """
     channels = [16, *(16 * width * 2**group for group in range(3))]
     layers: list[nn.Module] = [nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)]
-    for group in range(3):
-        before, after = channels[group : group + 2]
-        layers.append(_Block(before, after, 1 if group == 0 else 2))
-        layers += [_Block(after, after, 1) for _ in range((depth - 4) // 6 - 1)]
+    for group, stride in enumerate((1, 2, 2)):
+        channels_in, channels_out = channels[group : group + 2]
+        layers.append(_Block(channels_in, channels_out, stride))
+        layers += [_Block(channels_out, channels_out, 1) for _ in range((depth - 4) // 6 - 1)]
     layers += [nn.BatchNorm2d(channels[-1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(channels[-1], num_classes))
     for module in model.modules():

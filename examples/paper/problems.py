@@ -66,33 +66,51 @@ class Recipe:
     @property
     def penalty(self) -> float:
         """β of the training loss (Eq. 1); 0 for decoupled decay, which is not in the loss."""
-        return 0.0 if self.optimizer == "nadamw" else self.weight_decay
+        if self.optimizer == "nadamw":
+            return 0.0
+        return self.weight_decay
 
     @property
     def num_epochs(self) -> int:
         """The total number of passes over the data."""
-        return sum(epochs for epochs, _ in self.cycles) if self.cycles else self.epochs
+        if self.cycles:
+            return sum(epochs for epochs, _ in self.cycles)
+        return self.epochs
 
     def rates(self, steps_per_epoch: int) -> Iterator[float]:
         """Yield the learning rate of every step."""
-        for epochs, peak in self.cycles:
-            steps = epochs * steps_per_epoch
-            for step in range(1, steps + 1):
-                up, down = step / steps / 0.3, (step / steps - 0.3) / 0.7
-                done = up if down < 0 else 1 + down
-                low = 0.04 if down < 0 else 4e-6
-                yield peak * (low + (1 - low) * (1 - math.cos(math.pi * done)) / 2)
-        for epoch in range(0 if self.cycles else self.epochs):
-            passed = sum(epoch >= milestone for milestone in self.milestones)
-            yield from [self.learning_rate * self.decay**passed] * steps_per_epoch
+        if self.cycles:
+            for epochs, peak in self.cycles:
+                num_steps = epochs * steps_per_epoch
+                for step in range(1, num_steps + 1):
+                    yield peak * _one_cycle(step / num_steps)
+        else:
+            for epoch in range(self.epochs):
+                num_decays = sum(epoch >= milestone for milestone in self.milestones)
+                yield from [self.learning_rate * self.decay**num_decays] * steps_per_epoch
+
+
+def _one_cycle(progress: float) -> float:
+    """Compute the rate of a one-cycle schedule, relative to its peak.
+
+    Args:
+        progress: The part of the schedule that is over, in (0, 1].
+    """
+    if progress < 0.3:
+        lowest = 0.04
+        half_turns = progress / 0.3
+    else:
+        lowest = 4e-6
+        half_turns = 1 + (progress - 0.3) / 0.7
+    return lowest + (1 - lowest) * (1 - math.cos(math.pi * half_turns)) / 2
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return an optimizer's non-empty groups: weights with decay, other parameters without."""
-    every = list(parameters)
+    parameters = list(parameters)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in every if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -103,7 +121,7 @@ def train(
     recipe: Recipe,
     seed: int = 0,
     progress: bool = False,
-    on_epoch: Callable[[int, nn.Module], None] = lambda epoch, model: None,
+    on_epoch: Callable[[int, nn.Module], None] | None = None,
 ) -> nn.Module:
     """Train a model in place, on its device; return the model in evaluation mode.
 
@@ -113,18 +131,11 @@ def train(
         recipe: How the model is trained.
         seed: The seed of the order and the augmentation.
         progress: Whether to show a progress bar.
-        on_epoch: Called after each epoch with the number of the epoch, starting at 1.
+        on_epoch: Called after each epoch with the number of the epoch, starting at 1, and the
+            model in evaluation mode.
     """
-    groups = decay_groups(model.parameters(), recipe.weight_decay)
     device = next(model.parameters()).device
-    optimizer: torch.optim.Optimizer
-    if recipe.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, 1.0, recipe.momentum, nesterov=recipe.nesterov)
-    elif recipe.optimizer == "adam":
-        optimizer = torch.optim.Adam(groups, betas=(recipe.momentum, 0.999))
-    else:
-        betas = (recipe.momentum, 0.999)
-        optimizer = torch.optim.NAdam(groups, betas=betas, decoupled_weight_decay=True)
+    optimizer = _new_optimizer(model, recipe)
     generator = torch.Generator().manual_seed(seed)
     rates = recipe.rates(math.ceil(len(data) / recipe.batch_size))
     for epoch in tqdm(range(1, recipe.num_epochs + 1), "training", disable=not progress):
@@ -143,9 +154,21 @@ def train(
             optimizer.step()
         if not loss.isfinite():
             raise FloatingPointError(f"the loss is {loss} in epoch {epoch}: lower the rate")
-        on_epoch(epoch, model.eval())
+        if on_epoch is not None:
+            on_epoch(epoch, model.eval())
     optimizer.zero_grad()
     return model.eval()
+
+
+def _new_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return the optimizer of a recipe; its learning rate is set before every step."""
+    groups = decay_groups(model.parameters(), recipe.weight_decay)
+    betas = (recipe.momentum, 0.999)
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, 1.0, recipe.momentum, nesterov=recipe.nesterov)
+    if recipe.optimizer == "adam":
+        return torch.optim.Adam(groups, betas=betas)
+    return torch.optim.NAdam(groups, betas=betas, decoupled_weight_decay=True)
 
 
 def _augmented(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -162,12 +185,12 @@ class Problem:
     """A network, its data and how it is trained.
 
     Attributes:
-        name: Its name.
+        name: The name by which settings refer to the problem.
         summary: A description, with the paper's letter of the problem.
         model: A function that makes the network, with random weights from torch's global generator.
         data: A function from a path to the images for training and tuning, and the test images.
         recipe: How the network is trained.
-        num_validation: The number of images of the former that are held out for tuning.
+        num_validation: The number of images for training and tuning that are held out for tuning.
         is_reduced: Whether this is a smaller version of a problem of the paper.
         published: A function that makes the network with published weights, which were trained on
             all training images.
@@ -189,22 +212,28 @@ class Problem:
             return self.model()
 
 
-def _imagenet(transform: Callable[[], object], root: Path | None) -> tuple:
+def _imagenet(new_transform: Callable[[], Any], root: Path | None) -> tuple[Any, Any]:
     """Return ImageNet's training and validation images, in the form for the published network."""
     if root is None:
         raise ValueError("there is no path to ImageNet's train/ and val/; give it as --data")
-    sets = (datasets.ImageFolder(root / part, transform()) for part in ("train", "val"))
-    return tuple(FolderImages(data, torch.arange(len(data))) for data in sets)
+    train_files = datasets.ImageFolder(root / "train", new_transform())
+    validation_files = datasets.ImageFolder(root / "val", new_transform())
+    return (
+        FolderImages(train_files, torch.arange(len(train_files))),
+        FolderImages(validation_files, torch.arange(len(validation_files))),
+    )
 
 
-def _vit_transform() -> object:
+def _vit_transform() -> Any:
+    """Return the transform from images to the inputs of the published ViT."""
     config = timm.data.resolve_data_config(model=_VIT(), pretrained_cfg={})
     return timm.data.create_transform(**config)
 
 
 _RESNET = models.ResNet50_Weights.IMAGENET1K_V1
 _VIT = partial(timm.create_model, "vit_little_patch16_reg4_gap_256.sbb_in1k")
-_CIFAR10, _CIFAR100 = partial(cifar, 10), partial(cifar, 100)
+_CIFAR10 = partial(cifar, 10)
+_CIFAR100 = partial(cifar, 100)
 _ADAM = Recipe(batch_size=128, epochs=100, learning_rate=1e-3, optimizer="adam")
 _NADAMW = Recipe(batch_size=128, optimizer="nadamw", weight_decay=0.05, clip_norm=5.0)
 
