@@ -13,6 +13,7 @@ from laplace_debias.sources.corruptions import KINDS, Image, streaked, value_noi
 
 
 def _glass_blur(x: Image, severity: int, rng: Generator) -> Image:
+    """Blur, swap neighbouring pixels at random, and blur again."""
     sigma, reach, rounds = (
         (0.05, 1, 1),
         (0.25, 1, 1),
@@ -29,14 +30,16 @@ def _glass_blur(x: Image, severity: int, rng: Generator) -> Image:
         for row in range(height - reach, reach, -1):
             for column in range(width - reach, reach, -1):
                 right, down = steps[number][row - 1][column - 1]
-                here, there = row * width + column, (row + down) * width + column + right
-                order[here], order[there] = order[there], order[here]
+                pixel = row * width + column
+                neighbour = (row + down) * width + column + right
+                order[pixel], order[neighbour] = order[neighbour], order[pixel]
     shuffled = blurred.reshape(-1, channels)[order].reshape(x.shape)
     return ndimage.gaussian_filter(shuffled, (sigma, sigma, 0.0), mode="nearest")
 
 
 def _snow(x: Image, severity: int, rng: Generator) -> Image:
-    mean, spread, zoom, threshold, radius, sigma, kept = (
+    """Add falling snowflakes, and whiten the image."""
+    mean, spread, zoom, threshold, radius, sigma, weight = (
         (0.1, 0.2, 1.0, 0.6, 8, 3.0, 0.95),
         (0.1, 0.2, 1.0, 0.5, 10, 4.0, 0.9),
         (0.15, 0.3, 1.75, 0.55, 10, 4.0, 0.9),
@@ -47,15 +50,19 @@ def _snow(x: Image, severity: int, rng: Generator) -> Image:
     flakes = np.where(flakes < threshold, 0.0, flakes.clip(0.0, 1.0))
     falling = streaked(flakes, radius, sigma, rng.uniform(-135.0, -45.0))
     whitened = np.maximum(x, 1.5 * _grey(x) + 0.5)
-    return kept * x + (1.0 - kept) * whitened + falling + np.rot90(falling, 2)
+    return weight * x + (1.0 - weight) * whitened + falling + np.rot90(falling, 2)
 
 
 def _grey(x: Image) -> Float[np.ndarray, "height width 1"]:
-    return x if x.shape[2] == 1 else (x @ np.array([0.299, 0.587, 0.114]))[:, :, None]
+    """Return the brightness of each pixel."""
+    if x.shape[2] == 1:
+        return x
+    return (x @ np.array([0.299, 0.587, 0.114]))[:, :, None]
 
 
 def _frost(x: Image, severity: int, rng: Generator) -> Image:
-    kept, amount = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[severity - 1]
+    """Add crystals of frost, and darken the image."""
+    weight, amount = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))[severity - 1]
     height, width = x.shape[:2]
     # The crystals are the ridges of noise at several scales, and are denser towards the border.
     crystals = np.zeros((height, width))
@@ -65,10 +72,11 @@ def _frost(x: Image, severity: int, rng: Generator) -> Image:
     rows, columns = np.mgrid[-1.0 : 1.0 : height * 1j, -1.0 : 1.0 : width * 1j]
     crystals *= 0.6 + 0.4 * np.maximum(np.abs(rows), np.abs(columns))
     tint = np.array([0.85, 0.95, 1.0]) if x.shape[2] == 3 else np.array([0.93])
-    return kept * x + amount * crystals[:, :, None] * tint
+    return weight * x + amount * crystals[:, :, None] * tint
 
 
 def _elastic_transform(x: Image, severity: int, rng: Generator) -> Image:
+    """Shift and stretch the image by a random affine map and a smooth random field."""
     shift, smoothness, corner = (
         (0.0, 0.0, 0.08),
         (0.05, 0.2, 0.07),
@@ -85,17 +93,19 @@ def _elastic_transform(x: Image, severity: int, rng: Generator) -> Image:
     moved = points + size * corner * rng.uniform(-1.0, 1.0, size=points.shape)
     ones = np.ones((3, 1))
     back = np.linalg.solve(np.hstack([moved, ones]), points)
-    matrix, start = np.eye(3), np.zeros(3)
-    matrix[:2, :2], start[:2] = back[:2].T, back[2]
+    matrix = np.eye(3)
+    matrix[:2, :2] = back[:2].T
+    start = np.zeros(3)
+    start[:2] = back[2]
     x = ndimage.affine_transform(x, matrix, start, order=1, mode="mirror")
     noise = rng.uniform(-1.0, 1.0, size=(2, height, width))
-    smooth = [
+    displacements = [
         size * shift * ndimage.gaussian_filter(n, size * smoothness, mode="reflect", truncate=3)
         for n in noise
     ]
-    where = np.mgrid[:height, :width] + np.stack(smooth)
+    coordinates = np.mgrid[:height, :width] + np.stack(displacements)
     channels = [
-        ndimage.map_coordinates(x[:, :, c], where, order=1, mode="reflect")
+        ndimage.map_coordinates(x[:, :, c], coordinates, order=1, mode="reflect")
         for c in range(x.shape[2])
     ]
     return np.stack(channels, axis=2)
