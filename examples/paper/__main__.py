@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from examples.paper import common
 from laplace_debias.commands.options import CommandLine
 
 EXPERIMENTS = {
@@ -27,23 +26,31 @@ EXPERIMENTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Run the experiment that the first argument names; the other arguments are its options."""
-    name, *options = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
+    """Run the experiment that the first argument names; the other arguments are its options.
+
+    Args:
+        arguments: The name and the options. Default: those of the command line.
+
+    Returns:
+        The rows of the experiment's table; None for `train`, or if only help was requested.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    name = arguments[0] if arguments else ""
     if name not in EXPERIMENTS:
-        listed = "\n".join(f"  {known:22}{summary}" for known, summary in EXPERIMENTS.items())
-        print(f"usage: python -m examples.paper NAME [--help] [options]\n{listed}")
+        print("usage: python -m examples.paper NAME [--help] [options]")
+        for listed_name, summary in EXPERIMENTS.items():
+            print(f"  {listed_name:22}{summary}")
+        # Without a name, the list is what was asked for; an unknown name is an error.
         sys.exit(2 if name else 0)
-    if name == "train":
-        settings, run = common.Settings, common.run_train
-    else:
-        module = importlib.import_module(f"examples.paper.{name}")
-        settings, run = module.Settings, module.run
-    line = CommandLine(settings, f"python -m examples.paper {name}", EXPERIMENTS[name])
-    read = line.settings(options)
-    if read is None:
+    experiment = importlib.import_module(f"examples.paper.{name}")
+    program = f"python -m examples.paper {name}"
+    command_line = CommandLine(experiment.Settings, program, EXPERIMENTS[name])
+    settings_and_notes = command_line.settings(arguments[1:])
+    if settings_and_notes is None:
         return None
-    chosen, _ = read
-    return run(chosen)
+    settings, _ = settings_and_notes
+    return experiment.run(settings)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import save_file
 from scipy import stats
 from torch import Tensor, nn
 
@@ -24,18 +23,17 @@ from laplace_debias.system.settings import CommandSettings
 Row = dict[str, Any]
 Batch = tuple[Tensor, Tensor]
 
-MAP, MINI, DEBIASED, CROSSFIT, FULL = METHODS = (
-    "MAP",
-    "mini-batch",
-    "debiased",
-    "cross-fitted",
-    "full-batch",
-)
+MAP = "MAP"
+MINI = "mini-batch"
+DEBIASED = "debiased"
+CROSSFIT = "cross-fitted"
+FULL = "full-batch"
+METHODS = (MAP, MINI, DEBIASED, CROSSFIT, FULL)
 """The names of posteriors in tables and pictures."""
 
 
 @dataclass(kw_only=True)
-class Settings(CommandSettings):
+class ExperimentSettings(CommandSettings):
     """Settings of every experiment.
 
     Attributes:
@@ -83,7 +81,7 @@ class Trained:
     test: Images
     split: dict[str, Tensor]
 
-    def batches(self, size: int, number: int, seed: int) -> list[Batch]:
+    def random_batches(self, size: int, number: int, seed: int) -> list[Batch]:
         """Return disjoint batches of random training images, on the network's device."""
         if size * number > len(self.train):
             raise ValueError(
@@ -91,7 +89,11 @@ class Trained:
                 f"{len(self.train)} training images. Take fewer examples or smaller batches."
             )
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
-        return [self.batch(self.train, part) for part in order[: size * number].split(size)]
+        return self.batches(self.train, order[: size * number], size)
+
+    def batches(self, images: Images, indices: Tensor, size: int) -> list[Batch]:
+        """Return the images of some indices, in batches of at most `size`."""
+        return [self.batch(images, batch_indices) for batch_indices in indices.split(size)]
 
     def batch(self, images: Images, indices: Tensor) -> Batch:
         """Return images and labels in the form that the network takes."""
@@ -101,7 +103,7 @@ class Trained:
 
 
 def load(
-    settings: Settings, on_epoch: Callable[[int, nn.Module], None] = lambda epoch, model: None
+    settings: ExperimentSettings, on_epoch: Callable[[int, nn.Module], None] | None = None
 ) -> Trained:
     """Load the trained network of the settings and its data; train the network if needed.
 
@@ -112,60 +114,76 @@ def load(
     problem = get_problem(settings.problem)
     recipe = replace(problem.recipe, **settings.recipe)
     pool, test = problem.data(settings.data)
-    number = min(problem.num_validation, len(pool) // 4)
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(settings.seed))
-    split = {"split.train": order[number:], "split.val": order[:number]}
-    model = problem.initial_model(settings.seed)
+    num_validation = min(problem.num_validation, len(pool) // 4)
+    split = {"split.train": order[num_validation:], "split.val": order[:num_validation]}
     if settings.checkpoint is not None:
+        model = problem.initial_model(settings.seed)
         split |= load_weights(model, settings.checkpoint)
+        model.to(settings.device)
     elif problem.published is not None:
-        model, split["split.train"] = problem.published(), order
-    training = pool.subset(split["split.train"])
-    model.to(settings.device)
-    if settings.checkpoint is None and problem.published is None:
-        train(model, training, recipe, settings.seed, settings.progress, on_epoch)
-    validation = pool.subset(split["split.val"])
-    return Trained(problem, recipe, model.eval(), training, validation, test, split)
+        model = problem.published().to(settings.device)
+        # The published network was trained on all images, including those for validation.
+        split["split.train"] = order
+    else:
+        model = problem.initial_model(settings.seed).to(settings.device)
+        images = pool.subset(split["split.train"])
+        train(model, images, recipe, settings.seed, settings.progress, on_epoch)
+    return Trained(
+        problem=problem,
+        recipe=recipe,
+        model=model.eval(),
+        train=pool.subset(split["split.train"]),
+        validation=pool.subset(split["split.val"]),
+        test=test,
+        split=split,
+    )
 
 
-def run_train(settings: Settings) -> None:
-    """Train the problem's network and save it, with its split, as `output`, a safetensors file."""
-    trained = load(settings)
-    tensors = {**trained.model.state_dict(), **trained.split}
-    settings.output.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, settings.output)
-    print(f"Checkpoint: {settings.output}")
-
-
-def some(number: int, limit: int | None, generator: torch.Generator) -> Tensor:
-    """Return random indices of examples, at most `limit` of them."""
-    return torch.randperm(number, generator=generator)[:limit]
+def random_indices(images: Images, limit: int | None, generator: torch.Generator) -> Tensor:
+    """Return the indices of `limit` random images; of all images in a random order if None."""
+    return torch.randperm(len(images), generator=generator)[:limit]
 
 
 @torch.no_grad()
-def judge(trained: Trained, step: Tensor, parts: dict[str, Images], decay: float) -> Row:
-    """Compute regularised loss (Eq. 1) and accuracy on parts of the data, after a step.
+def loss_and_accuracy(
+    trained: Trained, step: Tensor | float, data: dict[str, Images], decay: float
+) -> Row:
+    """Compute regularised loss (Eq. 1) and accuracy on several data sets, after a step.
 
     Args:
         trained: The network, which is not changed.
-        step: The step from the network's parameters, [D].
-        parts: Images, by name.
+        step: The step from the network's parameters, [D]; 0 for no step.
+        data: Data sets, by name.
         decay: β, which applies only to weights.
+
+    Returns:
+        `<name>_loss`, in nats, and `<name>_accuracy` for each data set.
     """
     parameters = list(trained.model.parameters())
-    before = nn.utils.parameters_to_vector(parameters)
-    nn.utils.vector_to_parameters(before + step, parameters)
-    found: Row = {}
+    start = nn.utils.parameters_to_vector(parameters)
+    nn.utils.vector_to_parameters(start + step, parameters)
+    row: Row = {}
     penalty = decay / 2 * sum(p.square().sum() for p in parameters if p.ndim > 1)
-    for part, images in parts.items():
-        batches = [trained.batch(images, i) for i in torch.arange(len(images)).split(500)]
+    for name, images in data.items():
+        batches = trained.batches(images, torch.arange(len(images)), 500)
         logits = torch.cat([trained.model(x) for x, _ in batches])
         labels = torch.cat([y for _, y in batches])
         loss = nn.functional.cross_entropy(logits, labels) + penalty
-        found[f"{part}_loss"] = float(loss.nan_to_num(math.inf))
-        found[f"{part}_accuracy"] = float((logits.argmax(1) == labels).double().mean())
-    nn.utils.vector_to_parameters(before, parameters)
-    return found
+        row[f"{name}_loss"] = float(loss.nan_to_num(math.inf))
+        row[f"{name}_accuracy"] = float((logits.argmax(1) == labels).double().mean())
+    nn.utils.vector_to_parameters(start, parameters)
+    return row
+
+
+def select(rows: Sequence[Row], **values: Any) -> list[Row]:
+    """Return the rows that have these values in the columns of these names."""
+    return [row for row in rows if all(row[column] == values[column] for column in values)]
+
+
+def distinct(rows: Sequence[Row], *columns: str) -> list[tuple[Any, ...]]:
+    """Return the distinct values of these columns, in the order of their first rows."""
+    return list(dict.fromkeys(tuple(row[column] for column in columns) for row in rows))
 
 
 def half_width(draws: Sequence[Any], statistic: Callable[[Sequence[Any]], float]) -> float | None:
@@ -173,10 +191,28 @@ def half_width(draws: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
     n = len(draws)
     if n < 2:
         return None
-    left_out = [statistic([*draws[:i], *draws[i + 1 :]]) for i in range(n)]
-    centre = math.fsum(left_out) / n
-    error = math.sqrt((n - 1) / n * math.fsum((value - centre) ** 2 for value in left_out))
+    without_one = [statistic([*draws[:i], *draws[i + 1 :]]) for i in range(n)]
+    centre = math.fsum(without_one) / n
+    error = math.sqrt((n - 1) / n * math.fsum((value - centre) ** 2 for value in without_one))
     return float(stats.t.ppf(0.975, n - 1)) * error
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit whose distance to full-batch is measured.
+
+    Attributes:
+        method: The name of the method, which begins with "EKFAC, " for a fit of EKFAC.
+        size: The number of examples, or the tolerance, if the study varies it.
+    """
+
+    method: str
+    size: float | None
+
+    def with_method(self, method: str) -> "Fit":
+        """Return the fit of a method of K-FAC, or of EKFAC if this fit is one of EKFAC."""
+        prefix = "EKFAC, " if self.method.startswith("EKFAC, ") else ""
+        return Fit(prefix + method, self.size)
 
 
 def distances(rows: Sequence[Row]) -> list[Row]:
@@ -187,49 +223,61 @@ def distances(rows: Sequence[Row]) -> list[Row]:
     same draws. "worst" is the largest ratio at a single prior precision. Rows of full-batch have no
     draw.
     """
-    full = {(r["method"], r["prior_precision"]): r["nll"] for r in rows if r["draw"] is None}
-    grid = list(dict.fromkeys(delta for _, delta in full))
-    gaps: dict[tuple[str, int | None], dict[tuple[int, float], float]] = {}
+    full = select(rows, draw=None)
+    full_nll = {(row["method"], row["prior_precision"]): row["nll"] for row in full}
+    grid = [delta for (delta,) in distinct(full, "prior_precision")]
+    # |NLL − full-batch NLL| of each fit, by draw and prior precision.
+    gaps: dict[Fit, dict[int, dict[float, float]]] = {}
     for row in rows:
         if row["draw"] is not None:
-            method, delta = row["method"], row["prior_precision"]
-            gap = abs(row["nll"] - full[_kind(method) + FULL, delta])
-            gaps.setdefault((method, row.get("size")), {})[row["draw"], delta] = gap
+            fit = Fit(row["method"], row.get("size"))
+            delta = row["prior_precision"]
+            gap = abs(row["nll"] - full_nll[fit.with_method(FULL).method, delta])
+            gaps.setdefault(fit, {}).setdefault(row["draw"], {})[delta] = gap
 
-    def distance(key: tuple[str, int | None], draws: Sequence[int], deltas: list[float]) -> float:
-        return fmean(gaps[key][draw, delta] for draw in draws for delta in deltas)
+    def distance(fit: Fit, deltas: Sequence[float], draws: Sequence[int]) -> float:
+        return fmean(gaps[fit][draw][delta] for draw in draws for delta in deltas)
 
-    def to_mini(key: tuple[str, int | None], draws: Sequence[int], deltas: list[float]) -> float:
-        mini = _kind(key[0]) + MINI, key[1]
-        return distance(key, draws, deltas) / distance(mini, draws, deltas)
+    def ratio(fit: Fit, deltas: Sequence[float], draws: Sequence[int]) -> float:
+        return distance(fit, deltas, draws) / distance(fit.with_method(MINI), deltas, draws)
 
     table = []
-    for key in gaps:
-        draws = list(dict.fromkeys(draw for draw, _ in gaps[key]))
-        row: Row = {"method": key[0]} | ({"size": key[1]} if key[1] else {}) | {"draws": len(draws)}
-        columns = {"NLL distance": distance}
-        if (_kind(key[0]) + MINI, key[1]) in gaps:
-            columns["ratio"] = to_mini
-        for column, of in columns.items():
-            statistic = partial(of, key, deltas=grid)
-            row |= {column: statistic(draws), f"{column} ±": half_width(draws, statistic)}
-        if "ratio" in columns:
-            row["worst"] = max(to_mini(key, draws, [delta]) for delta in grid)
-        table.append(row)
+    for fit in gaps:
+        draws = list(gaps[fit])
+        line: Row = {"method": fit.method}
+        if fit.size is not None:
+            line["size"] = fit.size
+        line["draws"] = len(draws)
+        distance_over = partial(distance, fit, grid)
+        line["NLL distance"] = distance_over(draws)
+        line["NLL distance ±"] = half_width(draws, distance_over)
+        if fit.with_method(MINI) in gaps:
+            ratio_over = partial(ratio, fit, grid)
+            line["ratio"] = ratio_over(draws)
+            line["ratio ±"] = half_width(draws, ratio_over)
+            line["worst"] = max(ratio(fit, [delta], draws) for delta in grid)
+        table.append(line)
     return table
 
 
-def _kind(method: str) -> str:
-    return "EKFAC, " if method.startswith("EKFAC, ") else ""
-
-
 def write(
-    settings: Settings, tables: dict[str, list[Row]], pictures: dict[str, Figure], title: str
+    settings: ExperimentSettings,
+    tables: dict[str, list[Row]],
+    pictures: dict[str, Figure],
+    title: str,
 ) -> None:
-    """Print the last table, and write all tables and pictures into the output folder."""
+    """Write all tables and pictures into the output folder, and print the last table.
+
+    Args:
+        settings: The settings of the experiment.
+        tables: Tables, by the names of their files.
+        pictures: Pictures, by the names of their files.
+        title: The title of the printed table.
+    """
     for name, rows in tables.items():
         write_csv(rows, settings.output / f"{name}.csv")
     for name, figure in pictures.items():
         save(figure, settings.output / f"{name}.png")
-    print_table(list(tables.values())[-1], title)
+    *_, last_table = tables.values()
+    print_table(last_table, title)
     print(f"Tables and pictures: {settings.output}")

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.paper.common import Row, Trained, judge, load, some, write
-from examples.paper.common import Settings as Shared
+from examples.paper.common import (
+    ExperimentSettings,
+    Row,
+    Trained,
+    distinct,
+    load,
+    loss_and_accuracy,
+    random_indices,
+    select,
+    write,
+)
 from examples.paper.data import Images
 from examples.paper.plots import lines_figure
 from laplace_debias.linalg import Iterate, cg, debiased_cg
@@ -22,7 +31,7 @@ from laplace_debias.quadratic import Quadratic
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
+class Settings(ExperimentSettings):
     """The trajectories, and the data on which they are measured.
 
     Attributes:
@@ -53,73 +62,100 @@ def run(settings: Settings) -> list[Row]:
     """Compute all trajectories; return a row for each measured iterate."""
     trained = load(settings)
     generator = torch.Generator().manual_seed(settings.seed)
-    parts = {
-        name: images.subset(some(len(images), limit, generator))
-        for name, images, limit in (
-            ("train", trained.train, settings.train_examples),
-            ("test", trained.test, settings.test_examples),
-        )
+    train_indices = random_indices(trained.train, settings.train_examples, generator)
+    test_indices = random_indices(trained.test, settings.test_examples, generator)
+    data = {
+        "train": trained.train.subset(train_indices),
+        "test": trained.test.subset(test_indices),
     }
-    chosen = [("full-batch", 0, settings.full_examples)] if settings.full_examples else []
-    chosen += [("single-batch", draw, settings.batch_size) for draw in range(settings.draws)]
     rows: list[Row] = []
-    for method, draw, size in tqdm(chosen, "trajectories", disable=not settings.progress):
-        indices = some(len(trained.train), size, generator)
-        debiased = "debiased" if method == "single-batch" else f"{method}, debiased"
-        for name, halves in ((method, (indices,)), (debiased, indices.tensor_split(2))):
-            of_run = trajectory(trained, [*halves], parts, settings)
-            rows += [{"method": name, "draw": draw, "all": "", **row} for row in of_run]
+
+    def add_run(method: str, draw: int, batches: list[Tensor]) -> None:
+        for row in trajectory(trained, batches, data, settings):
+            rows.append({"method": method, "draw": draw, "all": "", **row})
+
+    if settings.full_examples:
+        indices = random_indices(trained.train, settings.full_examples, generator)
+        add_run("full-batch", 0, [indices])
+        add_run("full-batch, debiased", 0, list(indices.tensor_split(2)))
+    for draw in tqdm(range(settings.draws), "trajectories", disable=not settings.progress):
+        indices = random_indices(trained.train, settings.batch_size, generator)
+        add_run("single-batch", draw, [indices])
+        add_run("debiased", draw, list(indices.tensor_split(2)))
     table = ends(rows)
     metrics = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
-    figure = lines_figure(rows, "all", metrics, "iteration", "CG iteration")
+    figure = lines_figure(rows, "all", metrics, x="iteration", label="CG iteration")
     tables = {"results": rows, "ends": table}
     write(settings, tables, {"conjugate_gradients": figure}, "Regularised loss of the trajectories")
     return rows
 
 
 def trajectory(
-    trained: Trained, batches: list[Tensor], parts: dict[str, Images], settings: Settings
+    trained: Trained, batches: list[Tensor], data: dict[str, Images], settings: Settings
 ) -> list[Row]:
-    """Run CG (Eq. 3) on one batch or debiased CG (Eq. 8) on two, and measure the iterates."""
+    """Run CG (Eq. 3) on one batch or debiased CG (Eq. 8) on two, and measure the iterates.
 
-    def quadratic(indices: Tensor) -> Quadratic:
-        return Quadratic.from_data(
+    Args:
+        trained: The network and its data.
+        batches: The indices of the training images of each batch.
+        data: The data sets on which loss and accuracy are measured, by name.
+        settings: The steps of the run.
+
+    Returns:
+        A row for each measured iterate, from the network itself (iteration 0) to the last one.
+    """
+    decay = trained.recipe.penalty
+    quadratics = [
+        Quadratic.from_data(
             trained.model,
             nn.CrossEntropyLoss(),
-            [trained.batch(trained.train, i) for i in indices.split(settings.chunk_size)],
+            trained.batches(trained.train, indices, settings.chunk_size),
             settings.curvature,
-            weight_decay=trained.recipe.penalty,
+            weight_decay=decay,
         )
-
-    iterates: list[tuple[int, Tensor]] = []
+        for indices in batches
+    ]
+    steps: dict[int, Tensor] = {}
 
     def record(iterate: Iterate) -> None:
-        iterates.append((iterate.iteration, iterate.x.clone()))
+        steps[iterate.iteration] = iterate.x.clone()
 
-    quadratics = [quadratic(indices) for indices in batches]
-    matrices, right = [q.matrix for q in quadratics], [-q.gradient for q in quadratics]
-    limits = {"tol": 0.0, "max_iter": settings.iterations}
-    if len(batches) == 1:
-        cg(*matrices, *right, callback=record, **limits)
+    def record_debiased(_: Iterate, debiased: Iterate) -> None:
+        record(debiased)
+
+    if len(quadratics) == 1:
+        (q,) = quadratics
+        cg(q.matrix, -q.gradient, tol=0.0, max_iter=settings.iterations, callback=record)
     else:
-        debiased_cg(*matrices, *right, callback=lambda _, debiased: record(debiased), **limits)
-    # CG stops early if the curvature is not positive.
-    measured = [(n, x) for n, x in iterates if n % settings.evaluate_every == 0]
-    if measured[-1][0] != iterates[-1][0]:
-        measured.append(iterates[-1])
-    decay = trained.recipe.penalty
-    return [{"iteration": n, **judge(trained, x, parts, decay)} for n, x in measured]
+        first, second = quadratics
+        debiased_cg(
+            first.matrix,
+            second.matrix,
+            -first.gradient,
+            -second.gradient,
+            tol=0.0,
+            max_iter=settings.iterations,
+            callback=record_debiased,
+        )
+    # CG stops early if the curvature is not positive, and its last iterate is always measured.
+    last = max(steps)
+    return [
+        {"iteration": iteration, **loss_and_accuracy(trained, step, data, decay)}
+        for iteration, step in steps.items()
+        if iteration % settings.evaluate_every == 0 or iteration == last
+    ]
 
 
 def ends(rows: list[Row]) -> list[Row]:
     """Return the losses of each run at the start, at the best iterate and at the end."""
     table = []
-    for method, draw in dict.fromkeys((row["method"], row["draw"]) for row in rows):
-        of_run = [row for row in rows if (row["method"], row["draw"]) == (method, draw)]
-        found: Row = {"method": method, "draw": draw}
-        for part in ("train", "test"):
-            values = [row[f"{part}_loss"] for row in of_run]
-            found |= {f"{part} start": values[0], f"{part} best": min(values)}
-            found[f"{part} end"] = values[-1]
-        table.append(found)
+    for method, draw in distinct(rows, "method", "draw"):
+        run_rows = select(rows, method=method, draw=draw)
+        line: Row = {"method": method, "draw": draw}
+        for data in ("train", "test"):
+            losses = [row[f"{data}_loss"] for row in run_rows]
+            line[f"{data} start"] = losses[0]
+            line[f"{data} best"] = min(losses)
+            line[f"{data} end"] = losses[-1]
+        table.append(line)
     return table

@@ -4,22 +4,35 @@ Every method uses the same 2b training examples of a draw. Methods with larger n
 names, or with "all", also use further examples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from examples.paper.common import FULL, MINI, Batch, Row, distances, load, write
-from examples.paper.common import Settings as Shared
-from examples.paper.laplace import measured, predicted
+from examples.paper.common import (
+    FULL,
+    MINI,
+    Batch,
+    ExperimentSettings,
+    Row,
+    Trained,
+    distances,
+    load,
+    random_indices,
+    write,
+)
+from examples.paper.data import Images
+from examples.paper.laplace import metrics_of, probabilities
 from examples.paper.plots import bars_figure
 from laplace_debias import Laplace
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
+class Settings(ExperimentSettings):
     """The methods of the study, and the amounts of data.
 
     Attributes:
@@ -49,60 +62,121 @@ class Settings(Shared):
     chunk_size: int = 50
 
 
+@dataclass(frozen=True)
+class Method:
+    """A way to fit a posterior to the examples of a draw.
+
+    Attributes:
+        name: The name in tables and pictures.
+        directions: The batches of the eigenvectors.
+        magnitudes: The batches of the curvature along them; the same batches if None.
+        folds: The number of folds for cross-fitting.
+        curvature: The curvature structure.
+    """
+
+    name: str
+    directions: list[Batch]
+    magnitudes: list[Batch] | None = None
+    folds: int | None = None
+    curvature: Literal["kfac", "ekfac"] = "kfac"
+
+
 def run(settings: Settings) -> list[Row]:
     """Fit, predict, and compare with full-batch; return a row for each method."""
     trained = load(settings)
-    b = settings.batch_size
-    a_draw = (2 + settings.further_batches) * b
-    number = settings.full_examples + settings.draws * a_draw
-    generator = torch.Generator().manual_seed(settings.seed)
-    order = torch.randperm(len(trained.train), generator=generator)
-    if number > len(order):
+    draw_size = (2 + settings.further_batches) * settings.batch_size
+    num_needed = settings.full_examples + settings.draws * draw_size
+    if num_needed > len(trained.train):
         raise ValueError(
-            f"the study takes {number} training images; {settings.problem} has {len(order)}. Lower "
-            "full_examples, draws or batch_size."
+            f"the study takes {num_needed} training images; {settings.problem} has "
+            f"{len(trained.train)}. Lower full_examples, draws or batch_size."
         )
-    chosen = torch.randperm(len(trained.test), generator=generator)[: settings.test_examples]
-    test = trained.test.subset(chosen)
-    parts = order[: settings.full_examples].split(settings.chunk_size)
-    full = [trained.batch(trained.train, part) for part in parts]
-    rows: list[Row] = []
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = random_indices(trained.train, None, generator)
+    test = trained.test.subset(random_indices(trained.test, settings.test_examples, generator))
+    full_indices = order[: settings.full_examples]
+    full = trained.batches(trained.train, full_indices, settings.chunk_size)
 
-    def measure(curvature: str, name: str, draw: int | None, *batches: Any, **how: Any) -> None:
-        la = Laplace(trained.model, curvature=curvature, params="weights", fisher=settings.fisher)
-        la.fit_batches(*batches, num_data=len(trained.train), generator=generator, **how)
-        for delta in settings.prior_precisions:
-            la.prior_precision = delta
-            probs = predicted(trained, la, "", test, settings.chunk_size)
-            nll = measured(probs, test.labels)["nll"]
-            method = name if curvature == "kfac" else f"EKFAC, {name}"
-            rows.append({"method": method, "draw": draw, "prior_precision": delta, "nll": nll})
-
-    measure("kfac", FULL, None, full)
+    measure = partial(nll_rows, trained, test, settings, generator)
+    rows = measure(Method(FULL, full), draw=None)
     if settings.ekfac_draws:
-        measure("ekfac", FULL, None, full)
+        rows += measure(Method(f"EKFAC, {FULL}", full, curvature="ekfac"), draw=None)
     for draw in tqdm(range(settings.draws), "draws", disable=not settings.progress):
-        start = settings.full_examples + draw * a_draw
-        x, y = trained.batch(trained.train, order[start : start + a_draw])
+        start = settings.full_examples + draw * draw_size
+        x, y = trained.batch(trained.train, order[start : start + draw_size])
+        includes_ekfac = draw < settings.ekfac_draws
+        for method in methods_of_draw(x, y, full, settings, includes_ekfac):
+            rows += measure(method, draw)
 
-        def some(first: int, last: int, x: torch.Tensor = x, y: torch.Tensor = y) -> list[Batch]:
-            return [(x[first:last], y[first:last])]
-
-        hand = some(0, 2 * b)
-        for curvature in ("kfac", "ekfac")[: 1 + (draw < settings.ekfac_draws)]:
-            measure(curvature, MINI, draw, hand)
-            measure(curvature, f"debiased, {b} + {b}", draw, some(0, b), some(b, 2 * b))
-            for folds in settings.folds:
-                measure(curvature, f"crossfit, {folds} folds", draw, hand, folds=folds)
-        for size in (b // 2, 3 * b // 2):
-            name = f"debiased, {size} + {2 * b - size}"
-            measure("kfac", name, draw, some(0, size), some(size, 2 * b))
-        for m in range(2, settings.further_batches + 2):
-            measure("kfac", f"debiased, {b} + {m * b}", draw, some(0, b), some(b, (m + 1) * b))
-        measure("kfac", f"debiased, {b} + all", draw, some(0, b), full)
-        measure("kfac", "oracle magnitudes", draw, hand, full)
     summary = distances(rows)
     figure = bars_figure(summary, "ratio", "|NLL − full-batch NLL| over the mini-batch's ↓")
     title = "Distance of the NLL to full-batch at equal data, ± half a 95 % interval over draws"
     write(settings, {"results": rows, "summary": summary}, {"distances": figure}, title)
     return summary
+
+
+def methods_of_draw(
+    x: Tensor, y: Tensor, full: list[Batch], settings: Settings, includes_ekfac: bool
+) -> list[Method]:
+    """Return all methods with the examples that they use in a draw.
+
+    Args:
+        x: The images of the draw: 2b for every method, followed by the further batches.
+        y: Their labels.
+        full: The batches that represent the full batch.
+        settings: The methods of the study.
+        includes_ekfac: Whether EKFAC is fitted too.
+    """
+
+    def batch(start: int, end: int) -> list[Batch]:
+        return [(x[start:end], y[start:end])]
+
+    b = settings.batch_size
+    both_halves = batch(0, 2 * b)
+    methods = [
+        Method(MINI, both_halves),
+        Method(f"debiased, {b} + {b}", batch(0, b), batch(b, 2 * b)),
+    ]
+    for folds in settings.folds:
+        methods.append(Method(f"crossfit, {folds} folds", both_halves, folds=folds))
+    if includes_ekfac:
+        methods += [
+            replace(method, name=f"EKFAC, {method.name}", curvature="ekfac") for method in methods
+        ]
+    for size in (b // 2, 3 * b // 2):
+        name = f"debiased, {size} + {2 * b - size}"
+        methods.append(Method(name, batch(0, size), batch(size, 2 * b)))
+    for m in range(2, settings.further_batches + 2):
+        name = f"debiased, {b} + {m * b}"
+        methods.append(Method(name, batch(0, b), batch(b, (m + 1) * b)))
+    methods.append(Method(f"debiased, {b} + all", batch(0, b), full))
+    methods.append(Method("oracle magnitudes", both_halves, full))
+    return methods
+
+
+def nll_rows(
+    trained: Trained,
+    test: Images,
+    settings: Settings,
+    generator: torch.Generator,
+    method: Method,
+    draw: int | None,
+) -> list[Row]:
+    """Fit a posterior, and compute its NLL on test images for each prior precision."""
+    la = Laplace(
+        trained.model, curvature=method.curvature, params="weights", fisher=settings.fisher
+    )
+    la.fit_batches(
+        method.directions,
+        method.magnitudes,
+        num_data=len(trained.train),
+        folds=method.folds,
+        generator=generator,
+    )
+    rows: list[Row] = []
+    for delta in settings.prior_precisions:
+        la.prior_precision = delta
+        probs = probabilities(trained, la, test, settings.chunk_size)
+        nll = metrics_of(probs, test.labels)["nll"]
+        rows.append({"method": method.name, "draw": draw, "prior_precision": delta, "nll": nll})
+    return rows

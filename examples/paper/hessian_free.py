@@ -14,15 +14,23 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.paper.common import Row, Trained, judge, load, write
-from examples.paper.common import Settings as Shared
+from examples.paper.common import (
+    ExperimentSettings,
+    Row,
+    Trained,
+    distinct,
+    load,
+    loss_and_accuracy,
+    select,
+    write,
+)
 from examples.paper.plots import lines_figure
 from examples.paper.problems import decay_groups
 from laplace_debias.optim import DebiasedHessianFree
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
+class Settings(ExperimentSettings):
     """The training of the network.
 
     Attributes:
@@ -50,37 +58,61 @@ def run(settings: Settings) -> list[Row]:
     """Train; return a row for each variant and method, with means over the ends of runs."""
     if settings.checkpoint is not None:
         raise ValueError("every run begins with random weights: leave checkpoint out")
-    start = load(replace(settings, recipe={**settings.recipe, "epochs": 0, "cycles": ()}))
+    untrained = load(replace(settings, recipe={**settings.recipe, "epochs": 0, "cycles": ()}))
+    variants = ["damped"]
+    if settings.bare:
+        variants.append("bare")
     rows: list[Row] = []
     for draw in tqdm(range(settings.draws), "runs", disable=not settings.progress):
-        for variant in ("damped", "bare") if settings.bare else ("damped",):
+        for variant in variants:
             for method in ("single-batch", "debiased"):
-                of_run = {"variant": variant, "method": method, "draw": draw}
-                model = start.problem.initial_model(settings.seed + draw).to(settings.device)
-                trained = replace(start, model=model.train())
-                found = train_run(trained, settings, variant == "damped", method, draw)
-                rows += [of_run | row for row in found]
+                model = untrained.problem.initial_model(settings.seed + draw).to(settings.device)
+                trained = replace(untrained, model=model.train())
+                is_damped = variant == "damped"
+                labels = {"variant": variant, "method": method, "draw": draw}
+                run_rows = train_run(trained, settings, is_damped, method, draw)
+                rows += [labels | row for row in run_rows]
     table = ends(rows)
     metrics = ("train_loss", "test_loss", "test_accuracy")
-    figure = lines_figure(rows, "variant", metrics, "step", "Step")
+    figure = lines_figure(rows, "variant", metrics, x="step", label="Step")
     title = "The last step, mean over runs"
     write(settings, {"results": rows, "ends": table}, {"hessian_free": figure}, title)
     return table
 
 
 def train_run(
-    trained: Trained, settings: Settings, damped: bool, method: str, draw: int
+    trained: Trained, settings: Settings, is_damped: bool, method: str, draw: int
 ) -> list[Row]:
-    """Train one network and measure it; a run ends early if its loss is not finite."""
-    model, decay = trained.model, trained.recipe.penalty
+    """Train one network and measure it; a run ends early if its loss is not finite.
+
+    Args:
+        trained: A network with random weights in training mode, which is changed, and its data.
+        settings: The training.
+        is_damped: Whether to use damping and line search.
+        method: "single-batch" or "debiased".
+        draw: The index of the run, for the order of the examples.
+
+    Returns:
+        A row for each measured step, from the network before training (step 0).
+    """
+    model = trained.model
+    decay = trained.recipe.penalty
     optimizer = DebiasedHessianFree(
         decay_groups(model.parameters(), decay),
-        damping=settings.damping if damped else 0.0,
+        damping=settings.damping if is_damped else 0.0,
         max_iter=settings.max_iter,
-        adapt_damping=damped,
-        line_search=damped,
+        adapt_damping=is_damped,
+        line_search=is_damped,
     )
-    parts = {"train": trained.train, "test": trained.test}
+    data = {"train": trained.train, "test": trained.test}
+    rows: list[Row] = []
+
+    def record(step: int) -> bool:
+        """Measure the network; return whether its training loss is finite."""
+        model.eval()
+        rows.append({"step": step, **loss_and_accuracy(trained, 0.0, data, decay)})
+        model.train()
+        return math.isfinite(rows[-1]["train_loss"])
 
     def closure(indices: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         x, y = trained.batch(trained.train, indices)
@@ -91,32 +123,28 @@ def train_run(
 
         return evaluate
 
-    def record(step: int) -> bool:
-        model.eval()
-        rows.append({"step": step, **judge(trained, 0.0, parts, decay)})
-        model.train()
-        return math.isfinite(rows[-1]["train_loss"])
-
-    rows: list[Row] = []
     record(0)
     generator = torch.Generator().manual_seed(settings.seed + draw)
-    order = torch.empty(0, dtype=torch.int64)
-    size = settings.batch_size
+    unused = torch.empty(0, dtype=torch.int64)
     for step in range(1, settings.steps + 1):
-        if len(order) < size:
-            order = torch.randperm(len(trained.train), generator=generator)
-        chosen, order = order[:size], order[size:]
-        batches = (chosen,) if method == "single-batch" else chosen.tensor_split(2)
+        if len(unused) < settings.batch_size:
+            unused = torch.randperm(len(trained.train), generator=generator)
+        indices = unused[: settings.batch_size]
+        unused = unused[settings.batch_size :]
         try:
-            optimizer.step(*map(closure, batches))
+            if method == "single-batch":
+                optimizer.step(closure(indices))
+            else:
+                first_half, second_half = indices.tensor_split(2)
+                optimizer.step(closure(first_half), closure(second_half))
         except ValueError as error:
             # The loss has overflowed, which may happen in a run without damping and line search.
             if "NaN or Inf" not in str(error):
                 raise
             rows.append({**rows[-1], "step": step, "train_loss": math.inf, "test_loss": math.inf})
             return rows
-        due = step % settings.evaluate_every == 0 or step == settings.steps
-        if due and not record(step):
+        is_measured = step % settings.evaluate_every == 0 or step == settings.steps
+        if is_measured and not record(step):
             return rows
     return rows
 
@@ -124,14 +152,14 @@ def train_run(
 def ends(rows: list[Row]) -> list[Row]:
     """Return means over the ends of runs, and the largest training loss relative to the start."""
     table = []
-    for variant, method in dict.fromkeys((row["variant"], row["method"]) for row in rows):
-        of_kind = [r for r in rows if (r["variant"], r["method"]) == (variant, method)]
-        runs = [
-            [r for r in of_kind if r["draw"] == draw]
-            for draw in dict.fromkeys(r["draw"] for r in of_kind)
-        ]
-        metrics = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
-        means = {m: sum(run[-1][m] for run in runs) / len(runs) for m in metrics}
-        worst = max(row["train_loss"] / run[0]["train_loss"] for run in runs for row in run)
-        table.append({"variant": variant, "method": method, **means, "greatest loss": worst})
+    for variant, method in distinct(rows, "variant", "method"):
+        runs_rows = select(rows, variant=variant, method=method)
+        runs = [select(runs_rows, draw=draw) for (draw,) in distinct(runs_rows, "draw")]
+        line: Row = {"variant": variant, "method": method}
+        for metric in ("train_loss", "test_loss", "train_accuracy", "test_accuracy"):
+            line[metric] = sum(run[-1][metric] for run in runs) / len(runs)
+        line["greatest loss"] = max(
+            row["train_loss"] / run[0]["train_loss"] for run in runs for row in run
+        )
+        table.append(line)
     return table

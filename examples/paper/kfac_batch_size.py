@@ -6,16 +6,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from examples.paper.common import Batch, Row, Trained, load, write
-from examples.paper.common import Settings as Shared
+from examples.paper.common import (
+    FULL,
+    Batch,
+    ExperimentSettings,
+    Row,
+    Trained,
+    distinct,
+    load,
+    select,
+    write,
+)
 from examples.paper.plots import points_figure
-from examples.paper.quadratics import FULL, OTHER, SAME
+from examples.paper.quadratics import OTHER, SAME
 from laplace_debias import Laplace
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
-    """What to measure.
+class Settings(ExperimentSettings):
+    """The mini-batches and eigenvectors to measure.
 
     Attributes:
         full_examples: The number of random training images in the full set.
@@ -40,27 +49,17 @@ def run(settings: Settings) -> list[Row]:
     trained = load(settings)
     table: list[Row] = []
     for size in settings.batch_sizes:
-        batches = trained.batches(size, settings.full_examples // size, settings.seed)
+        batches = trained.random_batches(size, settings.full_examples // size, settings.seed)
         for draw in range(settings.draws):
-            own = magnitudes(trained, batches[draw], None)
-            top = own.topk(min(settings.num_directions, len(own))).indices
-            others = [(draw + 1 + i) % len(batches) for i in range(settings.others)]
-            # K-FAC of the full set is not the mean of K-FAC of the mini-batches (Eq. 5 holds for
-            # the GGN).
-            measured = [(SAME, own), (FULL, magnitudes(trained, batches[draw], batches))]
-            for other in others:
-                measured.append((OTHER, magnitudes(trained, batches[draw], [batches[other]])))
-            table += [
-                {"batch_size": size, "draw": draw, "index": i, "measured_on": name, "curvature": c}
-                for name, along in measured
-                for i, c in enumerate(along[top].tolist(), start=1)
-            ]
-    summary = [ratios(table, size) for size in settings.batch_sizes]
-    drawn = [row for row in table if row["draw"] == 0]
+            rows = curvature_rows(trained, batches, draw, settings)
+            table += [{"batch_size": size, "draw": draw, **row} for row in rows]
+    summary = [{"batch_size": size, **ratios(table, size)} for size in settings.batch_sizes]
+    first_draw = select(table, draw=0)
     label = "Index of eigenvector"
-    figure = points_figure(drawn, "batch_size", ("curvature",), label, log=("curvature",))
-    tables, pictures = {"results": table, "summary": summary}, {"kfac_batch_size": figure}
-    write(settings, tables, pictures, "K-FAC along a mini-batch's top eigenvectors: medians")
+    figure = points_figure(first_draw, "batch_size", ("curvature",), label, log=("curvature",))
+    tables = {"results": table, "summary": summary}
+    title = "K-FAC along a mini-batch's top eigenvectors: medians"
+    write(settings, tables, {"kfac_batch_size": figure}, title)
     return summary
 
 
@@ -76,26 +75,63 @@ def check_num_batches(settings: Settings) -> None:
             )
 
 
-def magnitudes(trained: Trained, directions: Batch, measured: list[Batch] | None) -> Tensor:
-    """Measure K-FAC along all K-FAC eigenvectors of one batch, block after block, in float64."""
-    la = Laplace(trained.model, params="weights").fit_batches([directions], measured)
+def curvature_rows(
+    trained: Trained, batches: list[Batch], draw: int, settings: Settings
+) -> list[Row]:
+    """Measure K-FAC along the top eigenvectors of a mini-batch.
+
+    Args:
+        trained: The network and its data.
+        batches: The mini-batches of the full set.
+        draw: The index of the mini-batch of the eigenvectors.
+        settings: The numbers of eigenvectors and of other mini-batches.
+    """
+    batch = batches[draw]
+    on_batch = magnitudes(trained, batch, None)
+    top = on_batch.topk(min(settings.num_directions, len(on_batch))).indices
+    # The full set is measured in one fit, because Eq. 5 holds for the GGN, but not for K-FAC: K-FAC
+    # of the full set is not the mean of K-FAC of the mini-batches.
+    measurements = [(SAME, on_batch), (FULL, magnitudes(trained, batch, batches))]
+    for step in range(1, settings.others + 1):
+        other_batch = batches[(draw + step) % len(batches)]
+        measurements.append((OTHER, magnitudes(trained, batch, [other_batch])))
+    return [
+        {"index": index, "measured_on": measured_on, "curvature": curvature}
+        for measured_on, curvatures in measurements
+        for index, curvature in enumerate(curvatures[top].tolist(), start=1)
+    ]
+
+
+def magnitudes(trained: Trained, directions: Batch, measured_on: list[Batch] | None) -> Tensor:
+    """Measure K-FAC along all K-FAC eigenvectors of one batch, block after block, in float64.
+
+    Args:
+        trained: The network.
+        directions: The batch of the eigenvectors.
+        measured_on: The batches on which K-FAC is measured; the batch of the eigenvectors if None.
+    """
+    la = Laplace(trained.model, params="weights").fit_batches([directions], measured_on)
     blocks = la.posterior.curvature.blocks.values()
     return torch.cat([block.magnitudes.flatten().double().cpu() for block in blocks])
 
 
 def ratios(table: list[Row], size: int) -> Row:
     """Return medians, over directions and draws, of the ratios to the full set."""
-
-    def of(name: str) -> Tensor:
-        chosen = [r for r in table if (r["batch_size"], r["measured_on"]) == (size, name)]
-        pairs = sorted({(r["draw"], r["index"]) for r in chosen})
-        return torch.tensor(
-            [[r["curvature"] for r in chosen if (r["draw"], r["index"]) == pair] for pair in pairs]
-        ).mean(1)
-
-    same, others, full = (of(name) for name in (SAME, OTHER, FULL))
+    same, others, full = (
+        _mean_curvatures(select(table, batch_size=size, measured_on=measured_on))
+        for measured_on in (SAME, OTHER, FULL)
+    )
     return {
-        "batch_size": size,
         "same/full": float((same / full).median()),
         "others/full": float((others / full).median()),
     }
+
+
+def _mean_curvatures(rows: list[Row]) -> Tensor:
+    """Return the mean curvature over batches, for each draw and direction."""
+    return torch.tensor(
+        [
+            [row["curvature"] for row in select(rows, draw=draw, index=index)]
+            for draw, index in distinct(rows, "draw", "index")
+        ]
+    ).mean(1)

@@ -8,7 +8,9 @@ magnitude. The second term is estimated from products.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,14 +20,14 @@ from torch import Tensor, nn
 
 from examples.paper.common import (
     Batch,
+    ExperimentSettings,
     Row,
     Trained,
+    distinct,
     half_width,
     load,
+    select,
     write,
-)
-from examples.paper.common import (
-    Settings as Shared,
 )
 from examples.paper.plots import bars_figure
 from laplace_debias import Laplace
@@ -37,8 +39,8 @@ ALL = "all blocks"
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
-    """What to measure.
+class Settings(ExperimentSettings):
+    """The mini-batches and fits to measure.
 
     Attributes:
         batch_size: Examples of a mini-batch, an even number. Mini-batch and cross-fitted fits use
@@ -59,19 +61,23 @@ def run(settings: Settings) -> list[Row]:
     """Fit each mini-batch in every way; return ‖C' − C‖ / ‖C‖ of each block and of all blocks."""
     trained = load(settings)
     number = settings.draws + settings.num_batches
-    batches = trained.batches(settings.batch_size, number, settings.seed)
-    drawn, full = batches[: settings.draws], batches[settings.draws :]
-    rows = [
-        {"draw": draw, **row}
-        for draw, batch in enumerate(drawn)
-        for row in errors(trained, batch, full, settings)
-    ]
-    summary = []
-    for fit, block in dict.fromkeys((row["fit"], row["block"]) for row in rows):
-        found = [r["error"] for r in rows if (r["fit"], r["block"]) == (fit, block)]
-        mean, width = fmean(found), half_width(found, fmean)
-        summary.append({"method": fit, "block": block, "error": mean, "error ±": width})
-    overall = [row for row in summary if row["block"] == ALL]
+    batches = trained.random_batches(settings.batch_size, number, settings.seed)
+    full = batches[settings.draws :]
+    rows: list[Row] = []
+    for draw, batch in enumerate(batches[: settings.draws]):
+        rows += [{"draw": draw, **row} for row in errors(trained, batch, full, settings)]
+    summary: list[Row] = []
+    for fit, block in distinct(rows, "fit", "block"):
+        error_of_draws = [row["error"] for row in select(rows, fit=fit, block=block)]
+        summary.append(
+            {
+                "method": fit,
+                "block": block,
+                "error": fmean(error_of_draws),
+                "error ±": half_width(error_of_draws, fmean),
+            }
+        )
+    overall = select(summary, block=ALL)
     figure = bars_figure(overall, "error", "Relative error ↓")
     tables = {"results": rows, "blocks": summary, "summary": overall}
     title = f"Relative error of {settings.batch_size} examples' curvature, ± half a 95 % interval"
@@ -105,7 +111,7 @@ class Reference:
 
 
 def references(trained: Trained, directions: Batch, full: list[Batch]) -> dict[str, Reference]:
-    """Return the blocks of the full batch in the eigenbases of one batch's factors."""
+    """Return the blocks of the full batch in the eigenbases of one batch's factors, by name."""
     la = Laplace(trained.model, curvature="ekfac", params="weights")
     la.fit_batches([directions], full)
     by_block = {}
@@ -119,40 +125,64 @@ def references(trained: Trained, directions: Batch, full: list[Batch]) -> dict[s
     return by_block
 
 
-def _magnitudes(block: Any) -> Tensor:
-    assert isinstance(block, EigenKronecker)
-    return block.magnitudes.double()
-
-
 def errors(trained: Trained, batch: Batch, full: list[Batch], settings: Settings) -> list[Row]:
-    """Return the errors of all fits of one mini-batch."""
+    """Return the errors of all fits of one mini-batch.
+
+    Returns:
+        A row with the relative error for each fit and block, and one for all blocks of a fit.
+    """
     x, y = batch
     half = settings.batch_size // 2
     first = (x[:half], y[:half])
     second = (x[half:], y[half:])
     on_batch = references(trained, batch, full)
     on_first = references(trained, first, full)
-    rows = []
+    rows: list[Row] = []
     for name, curvature in (("K-FAC", "kfac"), ("EKFAC", "ekfac")):
-
-        def fitted(*batches: list[Batch], folds: int | None = None, kind: str = curvature) -> Any:
-            la = Laplace(trained.model, curvature=kind, params="weights")
-            la.fit_batches(*batches, folds=folds)
-            return la.posterior.curvature.blocks
-
-        fits = {
-            name: (on_batch, fitted([batch])),
-            f"debiased {name}": (on_first, fitted([first], [second])),
-            f"cross-fitted {name}": (on_batch, fitted([batch], folds=settings.folds)),
-        }
-        for fit, (exact, blocks) in fits.items():
-            squares = {
-                block: (exact[block].squared_error(_magnitudes(C)), exact[block].squared_norm)
-                for block, C in blocks.items()
-            }
-            totals = [math.fsum(column) for column in zip(*squares.values(), strict=True)]
-            rows += [
-                {"fit": fit, "block": block, "error": math.sqrt(error / norm)}
-                for block, (error, norm) in {**squares, ALL: tuple(totals)}.items()
-            ]
+        fit = partial(fit_blocks, trained, curvature)
+        rows += error_rows(name, fit([batch]), on_batch)
+        rows += error_rows(f"debiased {name}", fit([first], [second]), on_first)
+        crossfit_blocks = fit([batch], folds=settings.folds)
+        rows += error_rows(f"cross-fitted {name}", crossfit_blocks, on_batch)
     return rows
+
+
+def fit_blocks(
+    trained: Trained,
+    curvature: str,
+    directions: list[Batch],
+    magnitudes: list[Batch] | None = None,
+    folds: int | None = None,
+) -> Mapping[str, Any]:
+    """Return the blocks of a fitted curvature, by name."""
+    la = Laplace(trained.model, curvature=curvature, params="weights")
+    la.fit_batches(directions, magnitudes, folds=folds)
+    return la.posterior.curvature.blocks
+
+
+def error_rows(fit: str, blocks: Mapping[str, Any], exact: Mapping[str, Reference]) -> list[Row]:
+    """Return the relative errors of a fit's blocks, and of all blocks together.
+
+    Args:
+        fit: The name of the fit.
+        blocks: The blocks of its curvature.
+        exact: The blocks of the full batch in the same eigenbases.
+    """
+    rows: list[Row] = []
+    squared_errors = []
+    squared_norms = []
+    for name, block in blocks.items():
+        squared_error = exact[name].squared_error(_magnitudes(block))
+        squared_norm = exact[name].squared_norm
+        rows.append({"fit": fit, "block": name, "error": math.sqrt(squared_error / squared_norm)})
+        squared_errors.append(squared_error)
+        squared_norms.append(squared_norm)
+    squared_ratio = math.fsum(squared_errors) / math.fsum(squared_norms)
+    rows.append({"fit": fit, "block": ALL, "error": math.sqrt(squared_ratio)})
+    return rows
+
+
+def _magnitudes(block: Any) -> Tensor:
+    """Return the curvatures of a block along its eigenvectors, in float64."""
+    assert isinstance(block, EigenKronecker)
+    return block.magnitudes.double()

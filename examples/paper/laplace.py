@@ -7,7 +7,6 @@ exact functional covariance, instead of the paper's samples (Eq. 18).
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -24,14 +23,14 @@ from examples.paper.common import (
     METHODS,
     MINI,
     Batch,
+    ExperimentSettings,
     Row,
     Trained,
+    distinct,
     load,
-    some,
+    random_indices,
+    select,
     write,
-)
-from examples.paper.common import (
-    Settings as Shared,
 )
 from examples.paper.corruptions import BENCHMARK_KINDS
 from examples.paper.data import Images
@@ -42,7 +41,7 @@ Fisher = Literal["exact", "mc", "empirical"]
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
+class Settings(ExperimentSettings):
     """The posteriors, and the data on which they are measured.
 
     Attributes:
@@ -77,54 +76,67 @@ class Settings(Shared):
     chunk_size: int = 100
 
 
+@dataclass(frozen=True)
+class Posterior:
+    """A fitted posterior, with its method and draw in tables and pictures."""
+
+    method: str
+    draw: int
+    laplace: Laplace
+
+
 def run(settings: Settings) -> list[Row]:
     """Fit, predict and measure; return the distances to full-batch on each data set."""
     trained = load(settings)
     generator = torch.Generator().manual_seed(settings.seed)
-    test = trained.test.subset(some(len(trained.test), settings.test_examples, generator))
-    data: dict[str, Images] = {"test": test}
-    for name, number in (
-        ("train", settings.train_examples),
-        ("validation", settings.validation_examples),
-    ):
-        if number:
-            images: Images = getattr(trained, name)
-            data[name] = images.subset(some(len(images), number, generator))
-    data |= {f"severity {s}": test.corrupted(s, kinds=BENCHMARK_KINDS) for s in settings.severities}
+    data = evaluation_data(trained, settings, generator)
     rows: list[Row] = []
-    entropies: dict[tuple[str, int, float | None], Tensor] = {}
-    for (method, draw), la in posteriors(trained, settings, generator).items():
-        grid = (None,) if method == MAP else settings.prior_precisions
-        for delta in tqdm(grid, f"predict, {method} {draw}", disable=not settings.progress):
-            if delta is not None:
-                la.prior_precision = delta
-            for name, images in data.items():
-                probs = predicted(trained, la, method, images, settings.chunk_size)
-                row = {"data": name, "method": method, "draw": draw, "prior_precision": delta}
-                row |= measured(probs, images.labels)
-                scores = metrics.entropy(probs)
-                if name == "test":
-                    entropies[method, draw, delta] = scores
-                elif name.startswith("severity"):
-                    clean = entropies[method, draw, delta]
-                    row["auroc"] = float(metrics.auroc(clean, scores))
-                rows.append(row)
+    for posterior in fit_posteriors(trained, settings, generator):
+        rows += metric_rows(trained, posterior, data, settings)
     tables = {"results": rows}
     if settings.validation_examples:
         tables["tuned"] = tuned(rows)
     tables["distances"] = distances(rows)
-    shown = ("nll", "ece", "accuracy", "auroc")[: 4 if settings.severities else 3]
-    figure = lines_figure(rows, "data", shown, "prior_precision", "Prior precision δ", log=True)
+    metric_names = ["nll", "ece", "accuracy"]
+    if settings.severities:
+        metric_names.append("auroc")
+    label = "Prior precision δ"
+    figure = lines_figure(rows, "data", metric_names, x="prior_precision", label=label, log=True)
     write(settings, tables, {"laplace": figure}, "Mean distance to full-batch over draws and δ")
     return tables["distances"]
 
 
-def posteriors(
+def evaluation_data(
     trained: Trained, settings: Settings, generator: torch.Generator
-) -> dict[tuple[str, int], Laplace]:
-    """Return all fits, by method and draw: Eq. 4 on each draw, Eq. 9 for debiased fits."""
+) -> dict[str, Images]:
+    """Return the data sets on which posteriors are measured, by name; test images come first."""
+    test = trained.test.subset(random_indices(trained.test, settings.test_examples, generator))
+    data: dict[str, Images] = {"test": test}
+    if settings.train_examples:
+        indices = random_indices(trained.train, settings.train_examples, generator)
+        data["train"] = trained.train.subset(indices)
+    if settings.validation_examples:
+        indices = random_indices(trained.validation, settings.validation_examples, generator)
+        data["validation"] = trained.validation.subset(indices)
+    for severity in settings.severities:
+        data[f"severity {severity}"] = test.corrupted(severity, kinds=BENCHMARK_KINDS)
+    return data
 
-    def fit(fisher: Fisher, *batches: list[Batch], folds: int | None = None) -> Laplace:
+
+def fit_posteriors(
+    trained: Trained, settings: Settings, generator: torch.Generator
+) -> list[Posterior]:
+    """Return all fits: Eq. 4 on each draw, Eq. 9 for debiased fits.
+
+    The first and the last use the same fit, to the full batch: for MAP, only its mode is used.
+    """
+
+    def fit(
+        fisher: Fisher,
+        directions: list[Batch],
+        magnitudes: list[Batch] | None = None,
+        folds: int | None = None,
+    ) -> Laplace:
         # This selects weights of layers; class tokens and position embeddings have other names.
         la = Laplace(
             trained.model,
@@ -132,38 +144,92 @@ def posteriors(
             params=lambda name, _: name.endswith("weight"),
             fisher=fisher,
         )
-        number = len(trained.train)
-        return la.fit_batches(*batches, num_data=number, folds=folds, generator=generator)
+        num_data = len(trained.train)
+        return la.fit_batches(
+            directions, magnitudes, num_data=num_data, folds=folds, generator=generator
+        )
 
-    order = some(len(trained.train), settings.full_examples, generator)
-    parts = order.split(settings.chunk_size)
-    full = fit(settings.full_fisher, [trained.batch(trained.train, part) for part in parts])
-    found = {(MAP, 0): full}
+    order = random_indices(trained.train, settings.full_examples, generator)
+    full_batch = trained.batches(trained.train, order, settings.chunk_size)
+    full = fit(settings.full_fisher, full_batch)
+    posteriors = [Posterior(MAP, 0, full)]
     for draw in range(settings.draws):
-        indices = some(len(trained.train), settings.batch_size, generator)
+        indices = random_indices(trained.train, settings.batch_size, generator)
         x, y = trained.batch(trained.train, indices)
         half = len(x) // 2
-        found[MINI, draw] = fit(settings.fisher, [(x, y)])
-        first, second = [(x[:half], y[:half])], [(x[half:], y[half:])]
-        found[DEBIASED, draw] = fit(settings.fisher, first, second)
+        mini_batch = [(x, y)]
+        first_half = [(x[:half], y[:half])]
+        second_half = [(x[half:], y[half:])]
+        mini = fit(settings.fisher, mini_batch)
+        posteriors.append(Posterior(MINI, draw, mini))
+        debiased = fit(settings.fisher, first_half, second_half)
+        posteriors.append(Posterior(DEBIASED, draw, debiased))
         if settings.folds:
-            found[CROSSFIT, draw] = fit(settings.fisher, [(x, y)], folds=settings.folds)
-    return {**found, (FULL, 0): full}
+            crossfit = fit(settings.fisher, mini_batch, folds=settings.folds)
+            posteriors.append(Posterior(CROSSFIT, draw, crossfit))
+    posteriors.append(Posterior(FULL, 0, full))
+    return posteriors
 
 
-def predicted(
-    trained: Trained, la: Laplace, method: str, images: Images, chunk_size: int
+def metric_rows(
+    trained: Trained, posterior: Posterior, data: dict[str, Images], settings: Settings
+) -> list[Row]:
+    """Measure a posterior on each data set, for each prior precision (None for MAP).
+
+    For corrupted test images, the AUROC of the entropy against the clean test images is added.
+    """
+    la = posterior.laplace
+    is_map = posterior.method == MAP
+    grid = (None,) if is_map else settings.prior_precisions
+    title = f"predict, {posterior.method} {posterior.draw}"
+    rows: list[Row] = []
+    for delta in tqdm(grid, title, disable=not settings.progress):
+        if delta is not None:
+            la.prior_precision = delta
+        entropies: dict[str, Tensor] = {}
+        for name, images in data.items():
+            probs = probabilities(trained, la, images, settings.chunk_size, is_map)
+            entropies[name] = metrics.entropy(probs)
+            row = {
+                "data": name,
+                "method": posterior.method,
+                "draw": posterior.draw,
+                "prior_precision": delta,
+                **metrics_of(probs, images.labels),
+            }
+            if name.startswith("severity"):
+                row["auroc"] = float(metrics.auroc(entropies["test"], entropies[name]))
+            rows.append(row)
+    return rows
+
+
+def probabilities(
+    trained: Trained, la: Laplace, images: Images, chunk_size: int, is_map: bool = False
 ) -> Tensor:
-    """Predict probabilities, [n, C] in float64."""
-    predict = partial(la.predict, **{"method": "map"} if method == MAP else {"link": "probit"})
-    parts = [trained.batch(images, i)[0] for i in torch.arange(len(images)).split(chunk_size)]
-    return torch.cat([predict(x).probs.double().cpu() for x in parts])
+    """Predict probabilities, [n, C] in float64.
+
+    Args:
+        trained: The network.
+        la: The posterior.
+        images: The images, [n].
+        chunk_size: Images predicted at a time.
+        is_map: Whether to predict with the network itself.
+    """
+    batches = trained.batches(images, torch.arange(len(images)), chunk_size)
+    if is_map:
+        predictions = [la.predict(x, method="map") for x, _ in batches]
+    else:
+        predictions = [la.predict(x, link="probit") for x, _ in batches]
+    return torch.cat([prediction.probs.double().cpu() for prediction in predictions])
 
 
-def measured(probs: Tensor, labels: Tensor) -> Row:
-    """Compute metrics of predictions."""
-    kinds = {"nll": metrics.nll, "ece": metrics.ece, "accuracy": metrics.accuracy}
-    return {name: float(metric(probs, labels)) for name, metric in kinds.items()}
+def metrics_of(probs: Tensor, labels: Tensor) -> Row:
+    """Compute the NLL in nats, the ECE and the accuracy of predictions."""
+    return {
+        "nll": float(metrics.nll(probs, labels)),
+        "ece": float(metrics.ece(probs, labels)),
+        "accuracy": float(metrics.accuracy(probs, labels)),
+    }
 
 
 def distances(rows: list[Row]) -> list[Row]:
@@ -173,34 +239,36 @@ def distances(rows: list[Row]) -> list[Row]:
     the NLL, the ratio to the distance of the mini-batch fit is also computed.
     """
     table: list[Row] = []
-    full = {(r["data"], r["prior_precision"]): r for r in rows if r["method"] == FULL}
-    for name, method in dict.fromkeys((row["data"], row["method"]) for row in rows):
+    for data, method in distinct(rows, "data", "method"):
         if method in (MAP, FULL):
             continue
-        chosen = [r for r in rows if (r["data"], r["method"]) == (name, method)]
-        pairs = [(row, full[name, row["prior_precision"]]) for row in chosen]
-        means = {m: fmean(abs(a[m] - b[m]) for a, b in pairs) for m in ("nll", "ece", "accuracy")}
-        of_mini = [r["nll"] for r in table if (r["data"], r["method"]) == (name, MINI)]
-        ratio = means["nll"] / of_mini[0] if of_mini else 1.0
-        table.append({"data": name, "method": method, **means, "ratio": ratio})
+        full_rows = select(rows, data=data, method=FULL)
+        full = {row["prior_precision"]: row for row in full_rows}
+        line: Row = {"data": data, "method": method}
+        for metric in ("nll", "ece", "accuracy"):
+            line[metric] = fmean(
+                abs(row[metric] - full[row["prior_precision"]][metric])
+                for row in select(rows, data=data, method=method)
+            )
+        table.append(line)
+    for line in table:
+        (mini,) = select(table, data=line["data"], method=MINI)
+        line["ratio"] = line["nll"] / mini["nll"]
     return table
 
 
 def tuned(rows: list[Row]) -> list[Row]:
     """Return means over draws at the prior precision of lowest validation NLL."""
-    best: dict[tuple[str, int], Row] = {}
-    for row in rows:
-        if row["data"] == "validation":
-            key = row["method"], row["draw"]
-            best[key] = min(best.get(key, row), row, key=lambda r: r["nll"])
-    at_best = [
-        row
-        for row in rows
-        if row["prior_precision"] == best[row["method"], row["draw"]]["prior_precision"]
-    ]
+    at_best: list[Row] = []
+    for method, draw in distinct(rows, "method", "draw"):
+        posterior_rows = select(rows, method=method, draw=draw)
+        validation_rows = select(posterior_rows, data="validation")
+        best = min(validation_rows, key=lambda row: row["nll"])
+        at_best += select(posterior_rows, prior_precision=best["prior_precision"])
     table = []
-    for name, method in dict.fromkeys((row["data"], row["method"]) for row in at_best):
-        chosen = [r for r in at_best if (r["data"], r["method"]) == (name, method)]
-        means = {m: fmean(r[m] for r in chosen) for m in ("nll", "ece", "accuracy")}
-        table.append({"data": name, "method": method, **means})
-    return sorted(table, key=lambda row: METHODS.index(row["method"]))
+    for data, method in distinct(at_best, "data", "method"):
+        line: Row = {"data": data, "method": method}
+        for metric in ("nll", "ece", "accuracy"):
+            line[metric] = fmean(row[metric] for row in select(at_best, data=data, method=method))
+        table.append(line)
+    return sorted(table, key=lambda line: METHODS.index(line["method"]))

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from examples.paper.common import Row, load, write
+from examples.paper.common import Row, load, select, write
 from examples.paper.networks import conv_net
 from examples.paper.plots import trend_figure
 from examples.paper.problems import train
-from examples.paper.quadratics import BiasSettings, bias_rows, summary_of
+from examples.paper.quadratics import BiasSettings, bias_rows, bias_summary
 
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What to measure; the networks are trained here.
+    """The networks and mini-batches to measure; the networks are trained here.
 
     Attributes:
         problem: The problem whose data and recipe are used for ConvNets of all sizes.
@@ -35,20 +35,21 @@ def run(settings: Settings) -> list[Row]:
         raise ValueError("all networks are trained here: leave checkpoint out")
     trained = load(replace(settings, recipe={"epochs": 0, "cycles": ()}))
     recipe = replace(trained.problem.recipe, **settings.recipe)
-    (_, channels, size, _), classes = trained.test.pixels.shape, len(trained.test.classes)
+    _, channels, image_size, _ = trained.test.pixels.shape
+    num_classes = len(trained.test.classes)
     table: list[Row] = []
     summary: list[Row] = []
     for depth, width in settings.models:
         torch.manual_seed(settings.seed)
-        model = conv_net(depth, width, classes, channels, size).to(settings.device)
+        model = conv_net(depth, width, num_classes, channels, image_size).to(settings.device)
         train(model, trained.train, recipe, settings.seed, settings.progress)
-        number = sum(p.numel() for p in model.parameters())
-        network = {"depth": depth, "width": width, "parameters": number}
-        of_size = replace(trained, model=model, recipe=recipe)
-        rows = bias_rows(of_size, settings.batch_size, settings)
+        trained_model = replace(trained, model=model, recipe=recipe)
+        rows = bias_rows(trained_model, settings.batch_size, settings)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        network = {"depth": depth, "width": width, "parameters": num_parameters}
         table += [network | row for row in rows]
-        summary += [network | row for row in summary_of(rows) if row["quantity"] == "curvature"]
+        summary += [network | row for row in select(bias_summary(rows), quantity="curvature")]
     figure = trend_figure(summary, "parameters", "Number of parameters")
-    tables, pictures = {"results": table, "summary": summary}, {"model_size": figure}
-    write(settings, tables, pictures, "Relative error of the curvature")
+    tables = {"results": table, "summary": summary}
+    write(settings, tables, {"model_size": figure}, "Relative error of the curvature")
     return summary

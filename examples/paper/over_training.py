@@ -9,12 +9,12 @@ from torch import nn
 from examples.paper.common import Row, load, write
 from examples.paper.plots import trend_figure
 from examples.paper.problems import get_problem
-from examples.paper.quadratics import BiasSettings, bias_rows, summary_of
+from examples.paper.quadratics import BiasSettings, bias_rows, bias_summary
 
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What to measure; the network is trained here.
+    """The epochs and mini-batches to measure; the network is trained here.
 
     Attributes:
         num_checkpoints: The number of epochs at which the bias is measured, spaced evenly on a
@@ -33,8 +33,11 @@ def run(settings: Settings) -> list[Row]:
     if settings.checkpoint is not None:
         raise ValueError("checkpoint is one point of a training: leave it out")
     recipe = replace(get_problem(settings.problem).recipe, **settings.recipe)
-    steps = [n / max(settings.num_checkpoints - 1, 1) for n in range(settings.num_checkpoints)]
-    epochs = {round(recipe.num_epochs**step) for step in steps}
+    num_intervals = max(settings.num_checkpoints - 1, 1)
+    epochs = {
+        round(recipe.num_epochs ** (number / num_intervals))
+        for number in range(settings.num_checkpoints)
+    }
     models: dict[int, nn.Module] = {}
 
     def keep(epoch: int, model: nn.Module) -> None:
@@ -47,8 +50,9 @@ def run(settings: Settings) -> list[Row]:
     for epoch, model in models.items():
         rows = bias_rows(replace(trained, model=model), settings.batch_size, settings)
         table += [{"epoch": epoch, **row} for row in rows]
-        summary += [{"epoch": epoch, **row} for row in summary_of(rows)]
+        summary += [{"epoch": epoch, **row} for row in bias_summary(rows)]
     figure = trend_figure(summary, "epoch", "Epoch")
-    tables, pictures = {"results": table, "summary": summary}, {"over_training": figure}
-    write(settings, tables, pictures, "Relative errors on the mini-batch itself")
+    tables = {"results": table, "summary": summary}
+    title = "Relative errors on the mini-batch itself"
+    write(settings, tables, {"over_training": figure}, title)
     return summary

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-import torch
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from examples.paper.common import Row, load, write
+from examples.paper.common import Row, Trained, load, select, write
 from examples.paper.plots import new_panels, points_figure
 from examples.paper.quadratics import (
     OTHER,
@@ -22,7 +22,7 @@ from laplace_debias.report.style import style_axes
 
 @dataclass(kw_only=True)
 class Settings(BiasSettings):
-    """What to measure.
+    """The mini-batches to compare.
 
     Attributes:
         batch_sizes: Examples of a mini-batch.
@@ -41,18 +41,11 @@ def run(settings: Settings) -> list[Row]:
     """Find the eigenspaces of several mini-batches and compare them in pairs."""
     trained = load(settings)
     rows: list[Row] = []
-    drawn: dict[int, torch.Tensor] = {}
+    first_overlaps: dict[int, Tensor] = {}
     for size in settings.batch_sizes:
-        batches = trained.batches(size, settings.draws, settings.seed)
-        bases = [
-            find_directions(quadratic_on(trained, batch, settings.curvature), settings).vectors
-            for batch in batches
-        ]
-        for first, second in combinations(range(settings.draws), 2):
-            # These are squared inner products (Eq. 6). In single precision, the error of a million
-            # terms would be 1e-3.
-            weights = (bases[first].double().T @ bases[second].double()).square().cpu()
-            drawn.setdefault(size, weights)
+        overlaps = pairwise_overlaps(trained, size, settings)
+        first_overlaps[size] = overlaps[0, 1]
+        for (first, second), weights in overlaps.items():
             rows.append(
                 {
                     "batch_size": size,
@@ -63,29 +56,56 @@ def run(settings: Settings) -> list[Row]:
                     "subspaces": float(weights.sum() / len(weights)),
                 }
             )
-    tables, pictures = {"results": rows}, {"overlaps": overlap_figure(drawn)}
+    tables = {"results": rows}
+    pictures = {"overlaps": overlap_figure(first_overlaps)}
     if settings.cg_steps:
         steps = step_sizes(trained, settings)
         tables = {"step_sizes": steps, **tables}
         pictures["steps"] = points_figure(steps, "draw", ("step_size",), "CG iteration", log=())
-        asked = [row["step_size"] for row in steps if row["measured_on"] == OTHER]
-        refused = sum(step is None or step <= 0 for step in asked)
-        print(f"{refused} of the {len(asked)} steps that other mini-batches ask for go back.")
+        on_others = select(steps, measured_on=OTHER)
+        num_back = sum(row["step_size"] is None or row["step_size"] <= 0 for row in on_others)
+        print(f"{num_back} of the {len(on_others)} steps that other mini-batches ask for go back.")
     write(settings, tables, pictures, "Overlaps of the eigenspaces of two mini-batches")
     return rows
 
 
-def step_sizes(trained: object, settings: Settings) -> list[Row]:
+def pairwise_overlaps(
+    trained: Trained, size: int, settings: Settings
+) -> dict[tuple[int, int], Tensor]:
+    """Compute the squared inner products of two mini-batches' eigenvectors (Eq. 6), [k, k].
+
+    Returns:
+        The overlaps of each pair of mini-batches, by their indices.
+    """
+    bases = []
+    for batch in trained.random_batches(size, settings.draws, settings.seed):
+        quadratic = quadratic_on(trained, batch, settings.curvature)
+        bases.append(find_directions(quadratic, settings).vectors)
+    overlaps = {}
+    for first, second in combinations(range(settings.draws), 2):
+        # In single precision, the error of a million terms would be 1e-3.
+        products = bases[first].double().T @ bases[second].double()
+        overlaps[first, second] = products.square().cpu()
+    return overlaps
+
+
+def step_sizes(trained: Trained, settings: Settings) -> list[Row]:
     """Compute τ = −s / c (Eq. 3) along every search direction; None if c is 0."""
-    of_cg = replace(settings, directions="cg", draws=1, num_directions=settings.cg_steps)
-    rows = bias_rows(trained, settings.batch_sizes[0], of_cg)
+    cg_settings = replace(settings, directions="cg", draws=1, num_directions=settings.cg_steps)
+    rows = bias_rows(trained, settings.batch_sizes[0], cg_settings)
     for row in rows:
-        row["step_size"] = -row["slope"] / row["curvature"] if row["curvature"] else None
+        row["step_size"] = None
+        if row["curvature"]:
+            row["step_size"] = -row["slope"] / row["curvature"]
     return rows
 
 
-def overlap_figure(by_size: dict[int, torch.Tensor]) -> Figure:
-    """Draw the overlaps of two mini-batches' eigenvectors as pixels, black up to 1e-4."""
+def overlap_figure(by_size: dict[int, Tensor]) -> Figure:
+    """Draw the overlaps of two mini-batches' eigenvectors as pixels, black up to 1e-4.
+
+    Args:
+        by_size: The overlaps, [k, k], by the size of the mini-batches.
+    """
     figure, (panels,) = new_panels(1, len(by_size), (3.4 * len(by_size) + 0.8, 3.4))
     for ax, (size, weights) in zip(panels, by_size.items(), strict=True):
         end = len(weights) + 0.5

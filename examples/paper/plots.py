@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from examples.paper.common import Row
-from examples.paper.quadratics import FULL, OTHER, SAME
+from examples.paper.common import FULL, MINI, Row, distinct, select
+from examples.paper.quadratics import OTHER, SAME
 from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
 
 MARKERS = {
@@ -43,10 +43,14 @@ _OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "v
 
 def method_colours(methods: Iterable[str]) -> dict[str, str]:
     """Return a colour for each method; the four of the paper always have the same colours."""
-    others = itertools.cycle(_OTHER_COLOURS)
-    return {
-        method: _METHOD_COLOURS.get(method) or next(others) for method in dict.fromkeys(methods)
-    }
+    other_colours = itertools.cycle(_OTHER_COLOURS)
+    colours = {}
+    for method in dict.fromkeys(methods):
+        if method in _METHOD_COLOURS:
+            colours[method] = _METHOD_COLOURS[method]
+        else:
+            colours[method] = next(other_colours)
+    return colours
 
 
 def new_panels(
@@ -67,10 +71,13 @@ def metric_label(metric: str) -> str:
         The label; for an unknown metric, its name.
     """
     family, _, name = metric.partition("_")
-    if family in _METRIC_FAMILIES:
-        of_which = f" ({name})" if name else ""
-        return f"{_METRIC_FAMILIES[family]}{of_which} {'↓' if family == 'fpr95' else '↑'}"
-    return _METRIC_NAMES.get(metric, metric)
+    if family not in _METRIC_FAMILIES:
+        return _METRIC_NAMES.get(metric, metric)
+    label = _METRIC_FAMILIES[family]
+    if name:
+        label += f" ({name})"
+    arrow = "↓" if family == "fpr95" else "↑"
+    return f"{label} {arrow}"
 
 
 def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
@@ -91,35 +98,31 @@ def add_legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
 
 
 def points_figure(
-    rows: Sequence[Row], columns: str, quantities: Sequence[str], label: str, log: Sequence[str]
+    rows: Sequence[Row], column: str, quantities: Sequence[str], label: str, log: Sequence[str]
 ) -> Figure:
     """Draw a marker per row at its `index`, with a panel per quantity and value of a column.
 
     Args:
         rows: Rows with `index`, `measured_on`, the column and the quantities.
-        columns: The name of this column.
+        column: The name of this column.
         quantities: The quantities to draw, from top to bottom.
         label: The label of the horizontal axes.
         log: The quantities that have a logarithmic axis if all values are positive.
     """
-    values = sorted({row[columns] for row in rows})
+    values = sorted({row[column] for row in rows})
     size = (max(5.6, 3.2 * len(values)), 2.7 * len(quantities) + 0.4)
     figure, panels = new_panels(len(quantities), len(values), size, sharex="col", sharey="row")
-    for quantity, line in zip(quantities, panels, strict=True):
-        for value, ax in zip(values, line, strict=True):
-            for name, (marker, area, colour) in MARKERS.items():
-                chosen = [r for r in rows if (r[columns], r["measured_on"]) == (value, name)]
-                chosen = [r for r in chosen if r[quantity] is not None]
-                x, y = [r["index"] for r in chosen], [r[quantity] for r in chosen]
-                ax.scatter(x, y, s=area, marker=marker, color=colour, zorder=2.5)
+    for quantity, panel_row in zip(quantities, panels, strict=True):
+        for value, ax in zip(values, panel_row, strict=True):
+            _scatter(ax, select(rows, **{column: value}), quantity)
             if quantity not in log:
                 ax.axhline(0, color="black", linewidth=0.8)
             elif all(row[quantity] > 0 for row in rows):
                 ax.set_yscale("log")
             style_axes(ax)
-        line[0].set_ylabel(quantity.replace("_", " ").capitalize())
+        panel_row[0].set_ylabel(quantity.replace("_", " ").capitalize())
     for value, top, bottom in zip(values, panels[0], panels[-1], strict=True):
-        top.set_title(f"{columns.replace('_', ' ')} {value}", fontsize=FONT_SIZE)
+        top.set_title(f"{column.replace('_', ' ')} {value}", fontsize=FONT_SIZE)
         bottom.set_xlabel(label)
     handles = [
         Line2D([], [], linestyle="", marker=marker, color=colour, label=name)
@@ -129,19 +132,37 @@ def points_figure(
     return figure
 
 
+def _scatter(ax: Axes, rows: Sequence[Row], quantity: str) -> None:
+    """Draw a quantity against `index`, with the markers of the data on which it was measured."""
+    for name, (marker, area, colour) in MARKERS.items():
+        points = [row for row in select(rows, measured_on=name) if row[quantity] is not None]
+        indices = [row["index"] for row in points]
+        values = [row[quantity] for row in points]
+        ax.scatter(indices, values, s=area, marker=marker, color=colour, zorder=2.5)
+
+
 def trend_figure(summary: Sequence[Row], x: str, label: str) -> Figure:
-    """Draw relative errors on the mini-batch itself: dots for means, bars for 10 % to 90 %."""
+    """Draw relative errors on the mini-batch itself: dots for means, bars for 10 % to 90 %.
+
+    Args:
+        summary: Rows with `quantity`, `draw`, `mean error`, `p10`, `p90` and the column.
+        x: The column on the horizontal axis, which is logarithmic.
+        label: The label of this axis.
+    """
+    orange = OKABE_ITO["orange"]
     quantities = sorted({row["quantity"] for row in summary})
-    figure, (panels,) = new_panels(1, len(quantities), (4.2 * len(quantities), 3.3))
     draws = sorted({row["draw"] for row in summary})
+    figure, (panels,) = new_panels(1, len(quantities), (4.2 * len(quantities), 3.3))
     for ax, quantity in zip(panels, quantities, strict=True):
-        for place, draw in enumerate(draws):
-            rows = [r for r in summary if (r["quantity"], r["draw"]) == (quantity, draw)]
-            shift = np.exp(0.06 * (place - (len(draws) - 1) / 2))
+        for position, draw in enumerate(draws):
+            rows = select(summary, quantity=quantity, draw=draw)
+            # The draws are shifted, so that their bars do not overlap.
+            shift = np.exp(0.06 * (position - (len(draws) - 1) / 2))
             centres = shift * np.array([float(row[x]) for row in rows])
-            low, mean, high = ([r[c] for r in rows] for c in ("p10", "mean error", "p90"))
-            ax.vlines(centres, low, high, color=OKABE_ITO["orange"], linewidth=1.4)
-            ax.plot(centres, mean, "o", markersize=4.5, color=OKABE_ITO["orange"])
+            low = [row["p10"] for row in rows]
+            high = [row["p90"] for row in rows]
+            ax.vlines(centres, low, high, color=orange, linewidth=1.4)
+            ax.plot(centres, [row["mean error"] for row in rows], "o", markersize=4.5, color=orange)
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set(xscale="log", xlabel=label, ylabel=f"Relative error of the {quantity}")
         ax.set_yscale("symlog", linthresh=1.0)
@@ -150,30 +171,33 @@ def trend_figure(summary: Sequence[Row], x: str, label: str) -> Figure:
 
 
 def lines_figure(
-    rows: Sequence[Row], parts: str, metrics: Sequence[str], x: str, label: str, log: bool = False
+    rows: Sequence[Row], column: str, metrics: Sequence[str], x: str, label: str, log: bool = False
 ) -> Figure:
     """Draw metrics against a column, with a line per method and draw, dashed if `x` is missing.
 
     Args:
         rows: Rows with `method`, `draw`, the columns and the metrics.
-        parts: A column; there is a row of panels for each of its values.
+        column: A column; there is a row of panels for each of its values.
         metrics: The metrics; there is a column of panels for each.
         x: The column on the horizontal axis.
         label: The label of the axis.
         log: Whether the axis is logarithmic.
     """
-    colours = method_colours(dict.fromkeys(row["method"] for row in rows))
-    names = list(dict.fromkeys(row[parts] for row in rows))
-    figure, panels = new_panels(len(names), len(metrics), (3.6 * len(metrics), 2.8 * len(names)))
-    for name, line in zip(names, panels, strict=True):
-        for metric, ax in zip(metrics, line, strict=True):
-            chosen = [r for r in rows if r[parts] == name and r.get(metric) is not None]
-            ax.set_visible(bool(chosen))
-            for method, draw in dict.fromkeys((r["method"], r["draw"]) for r in chosen):
-                of_line = [r for r in chosen if (r["method"], r["draw"]) == (method, draw)]
-                _line(ax, of_line, metric, x, colours[method])
+    colours = method_colours(row["method"] for row in rows)
+    values = list(dict.fromkeys(row[column] for row in rows))
+    size = (3.6 * len(metrics), 2.8 * len(values))
+    figure, panels = new_panels(len(values), len(metrics), size)
+    for value, panel_row in zip(values, panels, strict=True):
+        for metric, ax in zip(metrics, panel_row, strict=True):
+            panel_rows = [
+                row for row in select(rows, **{column: value}) if row.get(metric) is not None
+            ]
+            ax.set_visible(bool(panel_rows))
+            for method, draw in distinct(panel_rows, "method", "draw"):
+                line = select(panel_rows, method=method, draw=draw)
+                _draw_line(ax, line, x, metric, color=colours[method], linewidth=1.2)
             ax.set(xlabel=label, ylabel=metric_label(metric))
-            ax.set_title(name, fontsize=FONT_SIZE)
+            ax.set_title(value, fontsize=FONT_SIZE)
             if log:
                 ax.set_xscale("log")
             if "loss" in metric:
@@ -184,12 +208,13 @@ def lines_figure(
     return figure
 
 
-def _line(ax: Axes, rows: Sequence[Row], metric: str, x: str, colour: str) -> None:
+def _draw_line(ax: Axes, rows: Sequence[Row], x: str, metric: str, **style: Any) -> None:
+    """Draw a metric against a column; a single row without this column is a horizontal line."""
+    values = [row[metric] for row in rows]
     if rows[0][x] is None:
-        ax.axhline(rows[0][metric], linestyle="--", color=colour, linewidth=1.2)
+        ax.axhline(values[0], linestyle="--", **style)
     else:
-        values = [row[metric] for row in rows]
-        ax.plot([row[x] for row in rows], values, color=colour, linewidth=1.2)
+        ax.plot([row[x] for row in rows], values, **style)
 
 
 def bars_figure(rows: Sequence[Row], column: str, label: str) -> Figure:
@@ -201,11 +226,12 @@ def bars_figure(rows: Sequence[Row], column: str, label: str) -> Figure:
         label: The label of the axis.
     """
     figure, ((ax,),) = new_panels(1, 1, (6.4, 0.3 * len(rows) + 1.2))
-    for place, row in enumerate(reversed(rows)):
-        error = row[f"{column} ±"]
-        colour = OKABE_ITO["blue" if row["method"] != "mini-batch" else "orange"]
-        ax.errorbar(row[column], place, xerr=error, fmt="o", color=colour, markersize=4)
-    ax.set_yticks(range(len(rows)), [row["method"] for row in reversed(rows)])
+    upwards = list(reversed(rows))
+    for height, row in enumerate(upwards):
+        colour = OKABE_ITO["orange" if row["method"] == MINI else "blue"]
+        half_width = row[f"{column} ±"]
+        ax.errorbar(row[column], height, xerr=half_width, fmt="o", color=colour, markersize=4)
+    ax.set_yticks(range(len(rows)), [row["method"] for row in upwards])
     ax.axvline(1.0, color=OKABE_ITO["orange"], linewidth=0.8)
     ax.set_xlabel(label)
     style_axes(ax)

@@ -13,16 +13,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.paper.common import Batch, Row, Settings, Trained
+from examples.paper.common import FULL, Batch, ExperimentSettings, Row, Trained, distinct, select
 from laplace_debias.linalg import cg, eigsh
 from laplace_debias.quadratic import Cut, Quadratic
 
-SAME, OTHER, FULL = "same mini-batch", "other mini-batches", "full-batch"
-"""The data on which a slope or curvature was measured, relative to the batch of the direction."""
+SAME = "same mini-batch"
+OTHER = "other mini-batches"
+"""The data on which a slope or curvature was measured, relative to the batch of the direction.
+
+The third kind of data is `FULL`, the full set.
+"""
 
 
 @dataclass(kw_only=True)
-class BiasSettings(Settings):
+class BiasSettings(ExperimentSettings):
     """Settings of the experiments on the bias of mini-batches.
 
     Attributes:
@@ -86,46 +90,74 @@ def find_directions(quadratic: Quadratic, settings: BiasSettings) -> Directions:
     All directions point down the slope of the quadratic. CG may end early if the curvature is not
     positive.
     """
-    A, g, number = quadratic.matrix, quadratic.gradient, settings.num_directions
+    A = quadratic.matrix
+    g = quadratic.gradient
+    k = settings.num_directions
     if settings.directions == "eigenvectors":
         generator = torch.Generator(A.device).manual_seed(settings.seed)
-        vectors = eigsh(A, number, tol=settings.tol, generator=generator).vectors
+        vectors = eigsh(A, k, tol=settings.tol, generator=generator).vectors
         # The sign of an eigenvector is arbitrary.
         vectors = torch.where(vectors.T @ g > 0, -vectors, vectors)
-        return Directions(vectors, vectors.new_zeros(number, number))
-    solution = cg(A, -g, tol=1e-12, max_iter=number, keep_directions=True)
+        return Directions(vectors, vectors.new_zeros(k, k))
+    solution = cg(A, -g, tol=1e-12, max_iter=k, keep_directions=True)
     assert solution.directions is not None
-    count = solution.directions.shape[1]
+    num_steps = solution.directions.shape[1]
     # Step i contributes to every later position.
-    coefficients = solution.step_sizes[:, None].expand(count, count).triu(1)
+    coefficients = solution.step_sizes[:, None].expand(num_steps, num_steps).triu(1)
     return Directions(solution.directions, coefficients)
 
 
-def measure(
-    trained: Trained, size: int, settings: BiasSettings
-) -> tuple[list[Directions], list[list[Cut]]]:
-    """Find directions of the first batches; for each, return all batches' quadratics along them."""
-    batches = trained.batches(size, settings.num_batches(size), settings.seed)
-    found = [
-        find_directions(quadratic_on(trained, batch, settings.curvature), settings)
-        for batch in tqdm(batches[: settings.draws], "directions", disable=not settings.progress)
-    ]
-    together = torch.cat([directions.vectors for directions in found], dim=1)
-    cuts: list[list[Cut]] = [[] for _ in found]
+@dataclass(frozen=True)
+class Measurement:
+    """The directions of one mini-batch, and the quadratics of all mini-batches along them.
+
+    Attributes:
+        directions: The directions.
+        cuts: The quadratic of each mini-batch of the full set.
+    """
+
+    directions: Directions
+    cuts: list[Cut]
+
+
+def measure(trained: Trained, size: int, settings: BiasSettings) -> list[Measurement]:
+    """Find directions of the first mini-batches, and measure all mini-batches along them.
+
+    Args:
+        trained: The network and its data.
+        size: Examples of a mini-batch.
+        settings: The full set, and the directions.
+
+    Returns:
+        For each draw, the directions of the mini-batch with this index, and all measurements.
+    """
+    batches = trained.random_batches(size, settings.num_batches(size), settings.seed)
+    drawn_batches = batches[: settings.draws]
+    measurements = []
+    for batch in tqdm(drawn_batches, "directions", disable=not settings.progress):
+        quadratic = quadratic_on(trained, batch, settings.curvature)
+        measurements.append(Measurement(find_directions(quadratic, settings), cuts=[]))
+    # A batch is cut along the directions of all draws at once, which saves passes over its data.
+    vectors_of_all = torch.cat([each.directions.vectors for each in measurements], dim=1)
     for batch in tqdm(batches, "measuring", disable=not settings.progress):
-        cut = quadratic_on(trained, batch, settings.curvature).cut(together)
+        cut = quadratic_on(trained, batch, settings.curvature).cut(vectors_of_all)
         start = 0
-        for directions, of_draw in zip(found, cuts, strict=True):
-            part = slice(start, start + directions.vectors.shape[1])
-            of_draw.append(Cut(cut.value, cut.slopes[part], cut.curvatures[part, part]))
-            start = part.stop
-    return found, cuts
+        for measurement in measurements:
+            end = start + measurement.directions.vectors.shape[1]
+            slopes = cut.slopes[start:end]
+            curvatures = cut.curvatures[start:end, start:end]
+            measurement.cuts.append(Cut(cut.value, slopes, curvatures))
+            start = end
+    return measurements
 
 
 def mean_cut(cuts: Sequence[Cut]) -> Cut:
     """Compute the full set's quadratic from a partition into batches of equal size (Eq. 5)."""
-    parts = [(cut.value, cut.slopes, cut.curvatures) for cut in cuts]
-    return Cut(*(torch.stack(values).mean(0) for values in zip(*parts, strict=True)))
+    return Cut(
+        value=torch.stack([cut.value for cut in cuts]).mean(0),
+        slopes=torch.stack([cut.slopes for cut in cuts]).mean(0),
+        curvatures=torch.stack([cut.curvatures for cut in cuts]).mean(0),
+    )
 
 
 def bias_rows(trained: Trained, size: int, settings: BiasSettings) -> list[Row]:
@@ -134,20 +166,32 @@ def bias_rows(trained: Trained, size: int, settings: BiasSettings) -> list[Row]:
     Returns:
         A row for each draw, direction (`index`, from 1) and batch, and one for the full set.
     """
-    rows = []
-    for draw, (directions, cuts) in enumerate(zip(*measure(trained, size, settings), strict=True)):
-        measured = [(SAME if i == draw else OTHER, cut) for i, cut in enumerate(cuts)]
-        for name, cut in [*measured, (FULL, mean_cut(cuts))]:
-            slopes, curvatures = directions.slopes(cut), cut.curvatures.diagonal()
-            pairs = zip(slopes.tolist(), curvatures.tolist(), strict=True)
-            rows += [
-                {"draw": draw, "index": i, "measured_on": name, "slope": s, "curvature": c}
-                for i, (s, c) in enumerate(pairs, start=1)
-            ]
+    rows: list[Row] = []
+    for draw, measurement in enumerate(measure(trained, size, settings)):
+        for batch_index, cut in enumerate(measurement.cuts):
+            measured_on = SAME if batch_index == draw else OTHER
+            rows += _rows_along(measurement.directions, cut, draw, measured_on)
+        rows += _rows_along(measurement.directions, mean_cut(measurement.cuts), draw, FULL)
     return rows
 
 
-def summary_of(rows: Sequence[Row]) -> list[Row]:
+def _rows_along(directions: Directions, cut: Cut, draw: int, measured_on: str) -> list[Row]:
+    """Return a row for each direction, with the slope and the curvature along it."""
+    slopes = directions.slopes(cut).tolist()
+    curvatures = cut.curvatures.diagonal().tolist()
+    return [
+        {
+            "draw": draw,
+            "index": index,
+            "measured_on": measured_on,
+            "slope": slope,
+            "curvature": curvature,
+        }
+        for index, (slope, curvature) in enumerate(zip(slopes, curvatures, strict=True), start=1)
+    ]
+
+
+def bias_summary(rows: Sequence[Row]) -> list[Row]:
     """Summarise the bias of each draw by relative errors (value − full) / |full| over directions.
 
     Returns:
@@ -155,29 +199,33 @@ def summary_of(rows: Sequence[Row]) -> list[Row]:
         on the batch itself; the medians of two ratios to the value of the full set, for the batch
         itself and for the mean of the other batches; and both ratios for the first direction alone.
     """
-    found = []
-    for draw in sorted({row["draw"] for row in rows}):
+    summary = []
+    for (draw,) in distinct(rows, "draw"):
         for quantity in ("slope", "curvature"):
-
-            def values(name: str, draw: int = draw, quantity: str = quantity) -> Tensor:
-                chosen = [r for r in rows if (r["draw"], r["measured_on"]) == (draw, name)]
-                listed = torch.tensor([r[quantity] for r in chosen], dtype=torch.float64)
-                return listed.reshape(-1, max(r["index"] for r in chosen))
-
-            full, same = values(FULL)[0], values(SAME)[0]
+            same = _values(select(rows, draw=draw, measured_on=SAME), quantity)[0]
+            full = _values(select(rows, draw=draw, measured_on=FULL), quantity)[0]
+            others = _values(select(rows, draw=draw, measured_on=OTHER), quantity).mean(0)
             errors = (same - full) / full.abs()
-            own, others = same / full, values(OTHER).mean(0) / full
-            found.append(
+            same_to_full = same / full
+            others_to_full = others / full
+            summary.append(
                 {
                     "draw": draw,
                     "quantity": quantity,
                     "mean error": float(errors.mean()),
                     "p10": float(errors.quantile(0.1)),
                     "p90": float(errors.quantile(0.9)),
-                    "same/full": float(own.median()),
-                    "others/full": float(others.median()),
-                    "same/full, first": float(own[0]),
-                    "others/full, first": float(others[0]),
+                    "same/full": float(same_to_full.median()),
+                    "others/full": float(others_to_full.median()),
+                    "same/full, first": float(same_to_full[0]),
+                    "others/full, first": float(others_to_full[0]),
                 }
             )
-    return found
+    return summary
+
+
+def _values(rows: Sequence[Row], quantity: str) -> Tensor:
+    """Return a quantity on several batches along the same directions, [batches, directions]."""
+    num_directions = max(row["index"] for row in rows)
+    values = torch.tensor([row[quantity] for row in rows], dtype=torch.float64)
+    return values.reshape(-1, num_directions)

@@ -7,6 +7,7 @@ fit, and also projects the second factors block by block.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -19,14 +20,13 @@ from examples.paper.common import (
     FULL,
     MINI,
     Batch,
+    ExperimentSettings,
     Row,
     Trained,
     load,
-    some,
+    random_indices,
+    select,
     write,
-)
-from examples.paper.common import (
-    Settings as Shared,
 )
 from examples.paper.plots import new_panels
 from laplace_debias import Laplace
@@ -34,7 +34,7 @@ from laplace_debias.report.style import OKABE_ITO, style_axes
 
 
 @dataclass(kw_only=True)
-class Settings(Shared):
+class Settings(ExperimentSettings):
     """The fits to time.
 
     Attributes:
@@ -58,47 +58,56 @@ def run(settings: Settings) -> list[Row]:
     """Time the fits in turn; return medians and their ratios to the mini-batch fit."""
     trained = load(settings)
     fits = timed_fits(trained, settings)
-    fits[MINI]()  # the first fit of a process also sets up threads and buffers
+    # The first fit of a process also sets up threads and buffers, so it is not timed.
+    fits[MINI]()
     rows = [
-        {"method": name, "repeat": repeat, **cost(fit, settings.device)}
+        {"method": method, "repeat": repeat, **cost(fit, settings.device)}
         for repeat in range(settings.repeats)
-        for name, fit in fits.items()
+        for method, fit in fits.items()
     ]
-    seconds = {name: [r["seconds"] for r in rows if r["method"] == name] for name in fits}
+    seconds = {
+        method: median(row["seconds"] for row in select(rows, method=method)) for method in fits
+    }
     table = [
-        {"method": name, "seconds": median(found), "ratio": median(found) / median(seconds[MINI])}
-        for name, found in seconds.items()
+        {"method": method, "seconds": seconds[method], "ratio": seconds[method] / seconds[MINI]}
+        for method in fits
     ]
     figure, ((ax,),) = new_panels(1, 1, (5.6, 2.6))
-    ax.barh([*seconds], [row["seconds"] for row in table], color=OKABE_ITO["blue"])
+    ax.barh(list(seconds), list(seconds.values()), color=OKABE_ITO["blue"])
     ax.set_xlabel("Seconds")
     style_axes(ax)
-    where = f"{settings.device}, {torch.get_num_threads()} threads"
-    title = f"Fits of {settings.problem} on {where}: medians"
+    machine = f"{settings.device}, {torch.get_num_threads()} threads"
+    title = f"Fits of {settings.problem} on {machine}: medians"
     write(settings, {"results": rows, "summary": table}, {"runtime": figure}, title)
     return table
 
 
 def timed_fits(trained: Trained, settings: Settings) -> dict[str, Callable[[], Laplace]]:
-    """Return the fits, by name."""
-    [(x, y)] = trained.batches(settings.batch_size, 1, settings.seed)
+    """Return functions that fit a posterior, by the names of the methods."""
+    mini_batch = trained.random_batches(settings.batch_size, 1, settings.seed)
+    [(x, y)] = mini_batch
     half = len(x) // 2
+    first_half = [(x[:half], y[:half])]
+    second_half = [(x[half:], y[half:])]
 
-    def fitted(*batches: list[Batch], folds: int | None = None) -> Laplace:
+    def fit(
+        directions: list[Batch],
+        magnitudes: list[Batch] | None = None,
+        folds: int | None = None,
+    ) -> Laplace:
         la = Laplace(trained.model, params="weights", fisher=settings.fisher)
         generator = torch.Generator().manual_seed(settings.seed)
-        return la.fit_batches(*batches, folds=folds, generator=generator)
+        return la.fit_batches(directions, magnitudes, folds=folds, generator=generator)
 
-    fits = {
-        MINI: lambda: fitted([(x, y)]),
-        DEBIASED: lambda: fitted([(x[:half], y[:half])], [(x[half:], y[half:])]),
-        CROSSFIT: lambda: fitted([(x, y)], folds=settings.folds),
+    fits: dict[str, Callable[[], Laplace]] = {
+        MINI: partial(fit, mini_batch),
+        DEBIASED: partial(fit, first_half, second_half),
+        CROSSFIT: partial(fit, mini_batch, folds=settings.folds),
     }
     if settings.full_examples:
         generator = torch.Generator().manual_seed(settings.seed)
-        order = some(len(trained.train), settings.full_examples, generator)
-        full = [trained.batch(trained.train, part) for part in order.split(settings.batch_size)]
-        fits[FULL] = lambda: fitted(full)
+        indices = random_indices(trained.train, settings.full_examples, generator)
+        fits[FULL] = partial(fit, trained.batches(trained.train, indices, settings.batch_size))
     return fits
 
 
@@ -108,11 +117,13 @@ def cost(fit: Callable[[], Laplace], device: str) -> Row:
     if is_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        memory_before = torch.cuda.memory_allocated()
     start = time.perf_counter()
     fit()
     if is_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() - before if is_gpu else None
+    peak = None
+    if is_gpu:
+        peak = torch.cuda.max_memory_allocated() - memory_before
     return {"seconds": seconds, "peak": peak}

@@ -11,11 +11,19 @@ from torch.func import functional_call, jacrev
 
 from examples.paper import conjugate_gradients, hessian_free, kfac_error, laplace, runtime
 from examples.paper.__main__ import EXPERIMENTS, main
-from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, distances, judge
+from examples.paper.common import (
+    CROSSFIT,
+    FULL,
+    MINI,
+    ExperimentSettings,
+    Trained,
+    distances,
+    loss_and_accuracy,
+)
 from examples.paper.data import digits, digits_parts
 from examples.paper.plots import method_colours
 from examples.paper.problems import Recipe, decay_groups, get_problem, train
-from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
+from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, bias_summary
 from laplace_debias.optim import DebiasedHessianFree
 
 TINY = ["--recipe.cycles=[[1,0.05]]", "--progress=false", "--device=cpu"]
@@ -152,7 +160,7 @@ def test_a_batch_curves_more_along_its_own_directions_than_others_do(trained, tm
         ]
         mean = sum(map(sum, batches)) / 10
         assert of(rows, index=1, measured_on=FULL)[0][quantity] == pytest.approx(mean, rel=1e-4)
-    (curvature,) = of(summary_of(rows), quantity="curvature")
+    (curvature,) = of(bias_summary(rows), quantity="curvature")
     assert curvature["same/full, first"] > 1.3
     assert curvature["others/full, first"] < 1
 
@@ -202,11 +210,13 @@ def test_errors_count_all_directions_that_share_a_magnitude(trained):
     assert in_basis.squared_error(on_batch.magnitudes) == pytest.approx(squared_error, rel=1e-9)
 
 
-def test_the_judge_adds_the_penalty_and_leaves_the_network(trained):
+def test_the_regularised_loss_adds_the_penalty_and_leaves_the_network(trained):
     before = nn.utils.parameters_to_vector(trained.model.parameters()).detach().clone()
     few = trained.test.subset(torch.arange(50))
     step = torch.full_like(before, 1e-3)
-    plain, decayed = (judge(trained, step, {"test": few}, decay) for decay in (0.0, 0.3))
+    plain, decayed = (
+        loss_and_accuracy(trained, step, {"test": few}, decay) for decay in (0.0, 0.3)
+    )
     assert torch.equal(nn.utils.parameters_to_vector(trained.model.parameters()), before)
     weights = sum((p + 1e-3).square().sum() for p in trained.model.parameters() if p.ndim > 1)
     penalty = decayed["test_loss"] - plain["test_loss"]
@@ -256,7 +266,9 @@ def test_debiased_hessian_free_steps_halve_the_images_of_a_step(trained, size, t
 
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
     optimizer.step(*map(closure, order[:size].chunk(2)))
-    expected = judge(replace(few, model=model), 0.0, {"train": train, "test": test}, decay)
+    expected = loss_and_accuracy(
+        replace(few, model=model), 0.0, {"train": train, "test": test}, decay
+    )
     assert row == {"step": 1, **expected}
 
 
@@ -344,7 +356,7 @@ def test_training_repeats_with_the_seed():
 def test_an_unknown_problem_is_named(tmp_path):
     with pytest.raises(ValueError, match="unknown problem 'digit'"):
         main(["contours", "--problem=digit", f"--output={tmp_path}"])
-    assert Settings(output=tmp_path).problem == "allcnn-digits"
+    assert ExperimentSettings(output=tmp_path).problem == "allcnn-digits"
 
 
 def test_colours_of_known_and_other_methods_differ():
