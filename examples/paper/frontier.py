@@ -157,27 +157,38 @@ def way_rows(
             if size > len(order):
                 continue
             la = Laplace(trained.model, params="weights", fisher=way.fisher)
+            generator = torch.Generator().manual_seed(draw)
             start = process_time()
-            fit(la, trained, order[:size], way.mode, settings.chunk_size)
+            fit(la, trained, order[:size], way.mode, settings.chunk_size, generator)
             seconds = process_time() - start
             labels = {"method": name, "draw": draw, "size": size, "seconds": seconds}
             rows += nll_rows(la, labels, test, settings)
     return rows
 
 
-def fit(la: Laplace, trained: Trained, indices: Tensor, mode: Mode, chunk_size: int) -> None:
-    """Fit a posterior to training images, in batches that fit into memory."""
+def fit(
+    la: Laplace,
+    trained: Trained,
+    indices: Tensor,
+    mode: Mode,
+    chunk_size: int,
+    generator: torch.Generator,
+) -> None:
+    """Fit a posterior to training images, in batches that fit into memory.
+
+    The generator draws the labels of Monte-Carlo fits.
+    """
     num_data = len(trained.train)
     half = len(indices) // 2
     batches = ImageBatches(trained, indices, chunk_size)
     if mode == "mini":
-        la.fit_batches(batches, num_data=num_data)
+        la.fit_batches(batches, num_data=num_data, generator=generator)
     elif mode == "crossfit":
-        la.fit_batches(batches, num_data=num_data, folds=2)
+        la.fit_batches(batches, num_data=num_data, folds=2, generator=generator)
     else:
         first_half = ImageBatches(trained, indices[:half], chunk_size)
         second_half = ImageBatches(trained, indices[half:], chunk_size)
-        la.fit_batches(first_half, second_half, num_data=num_data)
+        la.fit_batches(first_half, second_half, num_data=num_data, generator=generator)
 
 
 def auto_rows(
@@ -203,8 +214,9 @@ def auto_fit_rows(
 ) -> list[Row]:
     """Fit with one scheme of `mode="auto"`; return its NLLs, with the report of the fit."""
     la = Laplace(trained.model, params="weights")
+    generator = torch.Generator().manual_seed(labels["draw"])
     start = process_time()
-    la.fit(scheme, num_data=len(trained.train))
+    la.fit(scheme, num_data=len(trained.train), generator=generator)
     seconds = process_time() - start
     report = la.fit_report
     labels = {
