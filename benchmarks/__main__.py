@@ -57,8 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     settings = Settings(options.device, options.quick, options.repetitions, options.threads)
+    names = options.only or COMPARISONS
+    if options.render:
+        names = ()
     failed = []
-    for name in () if options.render else options.only or COMPARISONS:
+    for name in names:
         print(f"{name} …", flush=True)
         if not _run(name, settings, options.results / f"{name}.json", options.append):
             failed.append(name)
@@ -75,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="these comparisons alone")
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="only these comparisons")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny network: does it run at all?")
     parser.add_argument("--repetitions", type=_positive, default=3, help="rounds (3)")
-    parser.add_argument("--threads", type=_positive, default=2, help="of torch (2)")
+    parser.add_argument("--threads", type=_positive, default=2, help="threads of torch (2)")
     parser.add_argument(
         "--append", action="store_true", help="add rounds to those measured before, do not replace"
     )
@@ -104,30 +107,28 @@ def _run(name: str, settings: Settings, path: Path, append: bool) -> bool:
     """Measure one comparison in a separate process; return whether it succeeded."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
     with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder) / "result.json"
+        result_path = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.worker", name]
-        command += [json.dumps(asdict(settings)), str(fresh)]
+        command += [json.dumps(asdict(settings)), str(result_path)]
         if subprocess.run(command, env=environment, cwd=_ROOT, check=False).returncode != 0:
             return False
-        result = results.read(fresh)
+        result = results.read(result_path)
     if append and path.exists():
-        result = results.joined(results.read(path), result)
+        result = results.join_rounds(results.read(path), result)
     results.write(path, result)
     return True
 
 
 def _page(folder: Path) -> str | None:
     """Return the page of all measurements in a folder; None if there are none."""
-    measured = {
-        name: (importlib.import_module(f"benchmarks.{name}"), results.read(path))
-        for name in COMPARISONS
-        if (path := folder / f"{name}.json").exists()
-    }
-    if not measured:
+    results_by_name = {}
+    for name in COMPARISONS:
+        path = folder / f"{name}.json"
+        if path.exists():
+            results_by_name[name] = results.read(path)
+    if not results_by_name:
         return None
-    goals = goals_table([(m.TITLE, m.GOALS, r.rows) for m, r in measured.values() if not r.quick])
-    machines = sorted({_set_up(result) for _, result in measured.values()})
-    parts = [
+    sections = [
         "# Benchmarks",
         "This page is written by `python -m benchmarks --publish`. Each comparison runs in a "
         "separate process, in which the libraries are timed in turn,\nin an order that alternates "
@@ -137,21 +138,31 @@ def _page(folder: Path) -> str | None:
         "- **Added memory** is the peak memory during the call minus the memory in use before "
         "the call. It includes the result.\n"
         "- **Goals** are the targets that the project set for itself.",
-        *machines,
-        *([goals] if goals else []),
+        *sorted({_describe_set_up(result) for result in results_by_name.values()}),
     ]
-    for module, result in measured.values():
-        rounds = max((len(row.seconds) for row in result.rows), default=0)
-        parts.append(f"## {module.TITLE}")
-        parts.append(f"{inspect.getdoc(module.compare)} {rounds} rounds.")
+    modules = {name: importlib.import_module(f"benchmarks.{name}") for name in results_by_name}
+    goals = goals_table(
+        [
+            (modules[name].TITLE, modules[name].GOALS, result.rows)
+            for name, result in results_by_name.items()
+            if not result.quick
+        ]
+    )
+    if goals is not None:
+        sections.append(goals)
+    for name, result in results_by_name.items():
+        module = modules[name]
+        num_rounds = max((len(row.seconds) for row in result.rows), default=0)
+        sections.append(f"## {module.TITLE}")
+        sections.append(f"{inspect.getdoc(module.compare)} {num_rounds} rounds.")
         if hasattr(module, "tables"):
-            parts.append(module.tables(result.rows))
+            sections.append(module.tables(result.rows))
         else:
-            parts.append(comparison_table(result.rows, module.UNIT, module.REFERENCES))
-    return "\n\n".join(parts) + "\n"
+            sections.append(comparison_table(result.rows, module.UNIT, module.REFERENCES))
+    return "\n\n".join(sections) + "\n"
 
 
-def _set_up(result: results.Result) -> str:
+def _describe_set_up(result: results.Result) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result.versions.items())
     return textwrap.fill(f"{result.network}, float32; {result.machine}; {versions}.", 150)
 

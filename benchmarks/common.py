@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,8 +40,9 @@ _OURS = "ours"
 _THEIRS = "laplace-torch"
 _EXPORTED = "exported program"
 _COMPILED = "exported program, compiled"
-# The cell in which exported programs are also measured.
+# The task for which exported programs are also measured.
 _SERVED = "last layer, predict 1"
+# The Fisher matrix of each computation of factors.
 _FACTORS = {"factors, exact": "exact", "factors, Monte-Carlo": "mc"}
 # The Fisher matrix and the parameters of each fit.
 _FITS = {
@@ -79,23 +80,26 @@ class _NetworkSettings(Settings):
         common: The network.
     """
 
-    common: CommonNetwork | None = None
+    common: CommonNetwork = NETWORKS["MLP 8-50-2"]
 
     @property
     def batch(self) -> int:
         """The number of images in a batch for which factors are computed."""
         return _BATCH
 
+    @property
+    def fit_size(self) -> int:
+        """The number of examples of a fit."""
+        return self.common.size
+
     def model(self) -> nn.Sequential:
         """Return the network in eval mode, with the same weights at every call."""
-        assert self.common is not None
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return self.common.build().eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return random inputs and labels."""
-        assert self.common is not None
         return random_examples(self.common, size, seed, self.device)
 
 
@@ -112,55 +116,80 @@ def compare(settings: Settings) -> list[Row]:
         settings = replace(settings, repetitions=max(_LEAST_ROUNDS, settings.repetitions))
     rows = []
     for name, network in networks.items():
-        on_network = _NetworkSettings(
-            settings.device, settings.quick, settings.repetitions, settings.threads, network
-        )
         print(f"  {name} …", flush=True)
-        for cell, fisher in _FACTORS.items():
-            contenders = [
-                Contender("gradient", ours.gradient(on_network)),
-                Contender(_OURS, ours.factors(on_network, fisher, "hooks")),
-                *peer_contenders(on_network, fisher),
-            ]
-            rows += _named(name, cell, measure(contenders, on_network, _BATCH, _BATCH))
-        for cell, (fisher, params) in _FITS.items():
-            contenders = [
-                Contender(_OURS, partial(_our_fit, on_network, fisher, params)),
-                Contender(_THEIRS, partial(_their_fit, on_network, fisher, params), is_peer=True),
-            ]
-            rows += _named(name, cell, measure(contenders, on_network, network.size, _BATCH))
-        structures = _STRUCTURES if name in _SMALL_NETWORKS else {}
-        for curvature, structure in structures.items():
-            contenders = [Contender(_OURS, partial(_our_first_prediction, on_network, curvature))]
-            if structure is not None:
-                build = partial(_their_first_prediction, on_network, structure)
-                contenders.append(Contender(_THEIRS, build, is_peer=True))
-            rows += _named(name, curvature, measure(contenders, on_network, network.size, _BATCH))
-        for cell, (params, num_inputs) in _PREDICTIONS.items():
-            x, _ = on_network.data(num_inputs, seed=2)
-            contenders = [
-                Contender(_NETWORK, partial(_forward, on_network, x)),
-                Contender(_OURS, partial(_our_prediction, on_network, params, x)),
-            ]
-            if not (name in _LARGE_NETWORKS and cell == "predict 64"):
-                theirs = partial(_their_prediction, on_network, params, x)
-                contenders.append(Contender(_THEIRS, theirs, is_peer=True))
-            if cell == _SERVED:
-                exported = partial(_exported_prediction, on_network, x)
-                contenders.append(Contender(_EXPORTED, partial(exported, compiles=False)))
-                # Without a C++ compiler, the program cannot be compiled.
-                if not settings.quick:
-                    compiled = partial(exported, compiles=True)
-                    contenders.append(Contender(_COMPILED, compiled, is_peer=True))
-            num_calls = 1 if settings.quick else _NUM_CALLS[num_inputs]
-            measured = measure(contenders, on_network, num_calls, 1, per_example=True)
-            rows += _named(name, cell, measured)
+        network_settings = _NetworkSettings(**asdict(settings), common=network)
+        for task, fisher in _FACTORS.items():
+            rows += _named(name, task, _measure_factors(network_settings, fisher))
+        for task, (fisher, params) in _FITS.items():
+            rows += _named(name, task, _measure_fits(network_settings, fisher, params))
+        if name in _SMALL_NETWORKS:
+            for curvature, structure in _STRUCTURES.items():
+                measured = _measure_structures(network_settings, curvature, structure)
+                rows += _named(name, curvature, measured)
+        for task, (params, num_inputs) in _PREDICTIONS.items():
+            measured = _measure_predictions(
+                network_settings,
+                params,
+                num_inputs,
+                has_peer=not (name in _LARGE_NETWORKS and task == "predict 64"),
+                has_exports=task == _SERVED,
+            )
+            rows += _named(name, task, measured)
     return rows
 
 
-def _named(network: str, cell: str, rows: Sequence[Row]) -> list[Row]:
-    """Return rows whose contenders' names contain the network and the cell of the table."""
-    return [replace(row, contender=f"{network} | {cell} | {row.contender}") for row in rows]
+def _measure_factors(settings: _NetworkSettings, fisher: str) -> list[Row]:
+    contenders = [
+        Contender("gradient", ours.gradient(settings)),
+        Contender(_OURS, ours.factors(settings, fisher, "hooks")),
+        *peer_contenders(settings, fisher),
+    ]
+    return measure(contenders, settings, _BATCH, warm_up=_BATCH)
+
+
+def _measure_fits(settings: _NetworkSettings, fisher: str, params: str) -> list[Row]:
+    contenders = [
+        Contender(_OURS, partial(_our_fit, settings, fisher, params)),
+        Contender(_THEIRS, partial(_their_fit, settings, fisher, params), is_peer=True),
+    ]
+    return measure(contenders, settings, settings.fit_size, warm_up=_BATCH)
+
+
+def _measure_structures(
+    settings: _NetworkSettings, curvature: str, structure: str | None
+) -> list[Row]:
+    contenders = [Contender(_OURS, partial(_our_first_prediction, settings, curvature))]
+    if structure is not None:
+        build = partial(_their_first_prediction, settings, structure)
+        contenders.append(Contender(_THEIRS, build, is_peer=True))
+    return measure(contenders, settings, settings.fit_size, warm_up=_BATCH)
+
+
+def _measure_predictions(
+    settings: _NetworkSettings, params: str, num_inputs: int, has_peer: bool, has_exports: bool
+) -> list[Row]:
+    x, _ = settings.data(num_inputs, seed=2)
+    contenders = [
+        Contender(_NETWORK, partial(_forward, settings, x)),
+        Contender(_OURS, partial(_our_prediction, settings, params, x)),
+    ]
+    if has_peer:
+        build = partial(_their_prediction, settings, params, x)
+        contenders.append(Contender(_THEIRS, build, is_peer=True))
+    if has_exports:
+        build = partial(_exported_prediction, settings, x, compiles=False)
+        contenders.append(Contender(_EXPORTED, build))
+        # Without a C++ compiler, the program cannot be compiled.
+        if not settings.quick:
+            build = partial(_exported_prediction, settings, x, compiles=True)
+            contenders.append(Contender(_COMPILED, build, is_peer=True))
+    num_calls = 1 if settings.quick else _NUM_CALLS[num_inputs]
+    return measure(contenders, settings, num_calls, warm_up=1, per_example=True)
+
+
+def _named(network: str, task: str, rows: Sequence[Row]) -> list[Row]:
+    """Return rows whose contenders' names contain the network and the task."""
+    return [replace(row, contender=f"{network} | {task} | {row.contender}") for row in rows]
 
 
 def _fit_loader(settings: Settings, size: int) -> DataLoader:
@@ -275,52 +304,54 @@ def _repeated(work: Callable[[], object]) -> Run:
     return run
 
 
+# The rows by the names of the network, the task and the contender.
+_RowsByNetwork = dict[str, dict[str, dict[str, Row]]]
+
+
 def tables(rows: Sequence[Row]) -> str:
     """Return ratios to laplace-torch, latencies, and factors of all libraries, in Markdown."""
-    cells: dict[str, dict[str, dict[str, Row]]] = {}
+    rows_by_network: _RowsByNetwork = {}
     for row in rows:
-        network, cell, contender = row.contender.split(" | ")
-        cells.setdefault(network, {}).setdefault(cell, {})[contender] = row
+        network, task, contender = row.contender.split(" | ")
+        rows_by_task = rows_by_network.setdefault(network, {})
+        rows_by_task.setdefault(task, {})[contender] = row
     return "\n\n".join(
         [
             "The table shows our time divided by the time of laplace-torch, as the median over "
             "rounds with the range in parentheses.\nValues below 1 mean that this package is "
             "faster.",
-            markdown_table(_ratio_table(cells)),
+            markdown_table(_ratio_table(rows_by_network)),
             "Time of a prediction (`la.predict(x).probs`) and, in parentheses, of the network's "
             "forward pass, in milliseconds:",
-            markdown_table(_latency_table(cells)),
+            markdown_table(_latency_table(rows_by_network)),
             "Time of a prediction of one input with a posterior over the last layer, in "
             "milliseconds: with `la.predict(x).probs`, with the\nprogram that `la.export` writes, "
             "and with this program after `torch.compile`.",
-            markdown_table(_served_table(cells)),
+            markdown_table(_served_table(rows_by_network)),
             "Time of a fit and its first prediction for other values of `curvature=`, in "
             "milliseconds. EKFAC is compared with K-FAC of\nlaplace-torch, which has no EKFAC.",
-            markdown_table(_structure_table(cells)),
+            markdown_table(_structure_table(rows_by_network)),
             f"Time to compute the K-FAC factors of {_BATCH} examples, without "
             "eigendecompositions, in milliseconds:",
-            markdown_table(_factor_table(cells)),
+            markdown_table(_factor_table(rows_by_network)),
         ]
     )
 
 
-_Cells = dict[str, dict[str, dict[str, Row]]]
-
-
-def _ratio_table(cells: _Cells) -> list[dict[str, object]]:
+def _ratio_table(rows_by_network: _RowsByNetwork) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
     medians = []
-    for network, by_cell in cells.items():
+    for network, rows_by_task in rows_by_network.items():
         line: dict[str, object] = {"network": network}
-        for cell in (*_FITS, *_PREDICTIONS):
-            line[cell] = None
-            if _THEIRS not in by_cell[cell]:
+        for task in (*_FITS, *_PREDICTIONS):
+            line[task] = None
+            if _THEIRS not in rows_by_task[task]:
                 continue
-            by_round = ratios(by_cell[cell][_OURS], by_cell[cell][_THEIRS])
+            by_round = ratios(rows_by_task[task][_OURS], rows_by_task[task][_THEIRS])
             if by_round:
                 median = statistics.median(by_round)
                 medians.append(median)
-                line[cell] = f"{median:.2f} ({min(by_round):.2f} – {max(by_round):.2f})"
+                line[task] = f"{median:.2f} ({min(by_round):.2f} – {max(by_round):.2f})"
         table.append(line)
     if medians:
         mean = math.exp(statistics.fmean(map(math.log, medians)))
@@ -328,49 +359,52 @@ def _ratio_table(cells: _Cells) -> list[dict[str, object]]:
     return table
 
 
-def _latency_table(cells: _Cells) -> list[dict[str, object]]:
+def _latency_table(rows_by_network: _RowsByNetwork) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
-    for network, by_cell in cells.items():
+    for network, rows_by_task in rows_by_network.items():
         line: dict[str, object] = {"network": network}
-        for cell in _PREDICTIONS:
-            times = [_milliseconds(by_cell[cell][name]) for name in (_OURS, _NETWORK)]
-            line[f"{cell} (network)"] = f"{times[0]} ({times[1]})"
+        for task in _PREDICTIONS:
+            our_time = _milliseconds(rows_by_task[task][_OURS])
+            network_time = _milliseconds(rows_by_task[task][_NETWORK])
+            line[f"{task} (network)"] = f"{our_time} ({network_time})"
         table.append(line)
     return table
 
 
-def _served_table(cells: _Cells) -> list[dict[str, object]]:
+def _served_table(rows_by_network: _RowsByNetwork) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
-    for network, by_cell in cells.items():
+    for network, rows_by_task in rows_by_network.items():
         line: dict[str, object] = {"network": network}
         # The time of the network itself is in the table of latencies.
         for name in (_OURS, _EXPORTED, _COMPILED):
-            row = by_cell[_SERVED].get(name)
-            line[name] = (None if row is None else _milliseconds(row)) or "not available"
+            row = rows_by_task[_SERVED].get(name)
+            time = None if row is None else _milliseconds(row)
+            line[name] = time or "not available"
         table.append(line)
     return table
 
 
-def _structure_table(cells: _Cells) -> list[dict[str, object]]:
+def _structure_table(rows_by_network: _RowsByNetwork) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
-    for network, by_cell in cells.items():
+    for network, rows_by_task in rows_by_network.items():
         for curvature in _STRUCTURES:
-            if curvature in by_cell:
-                times = {name: _milliseconds(row) for name, row in by_cell[curvature].items()}
+            if curvature in rows_by_task:
+                times = {name: _milliseconds(row) for name, row in rows_by_task[curvature].items()}
                 table.append({"network": network, "curvature": curvature, **times})
     return table
 
 
-def _factor_table(cells: _Cells) -> list[dict[str, object]]:
+def _factor_table(rows_by_network: _RowsByNetwork) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
-    for network, by_cell in cells.items():
-        for cell in _FACTORS:
-            times = {name: _milliseconds(row) for name, row in by_cell[cell].items()}
-            table.append({"network": network, "": cell.removeprefix("factors, "), **times})
+    for network, rows_by_task in rows_by_network.items():
+        for task in _FACTORS:
+            times = {name: _milliseconds(row) for name, row in rows_by_task[task].items()}
+            table.append({"network": network, "": task.removeprefix("factors, "), **times})
     return table
 
 
 def _milliseconds(row: Row) -> str | None:
+    """Format the median time; None if the contender did not run."""
     if not row.seconds:
         return None
     return f"{1e3 * statistics.median(row.seconds):.3g}"

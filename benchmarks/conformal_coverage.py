@@ -29,18 +29,20 @@ RANDOM_LABELS = 0.2
 Examples = tuple[Tensor, Tensor]
 
 
-def noisy_digits(g: torch.Generator) -> Examples:
+def noisy_digits(generator: torch.Generator) -> Examples:
     """Return images `[n, 64]` and digits; a fifth of the digits is drawn at random."""
     pixels, digits = load_digits(return_X_y=True)
     y = torch.tensor(digits)
-    is_random = torch.rand(len(y), generator=g) < RANDOM_LABELS
-    labels = torch.randint(10, (len(y),), generator=g)
+    is_random = torch.rand(len(y), generator=generator) < RANDOM_LABELS
+    labels = torch.randint(10, (len(y),), generator=generator)
     return torch.tensor(pixels, dtype=torch.float64) / 16, labels.where(is_random, y)
 
 
-def patients(g: torch.Generator) -> Examples:
+def patients(generator: torch.Generator) -> Examples:
     """Return ten standardised features, and the standardised disease progression, `[n, 1]`."""
-    x, y = (torch.tensor(array) for array in load_diabetes(return_X_y=True))
+    features, targets = load_diabetes(return_X_y=True)
+    x = torch.tensor(features)
+    y = torch.tensor(targets)
     return x / x.std(0), ((y - y.mean()) / y.std()).unsqueeze(1)
 
 
@@ -79,9 +81,23 @@ class Problem:
 
 PROBLEMS = {
     "digits": Problem(
-        "classification", noisy_digits, 10, 500, 500, by_ink, ("little ink", "much ink")
+        "classification",
+        noisy_digits,
+        num_outputs=10,
+        num_training=500,
+        num_calibration=500,
+        groups=by_ink,
+        group_names=("little ink", "much ink"),
     ),
-    "diabetes": Problem("regression", patients, 1, 142, 150, by_age, ("younger", "older")),
+    "diabetes": Problem(
+        "regression",
+        patients,
+        num_outputs=1,
+        num_training=142,
+        num_calibration=150,
+        groups=by_age,
+        group_names=("younger", "older"),
+    ),
 }
 
 
@@ -91,25 +107,25 @@ class Coverage:
 
     Attributes:
         covered: The number covered by conformal sets or intervals.
-        own: The number covered by the posterior's own sets or intervals.
+        covered_by_posterior: The number covered by the posterior's own sets or intervals.
         num_test: The number of test examples.
         num_calibration: The number of calibration examples of the same group.
     """
 
     covered: int
-    own: int
+    covered_by_posterior: int
     num_test: int
     num_calibration: int
 
     def has_level(self, probability: float) -> bool:
         """Whether the number of covered examples is in the central interval of its distribution."""
         rank = math.ceil((self.num_calibration + 1) * LEVEL)
-        law = betabinom(self.num_test, rank, self.num_calibration + 1 - rank)
-        low, high = law.interval(probability)
+        distribution = betabinom(self.num_test, rank, self.num_calibration + 1 - rank)
+        low, high = distribution.interval(probability)
         return bool(low <= self.covered <= high)
 
 
-def trained(problem: Problem, data: Examples, seed: int) -> nn.Module:
+def train_network(problem: Problem, data: Examples, seed: int) -> nn.Module:
     """Train a network with a hidden layer of 32 units until it fits noise."""
     x, y = data
     torch.manual_seed(seed)
@@ -125,7 +141,7 @@ def trained(problem: Problem, data: Examples, seed: int) -> nn.Module:
     return model.eval()
 
 
-def own_coverage(problem: Problem, la: Laplace, x: Tensor, y: Tensor) -> Tensor:
+def covered_by_posterior(problem: Problem, la: Laplace, x: Tensor, y: Tensor) -> Tensor:
     """Return whether the posterior's own sets or intervals cover the targets, `[n]`.
 
     A set contains the most probable classes, up to a total probability of the level.
@@ -137,19 +153,19 @@ def own_coverage(problem: Problem, la: Laplace, x: Tensor, y: Tensor) -> Tensor:
     predictive = la.predict(x)
     assert isinstance(predictive, Categorical)
     probs = predictive.probs
-    own = probs.gather(1, y.unsqueeze(1))
-    return (probs * (probs > own)).sum(1) < LEVEL
+    target_probs = probs.gather(1, y.unsqueeze(1))
+    return (probs * (probs > target_probs)).sum(1) < LEVEL
 
 
 def coverages(name: str, seed: int) -> dict[str, Coverage]:
     """Compute the coverage of all test examples, and of each group with its own threshold."""
     problem = PROBLEMS[name]
-    g = torch.Generator().manual_seed(seed)
-    x, y = problem.data(g)
-    order = torch.randperm(len(x), generator=g)
-    sizes = problem.num_training, problem.num_calibration
-    train, calibration, test = order.tensor_split((sizes[0], sum(sizes)))
-    model = trained(problem, (x[train], y[train]), seed)
+    generator = torch.Generator().manual_seed(seed)
+    x, y = problem.data(generator)
+    order = torch.randperm(len(x), generator=generator)
+    first_test = problem.num_training + problem.num_calibration
+    train, calibration, test = order.tensor_split((problem.num_training, first_test))
+    model = train_network(problem, (x[train], y[train]), seed)
     is_regression = problem.likelihood == "regression"
     la = Laplace(model, problem.likelihood, sigma=1.0 if is_regression else None)
     la.fit([(x[train], y[train])])
@@ -158,10 +174,13 @@ def coverages(name: str, seed: int) -> dict[str, Coverage]:
     is_covered = Conformal(la).calibrate(held_out, LEVEL).predict(x[test]).covers(y[test])
     by_group = Conformal(la, groups=problem.groups).calibrate(held_out, LEVEL)
     is_covered_by_group = by_group.predict(x[test]).covers(y[test]).flatten()
-    is_own = own_coverage(problem, la, x[test], y[test])
+    is_covered_by_posterior = covered_by_posterior(problem, la, x[test], y[test])
     results = {
         "all": Coverage(
-            int(is_covered.sum()), int(is_own.sum()), len(test), problem.num_calibration
+            int(is_covered.sum()),
+            int(is_covered_by_posterior.sum()),
+            len(test),
+            problem.num_calibration,
         )
     }
     groups = problem.groups(x)
@@ -169,7 +188,7 @@ def coverages(name: str, seed: int) -> dict[str, Coverage]:
         in_test = groups[test] == group
         results[group_name] = Coverage(
             int(is_covered_by_group[in_test].sum()),
-            int(is_own[in_test].sum()),
+            int(is_covered_by_posterior[in_test].sum()),
             int(in_test.sum()),
             int((groups[calibration] == group).sum()),
         )
@@ -191,17 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Cov
     entries = []
     for name, by_seed in results.items():
         for group in by_seed[0]:
-            in_group = [coverage[group] for coverage in by_seed]
-            shares = torch.tensor([c.covered / c.num_test for c in in_group])
-            own = statistics.mean(c.own / c.num_test for c in in_group)
-            inside = sum(c.has_level(0.95) for c in in_group)
-            numbers = {
-                "value": f"{shares.mean():.3f}",
-                "least": f"{shares.min():.3f}",
-                "greatest": f"{shares.max():.3f}",
-                "own": f"{own:.3f}",
-                "inside": f"{inside}",
-            }
+            numbers = summarise([coverage_by_group[group] for coverage_by_group in by_seed])
             entry = f"{name}-{group.replace(' ', '-')}"
             rows.append(table_row(name, group, entry, numbers))
             values = ", ".join(f"{key} = {value}" for key, value in numbers.items())
@@ -214,14 +223,30 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Cov
     return results
 
 
+def summarise(coverages: Sequence[Coverage]) -> dict[str, str]:
+    """Return the numbers of an entry in `docs/results.toml`, over the coverages of all seeds."""
+    shares = torch.tensor([coverage.covered / coverage.num_test for coverage in coverages])
+    posterior_shares = [coverage.covered_by_posterior / coverage.num_test for coverage in coverages]
+    num_inside = sum(coverage.has_level(0.95) for coverage in coverages)
+    return {
+        "value": f"{shares.mean():.3f}",
+        "least": f"{shares.min():.3f}",
+        "greatest": f"{shares.max():.3f}",
+        "own": f"{statistics.mean(posterior_shares):.3f}",
+        "inside": f"{num_inside}",
+    }
+
+
 def table_row(name: str, group: str, entry: str, numbers: dict[str, str]) -> str:
     """Return a row of the page's table, in which numbers refer to their entries."""
-    cells = []
+    cells = {}
     for key, value in numbers.items():
-        part = "" if key == "value" else f".{key}"
-        cells.append(f"{value}<!-- conformal.{entry}{part} -->")
-    mean, least, greatest, own, inside = cells
-    return f"| {name}, {group} | {own} | {mean} | {least} to {greatest} | {inside} |"
+        suffix = "" if key == "value" else f".{key}"
+        cells[key] = f"{value}<!-- conformal.{entry}{suffix} -->"
+    extremes = f"{cells['least']} to {cells['greatest']}"
+    return (
+        f"| {name}, {group} | {cells['own']} | {cells['value']} | {extremes} | {cells['inside']} |"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Row
 
 TITLE = "efficientnet_b0, 10 classes, 64 × 64 pixels, Monte-Carlo Fisher"
-UNIT, REFERENCES, GOALS = vision.UNIT, vision.REFERENCES, vision.GOALS
+UNIT = vision.UNIT
+REFERENCES = vision.REFERENCES
+GOALS = vision.GOALS
 
 
 def compare(settings: Settings) -> list[Row]:

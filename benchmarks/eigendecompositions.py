@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import peers
-from benchmarks.ours import problem_of
+from benchmarks.ours import fit_context
 from benchmarks.report import Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
@@ -31,9 +31,10 @@ def compare(settings: Settings) -> list[Row]:
 
 def _ours(settings: Settings, dtype: torch.dtype) -> Callable[[], Run]:
     def build() -> Run:
-        problem = problem_of(settings.model(), "mc", dtype=dtype)
-        sums, seen = factor_sums(problem, [Batch(*settings.data(settings.batch))])
-        return lambda _: eigenbases(problem, dict(sums), seen)
+        context = fit_context(settings.model(), "mc", dtype=dtype)
+        sums, totals = factor_sums(context, [Batch(*settings.data(settings.batch))])
+        # `eigenbases` empties the dictionary, so each call gets a copy.
+        return lambda _: eigenbases(context, dict(sums), totals)
 
     return build
 

@@ -59,30 +59,38 @@ class Problem:
 
 
 PROBLEMS = {
-    "classes-1": Problem("three classes", 3, 16, 1.0),
-    "classes-weak-prior": Problem("three classes", 3, 16, 0.01),
-    "classes-wide": Problem("three classes", 3, 50, 0.1),
-    "two-outputs": Problem("regression, two outputs, σ = 0.3", 2, 16, 1.0, 0.3),
-    "one-output": Problem("regression, one output, σ = 1", 1, 16, 1.0, 1.0),
-    "one-output-wide": Problem("regression, one output, σ = 0.3", 1, 50, 1.0, 0.3),
+    "classes-1": Problem("three classes", 3, width=16, prior_precision=1.0),
+    "classes-weak-prior": Problem("three classes", 3, width=16, prior_precision=0.01),
+    "classes-wide": Problem("three classes", 3, width=50, prior_precision=0.1),
+    "two-outputs": Problem(
+        "regression, two outputs, σ = 0.3", 2, width=16, prior_precision=1.0, sigma=0.3
+    ),
+    "one-output": Problem(
+        "regression, one output, σ = 1", 1, width=16, prior_precision=1.0, sigma=1.0
+    ),
+    "one-output-wide": Problem(
+        "regression, one output, σ = 0.3", 1, width=50, prior_precision=1.0, sigma=0.3
+    ),
 }
 COLUMNS = ("value", "peer", "far", "far-peer")
 """The columns of an entry in `docs/results.toml`: our error and the error of laplace-torch, near
 the data and far from the data."""
 
 
-def examples(problem: Problem, g: torch.Generator) -> Examples:
+def examples(problem: Problem, generator: torch.Generator) -> Examples:
     """Draw inputs and noisy targets of a smooth function."""
-    x = torch.randn(NUM_TRAINING, NUM_FEATURES, generator=g, dtype=torch.float64)
-    directions = torch.randn(NUM_FEATURES, problem.num_outputs, generator=g, dtype=torch.float64)
+    x = torch.randn(NUM_TRAINING, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    directions = torch.randn(
+        NUM_FEATURES, problem.num_outputs, generator=generator, dtype=torch.float64
+    )
     f = (x @ directions).sin()
-    noise = torch.randn(f.shape, generator=g, dtype=torch.float64)
+    noise = torch.randn(f.shape, generator=generator, dtype=torch.float64)
     if problem.sigma is None:
         return x, (f + 0.3 * noise).argmax(1)
     return x, f + problem.sigma * noise
 
 
-def trained(problem: Problem, data: Examples) -> nn.Module:
+def train_network(problem: Problem, data: Examples) -> nn.Module:
     """Train a network with two hidden layers to the posterior's mode."""
     layers = [nn.Linear(NUM_FEATURES, problem.width), nn.Tanh()]
     layers += [nn.Linear(problem.width, problem.width), nn.Tanh()]
@@ -113,33 +121,37 @@ def deviations(problem: Problem, covariance: Tensor) -> Tensor:
 def errors(problem: Problem, num_inducing: Sequence[int], seed: int, has_peer: bool) -> Tensor:
     """Compute errors of both libraries, near and far from the data, `[num_inducing, COLUMNS]`."""
     torch.manual_seed(seed)
-    g = torch.Generator().manual_seed(seed)
-    data = examples(problem, g)
-    model = trained(problem, data)
-    near = torch.randn(NUM_TEST, NUM_FEATURES, generator=g, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    data = examples(problem, generator)
+    model = train_network(problem, data)
+    near = torch.randn(NUM_TEST, NUM_FEATURES, generator=generator, dtype=torch.float64)
     options: dict[str, Any] = {"prior_precision": problem.prior_precision, "sigma": problem.sigma}
     full = Laplace(model, problem.likelihood, "full", **options).fit([data])
-    inputs = near, FAR * near
-    expected = [deviations(problem, full.functional(x)[1]) for x in inputs]
     rows = []
     for number in num_inducing:
         la = Laplace(model, problem.likelihood, "gp", inducing=number, **options)
         la.fit([data], generator=torch.Generator().manual_seed(seed))
-        ours = [deviations(problem, la.functional(x)[1]) for x in inputs]
         peer = None
         if has_peer:
             peer = fit_laplace_torch(problem, model, data, number, seed)
         row = []
-        for x, actual, reference in zip(inputs, ours, expected, strict=True):
-            row.append(float((actual - reference).norm() / reference.norm()))
-            theirs = torch.nan
+        for x in (near, FAR * near):
+            expected = deviations(problem, full.functional(x)[1])
+            our_deviations = deviations(problem, la.functional(x)[1])
+            row.append(relative_error(our_deviations, expected))
+            peer_error = torch.nan
             if peer is not None:
-                _, covariance = peer._glm_predictive_distribution(x)
-                difference = deviations(problem, covariance.double()) - reference
-                theirs = float(difference.norm() / reference.norm())
-            row.append(theirs)
+                _, peer_covariance = peer._glm_predictive_distribution(x)
+                peer_deviations = deviations(problem, peer_covariance.double())
+                peer_error = relative_error(peer_deviations, expected)
+            row.append(peer_error)
         rows.append(row)
     return torch.tensor(rows)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Compute the norm of the difference, divided by the norm of the expected values."""
+    return float((actual - expected).norm() / expected.norm())
 
 
 def fit_laplace_torch(
@@ -158,24 +170,27 @@ def fit_laplace_torch(
 
 def table_row(problem: Problem, name: str, number: int, is_first: bool, row: list[float]) -> str:
     """Return a row of the page's table; the smaller error of each pair is bold."""
-    head = ["", "", ""]
+    problem_cells = ["", "", ""]
     if is_first:
-        head = [problem.task, str(problem.width), f"{problem.prior_precision:g}"]
+        problem_cells = [problem.task, str(problem.width), f"{problem.prior_precision:g}"]
     cells = []
     for first in (0, 2):
-        smaller = min(row[first : first + 2])
-        for column, error in zip(COLUMNS[first:], row[first : first + 2], strict=False):
+        pair = row[first : first + 2]
+        smaller = min(pair)
+        for column, error in zip(COLUMNS[first : first + 2], pair, strict=True):
             text = rounded(error)
             if error == smaller:
                 text = f"**{text}**"
-            part = "" if column == "value" else f".{column}"
-            cells.append(f"{text}<!-- function-space.{name}-{number}{part} -->")
-    return f"| {' | '.join([*head, str(number), *cells])} |"
+            suffix = "" if column == "value" else f".{column}"
+            cells.append(f"{text}<!-- function-space.{name}-{number}{suffix} -->")
+    return f"| {' | '.join([*problem_cells, str(number), *cells])} |"
 
 
 def rounded(error: float) -> str:
     """Format an error with two decimals, or with one digit if it is too small."""
-    return f"{error:.2f}" if error >= 0.01 else f"{error:.1g}"
+    if error >= 0.01:
+        return f"{error:.2f}"
+    return f"{error:.1g}"
 
 
 def entry(problem: Problem, name: str, number: int, row: list[float]) -> str:

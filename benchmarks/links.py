@@ -8,9 +8,9 @@ time, and continues after the stored images; `--cache FOLDER` reads the stored m
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -35,21 +35,47 @@ from laplace_debias.metrics import auroc
 from laplace_debias.sources import SourceSettings, load
 
 TABLES = ("wine", "digits", "digits, 15 % wrong labels", "breast cancer")
-SETS = ("test", "severity 5", "digits", "patches")
+SHIFTS = ("test", "severity 5")
+OUT_OF_DISTRIBUTION = ("digits", "patches")
 GRIDS = {
     "all": 10 ** torch.arange(3.2, 5, 0.4).double(),
     "last_layer": 10 ** torch.arange(-2, 6.1, 0.4).double(),
 }
 """The prior precisions of the All-CNN-C's moments."""
-_AT_ONCE = 10
+_IMAGES_PER_FILE = 10
 _SOFTMAX = Categorical()
-# Draws take a long time, so these links try fewer temperatures.
-_STEPS = {"exact": 4, "projected": 2}
+# Draws take a long time, so these links try only every n-th temperature.
+_TEMPERATURE_STEPS = {"exact": 4, "projected": 2}
+
+Examples = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The hyper-parameters of a method.
+
+    Attributes:
+        prior_precision: δ; infinity stands for the network without a posterior.
+        link: The link, with its temperature.
+    """
+
+    prior_precision: float
+    link: Link
+
+    def __str__(self) -> str:
+        return f"{self.prior_precision:.3g}, {self.link}"
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The moments of n examples: mean `[n, C]`, covariances `[P, n, C, C]`, labels, grid `[P]`."""
+    """The moments of the outputs for n examples.
+
+    Attributes:
+        mean: The means of the logits, `[n, C]`.
+        covariances: The covariances of the logits at each prior precision, `[P, n, C, C]`.
+        labels: The classes, `[n]`; -1 for out-of-distribution examples.
+        grid: The prior precisions, `[P]`.
+    """
 
     mean: Tensor
     covariances: Tensor
@@ -57,25 +83,46 @@ class Moments:
     grid: Tensor
 
     @classmethod
-    def of(cls, la: Laplace, x: Tensor, y: Tensor, grid: Tensor) -> "Moments":
+    def compute(cls, la: Laplace, x: Tensor, y: Tensor, grid: Tensor) -> "Moments":
         """Compute the moments of a fit."""
         mean, covariances = moments(la.fitted, x, grid)
         return cls(mean.double(), covariances.double(), y, grid)
 
-    def log_probs(self, delta: float, link: Link) -> Tensor:
-        """Compute the log-probability of every class, without covariance for δ = ∞."""
-        at = (self.grid == delta).nonzero()
-        covariance = self.covariances[at[0, 0]] if len(at) else self.covariances[0] * 0
-        return link.logits(_SOFTMAX, self.mean, covariance).log_softmax(-1)
+    def log_probs(self, setting: Setting) -> Tensor:
+        """Compute the log-probability of every class, `[n, C]`."""
+        covariance = torch.zeros_like(self.covariances[0])
+        indices = (self.grid == setting.prior_precision).nonzero()
+        if len(indices) > 0:
+            covariance = self.covariances[indices[0, 0]]
+        return setting.link.logits(_SOFTMAX, self.mean, covariance).log_softmax(-1)
 
-    def losses(self, delta: float, link: Link) -> Tensor:
-        """Compute the negative log-likelihood of every example."""
-        return -self.log_probs(delta, link).gather(1, self.labels[:, None])[:, 0]
+    def losses(self, setting: Setting) -> Tensor:
+        """Compute the negative log-likelihood of every example, `[n]`."""
+        return -self.log_probs(setting).gather(1, self.labels[:, None])[:, 0]
+
+    def entropies(self, setting: Setting) -> Tensor:
+        """Compute the entropy of every example's predictive, `[n]`."""
+        log_probs = self.log_probs(setting)
+        return -(log_probs.exp() * log_probs).sum(1)
 
     def first(self, number: int) -> "Moments":
         """Return the moments of the first examples."""
-        parts = self.mean[:number], self.covariances[:, :number], self.labels[:number]
-        return Moments(*parts, self.grid)
+        return Moments(
+            self.mean[:number], self.covariances[:, :number], self.labels[:number], self.grid
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The moments of one trained network.
+
+    Attributes:
+        validation: The moments by which each method is tuned.
+        sets: The moments of the sets to compare, by name; the set `"test"` is always present.
+    """
+
+    validation: Moments
+    sets: dict[str, Moments]
 
 
 def projected(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -85,116 +132,137 @@ def projected(mean: Tensor, covariance: Tensor) -> Tensor:
     return probit(mean - mean.mean(-1, keepdim=True), centred)
 
 
-def tuned(
-    validation: Moments, names: Sequence[str], temperatures: Sequence[float]
-) -> tuple[float, Link]:
-    """Return the prior precision and the link with the lowest validation NLL."""
-    every = [
-        (float(validation.losses(delta, Link(name, T)).mean()), delta, Link(name, T))
-        for delta in validation.grid.tolist()
-        for name in names
-        for T in temperatures
+def best_setting(
+    validation: Moments, formulas: Sequence[str], temperatures: Sequence[float]
+) -> Setting:
+    """Return the setting with the lowest validation NLL; the first one if several are equal."""
+    settings = [
+        Setting(delta, Link(formula, temperature))
+        for delta, formula, temperature in product(validation.grid.tolist(), formulas, temperatures)
     ]
-    return min(every, key=lambda at: at[0])[1:]
+    return min(settings, key=lambda setting: float(validation.losses(setting).mean()))
 
 
-def by_rule(validation: Moments) -> tuple[float, Link]:
+def setting_of_tune(validation: Moments) -> Setting:
     """Return the choice of `Laplace.tune` on its first grid."""
 
-    def predict(x: Inputs, grid: Tensor, by: Sequence[Link]) -> Iterator[tuple[int, Distribution]]:
-        for number, covariance in enumerate(
-            [*validation.covariances, 0 * validation.covariances[0]]
-        ):
-            logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in by]
-            yield number, torch.distributions.Categorical(logits=torch.stack(logits))
+    def predict(
+        x: Inputs, grid: Tensor, links: Sequence[Link]
+    ) -> Iterator[tuple[int, Distribution]]:
+        no_covariance = torch.zeros_like(validation.covariances[0])
+        for index, covariance in enumerate([*validation.covariances, no_covariance]):
+            logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in links]
+            yield index, torch.distributions.Categorical(logits=torch.stack(logits))
 
-    data = [Batch(validation.mean, validation.labels)]
+    default_link = links.default_link(_SOFTMAX, validation.mean.shape)
     table = evaluate_grid(
         predict,
-        data,
+        [Batch(validation.mean, validation.labels)],
         _SOFTMAX,
         "nll",
         prior_precisions=validation.grid.tolist(),
-        links=links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None),
+        links=links_to_try(default_link, None),
     )
     setting = choose(table).setting
-    return table.prior_precisions[setting.point], table.links[setting.link]
+    return Setting(table.prior_precisions[setting.point], table.links[setting.link])
 
 
-def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:
-    """Return δ (∞ for no posterior) and the link of every method, tuned on validation examples."""
-    T = fit_temperature(validation.mean, validation.labels, "classification")
-    # T is limited to the range of `tune`. If all validation examples are classified correctly, the
-    # optimum is T = 0.
-    T = min(max(T, TEMPERATURES[0]), TEMPERATURES[-1])
-    found = {
-        "network": (torch.inf, Link("probit")),
-        "temperature scaling": (torch.inf, Link("probit", T)),
+def tune_methods(validation: Moments) -> dict[str, Setting]:
+    """Tune every method on validation examples, and return its setting."""
+    temperature = fit_temperature(validation.mean, validation.labels, "classification")
+    # The temperature is limited to the range of `tune`. If all validation examples are classified
+    # correctly, the optimum is zero.
+    temperature = min(max(temperature, TEMPERATURES[0]), TEMPERATURES[-1])
+    settings = {
+        "network": Setting(torch.inf, Link("probit")),
+        "temperature scaling": Setting(torch.inf, Link("probit", temperature)),
     }
-    for name in FORMULAS:
-        found[name] = tuned(validation, [name], [1.0])
-        found[f"{name}, tempered"] = tuned(validation, [name], TEMPERATURES[:: _STEPS.get(name, 1)])
+    for formula in FORMULAS:
+        temperatures = TEMPERATURES[:: _TEMPERATURE_STEPS.get(formula, 1)]
+        settings[formula] = best_setting(validation, [formula], [1.0])
+        settings[f"{formula}, tempered"] = best_setting(validation, [formula], temperatures)
     few = validation.first(20)
-    found |= {"tune": by_rule(validation), "tune, 20 examples": by_rule(few)}
-    found["probit, 20 examples"] = tuned(few, ["probit"], [1.0])
-    return found
+    settings["tune"] = setting_of_tune(validation)
+    settings["tune, 20 examples"] = setting_of_tune(few)
+    settings["probit, 20 examples"] = best_setting(few, ["probit"], [1.0])
+    return settings
 
 
-def compared(runs: Sequence[tuple[Moments, dict[str, Moments]]]) -> list[dict]:
-    """Return a row for every method, over the test examples of all runs.
-
-    Args:
-        runs: For each run, the validation moments, and the moments by set. The labels of OOD sets
-            are -1.
-    """
-    chosen = [methods_of(validation) for validation, _ in runs]
+def compare_methods(runs: Sequence[Run]) -> list[dict]:
+    """Return a row for every method, over the test examples of all runs."""
+    settings_by_run = [tune_methods(run.validation) for run in runs]
+    references = [settings["temperature scaling"] for settings in settings_by_run]
     rows = []
-    for method in chosen[0]:
-        row: dict = {"method": method}
-        row["chosen"] = [f"{of[method][0]:.3g}, {of[method][1]}" for of in chosen]
-        for name in runs[0][1]:
-            parts = [
-                (sets[name], sets["test"], of[method], of["temperature scaling"])
-                for of, (_, sets) in zip(chosen, runs, strict=True)
-            ]
-            if (parts[0][0].labels < 0).any():
-                # These scores are larger for out-of-distribution examples.
-                scores = [
-                    [-(p := m.log_probs(*at)).exp().mul(p).sum(1) for m in (test, ood)]
-                    for ood, test, at, _ in parts
-                ]
-                row[f"auroc {name}"] = float(np.mean([auroc(*pair) for pair in scores]))
-                continue
-            losses = torch.cat([moments.losses(*at) for moments, _, at, _ in parts])
-            reference = torch.cat([moments.losses(*at) for moments, _, _, at in parts])
-            difference = losses - reference
-            row[f"nll {name}"] = float(losses.mean())
-            row[f"behind {name}"] = float(difference.mean())
-            row[f"half width {name}"] = 1.96 * float(difference.std()) / len(difference) ** 0.5
+    for method in settings_by_run[0]:
+        settings = [settings_of_run[method] for settings_of_run in settings_by_run]
+        row: dict = {"method": method, "chosen": [str(setting) for setting in settings]}
+        for name in runs[0].sets:
+            if (runs[0].sets[name].labels < 0).any():
+                row[f"auroc {name}"] = mean_auroc(runs, name, settings)
+            else:
+                losses = concatenate_losses(runs, name, settings)
+                difference = losses - concatenate_losses(runs, name, references)
+                standard_error = float(difference.std()) / len(difference) ** 0.5
+                row[f"nll {name}"] = float(losses.mean())
+                row[f"behind {name}"] = float(difference.mean())
+                row[f"half width {name}"] = 1.96 * standard_error
         rows.append(row)
     return rows
+
+
+def concatenate_losses(runs: Sequence[Run], name: str, settings: Sequence[Setting]) -> Tensor:
+    """Compute the losses of a set's examples in all runs, with one setting per run."""
+    pairs = zip(runs, settings, strict=True)
+    return torch.cat([run.sets[name].losses(setting) for run, setting in pairs])
+
+
+def mean_auroc(runs: Sequence[Run], name: str, settings: Sequence[Setting]) -> float:
+    """Compute how well entropies separate a set from the test examples, averaged over runs."""
+    aurocs = []
+    for run, setting in zip(runs, settings, strict=True):
+        test_entropies = run.sets["test"].entropies(setting)
+        aurocs.append(auroc(test_entropies, run.sets[name].entropies(setting)))
+    return float(np.mean(aurocs))
 
 
 # ------------------------------------------------------------------------------- problems
 
 
-def table(name: str, seed: int) -> list[Tensor]:
-    """Return training, validation and test inputs and labels: two, one and two fifths."""
-    x, y = getattr(sklearn.datasets, f"load_{name.partition(',')[0].replace(' ', '_')}")(
-        return_X_y=True
-    )
-    g = torch.Generator().manual_seed(seed)
-    x, y = torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y)
-    order = torch.randperm(len(y), generator=g)
-    x, y = x[order], y[order].clone()
+@dataclass(frozen=True)
+class Split:
+    """Inputs and labels for training, validation and test."""
+
+    train: Examples
+    validation: Examples
+    test: Examples
+
+
+def load_table(name: str, seed: int) -> Split:
+    """Load a data set of scikit-learn: two fifths for training, one for validation, two for test.
+
+    Args:
+        name: One of `TABLES`.
+        seed: The seed of the order, and of the wrong labels.
+    """
+    dataset = name.partition(",")[0].replace(" ", "_")
+    features, targets = getattr(sklearn.datasets, f"load_{dataset}")(return_X_y=True)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(targets), generator=generator)
+    x = torch.as_tensor(features, dtype=torch.float32)[order]
+    y = torch.as_tensor(targets)[order]
     if "wrong" in name:
-        wrong = torch.rand(len(y), generator=g) < 0.15
-        y[wrong] = torch.randint(10, (int(wrong.sum()),), generator=g)
-    half, most = 2 * len(y) // 5, 3 * len(y) // 5
+        is_wrong = torch.rand(len(y), generator=generator) < 0.15
+        y[is_wrong] = torch.randint(10, (int(is_wrong.sum()),), generator=generator)
+    train_end = 2 * len(y) // 5
+    validation_end = 3 * len(y) // 5
     # All pixels get the same scale, because some pixels are equal in all training images.
-    along = None if "digits" in name else 0
-    x = (x - x[:half].mean(along)) / x[:half].std(along)
-    return [x[:half], y[:half], x[half:most], y[half:most], x[most:], y[most:]]
+    dim = None if "digits" in name else 0
+    x = (x - x[:train_end].mean(dim)) / x[:train_end].std(dim)
+    return Split(
+        (x[:train_end], y[:train_end]),
+        (x[train_end:validation_end], y[train_end:validation_end]),
+        (x[validation_end:], y[validation_end:]),
+    )
 
 
 class Residual(nn.Sequential):
@@ -209,7 +277,9 @@ def network(name: str, num_features: int, num_classes: int) -> nn.Module:
     """Build a small residual network for images of digits, or a multi-layer perceptron."""
     if name != "ResNet on digits":
         sizes = [num_features, 50, 50, num_classes]
-        layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
+        layers: list[nn.Module] = []
+        for width_in, width_out in pairwise(sizes):
+            layers += [nn.Linear(width_in, width_out), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
     blocks = [
         Residual(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1))
@@ -219,79 +289,109 @@ def network(name: str, num_features: int, num_classes: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(512, num_classes))
 
 
-def trained(name: str, seed: int) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Train a small network; return it with x and y for training, validation and test."""
-    source = "digits, 15 % wrong labels" if "ResNet" in name else name
-    x, y, *others = table(source, seed)
+def train_small(name: str, seed: int) -> tuple[nn.Module, Split]:
+    """Train a small network; return it in eval mode, with its data.
+
+    Args:
+        name: One of `TABLES`, or `"ResNet on digits"`.
+        seed: The seed of the data and of the training.
+    """
+    is_resnet = "ResNet" in name
+    split = load_table("digits, 15 % wrong labels" if is_resnet else name, seed)
+    x, y = split.train
     torch.manual_seed(seed)
     model = network(name, x.shape[1], int(y.max()) + 1)
-    optimiser = torch.optim.Adam(model.parameters(), 2e-3, weight_decay=1e-4)
-    for _ in range(30 if "ResNet" in name else 100):
-        for part in torch.randperm(len(y)).split(32):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
-            optimiser.step()
-    return model.eval(), (x, y, *others)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3, weight_decay=1e-4)
+    for _ in range(30 if is_resnet else 100):
+        for batch in torch.randperm(len(y)).split(32):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return model.eval(), split
 
 
-def small(name: str, params: str, seed: int) -> tuple[Moments, dict[str, Moments]]:
-    """Train, fit and predict a small network."""
-    model, (x, y, x_val, y_val, x_test, y_test) = trained(name, seed)
-    la = Laplace(model, params=params).fit([(x, y)])
-    sets = {"test": Moments.of(la, x_test, y_test, DEFAULT_GRID)}
-    return Moments.of(la, x_val, y_val, DEFAULT_GRID), sets
+def run_small(name: str, params: str, seed: int) -> Run:
+    """Train a small network, fit a posterior over `params`, and compute its moments."""
+    model, split = train_small(name, seed)
+    la = Laplace(model, params=params).fit([split.train])
+    test = Moments.compute(la, *split.test, DEFAULT_GRID)
+    validation = Moments.compute(la, *split.validation, DEFAULT_GRID)
+    return Run(validation, {"test": test})
 
 
-def cache(folder: Path, kind: str, checkpoint: Path, examples: int) -> None:
+def store_moments(folder: Path, params: str, checkpoint: Path, num_images: int) -> None:
     """Compute and store moments of the All-CNN-C, for the same random images at every call.
 
     Args:
         folder: The folder for the moments.
-        kind: `all`, cross-fitted on 512 images as in the report, or `last_layer`.
+        params: `all`, cross-fitted on 512 images as in the report, or `last_layer`.
         checkpoint: The trained network.
-        examples: The number of images of every set.
+        num_images: The number of images of every set.
     """
-    given = yaml.safe_load(Path("configs/allcnnc_cifar10.yaml").read_text())
-    given |= {"corruptions": (5,), "checkpoint": checkpoint, "progress": False}
-    loaded = load(SourceSettings(**given))
-    la = Laplace(loaded.model, params=kind)
-    train = loaded.train
-    if kind == "all":
-        x, y = (torch.cat(parts) for parts in zip(*islice(loaded.train, 11), strict=True))
-        train = [(x[:512], y[:512])]
-    la.fit(train, "crossfit" if kind == "all" else "full", num_data=loaded.num_train)
+    config = yaml.safe_load(Path("configs/allcnnc_cifar10.yaml").read_text())
+    config |= {"corruptions": (5,), "checkpoint": checkpoint, "progress": False}
+    loaded = load(SourceSettings(**config))
+    la = Laplace(loaded.model, params=params)
+    if params == "all":
+        x, y = concatenate(islice(loaded.train, 11))
+        la.fit([(x[:512], y[:512])], "crossfit", num_data=loaded.num_train)
+    else:
+        la.fit(loaded.train, "full", num_data=loaded.num_train)
     assert loaded.validation is not None
     sets = {"val": loaded.validation, "test": loaded.test, "severity5": loaded.shifts[5]}
     sets |= loaded.ood
-    chosen = {}
+    images = {}
     for name, batches in sets.items():
-        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:examples]
-        chosen[name] = x[order], y[order]
-    for start in range(0, examples, _AT_ONCE):
-        for name, (x, y) in chosen.items():
-            path, some = folder / f"{kind}_{name}_{start:05}.npz", slice(start, start + _AT_ONCE)
-            if len(y[some]) and not path.exists():
-                found = Moments.of(la, x[some], y[some], GRIDS[kind])
-                covariances = found.covariances.float()
-                np.savez(path, mean=found.mean, cov=covariances, y=found.labels, grid=found.grid)
+        x, y = concatenate(batches)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:num_images]
+        images[name] = x[order], y[order]
+    for start in range(0, num_images, _IMAGES_PER_FILE):
+        for name, (x, y) in images.items():
+            path = folder / f"{params}_{name}_{start:05}.npz"
+            indices = slice(start, start + _IMAGES_PER_FILE)
+            if len(y[indices]) > 0 and not path.exists():
+                chunk = Moments.compute(la, x[indices], y[indices], GRIDS[params])
+                np.savez(
+                    path,
+                    mean=chunk.mean,
+                    cov=chunk.covariances.float(),
+                    y=chunk.labels,
+                    grid=chunk.grid,
+                )
 
 
-def cached(folder: Path, kind: str) -> tuple[Moments, dict[str, Moments]]:
-    """Read the moments of the All-CNN-C that `cache` stored."""
-    found = {}
-    for name in ("val", *SETS):
-        parts = [
-            np.load(path) for path in sorted(folder.glob(f"{kind}_{name.replace(' ', '')}_*.npz"))
-        ]
-        labels = torch.cat([torch.as_tensor(part["y"]) for part in parts])
-        found[name] = Moments(
-            torch.cat([torch.as_tensor(part["mean"]) for part in parts]).double(),
-            torch.cat([torch.as_tensor(part["cov"]) for part in parts], 1).double(),
-            labels if name not in SETS[2:] else torch.full_like(labels, -1),
-            torch.as_tensor(parts[0]["grid"]),
-        )
-    return found.pop("val"), found
+def concatenate(batches: Iterable[Examples]) -> Examples:
+    """Join batches of images and labels."""
+    images, labels = zip(*batches, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def read_run(folder: Path, params: str) -> Run:
+    """Read the moments of the All-CNN-C that `store_moments` stored."""
+    validation = read_moments(folder, params, "val")
+    sets = {}
+    for name in SHIFTS:
+        sets[name] = read_moments(folder, params, name)
+    for name in OUT_OF_DISTRIBUTION:
+        ood = read_moments(folder, params, name)
+        sets[name] = replace(ood, labels=torch.full_like(ood.labels, -1))
+    return Run(validation, sets)
+
+
+def read_moments(folder: Path, params: str, name: str) -> Moments:
+    """Read the moments of one set, which are stored in several files."""
+    paths = sorted(folder.glob(f"{params}_{name.replace(' ', '')}_*.npz"))
+    files = [np.load(path) for path in paths]
+
+    def join(key: str, dim: int = 0) -> Tensor:
+        return torch.cat([torch.as_tensor(file[key]) for file in files], dim)
+
+    return Moments(
+        mean=join("mean").double(),
+        covariances=join("cov", dim=1).double(),
+        labels=join("y"),
+        grid=torch.as_tensor(files[0]["grid"]),
+    )
 
 
 def main() -> None:
@@ -308,23 +408,23 @@ def main() -> None:
     FORMULAS["projected"] = Formula(
         at_temperatures(projected), at_temperatures(probit), "differences"
     )
-    found = {}
+    rows_by_problem = {}
     if options.checkpoint:
-        cache(options.cache, options.kind, options.checkpoint, options.examples)
+        store_moments(options.cache, options.kind, options.checkpoint, options.examples)
     if options.cache:
-        found[f"All-CNN-C, {options.kind}"] = compared([cached(options.cache, options.kind)])
-    for name in () if options.cache else options.only:
-        for params in ("all", "last_layer"):
-            found[f"{name}, {params}"] = compared(
-                [small(name, params, seed) for seed in range(options.seeds)]
-            )
-    for problem, rows in found.items():
+        run = read_run(options.cache, options.kind)
+        rows_by_problem[f"All-CNN-C, {options.kind}"] = compare_methods([run])
+    else:
+        for name, params in product(options.only, ("all", "last_layer")):
+            runs = [run_small(name, params, seed) for seed in range(options.seeds)]
+            rows_by_problem[f"{name}, {params}"] = compare_methods(runs)
+    for problem, rows in rows_by_problem.items():
         print(problem)
         for row in rows:
             numbers = [f"{key} {v:.4f}" for key, v in row.items() if isinstance(v, float)]
             print(f"  {row['method']:22}", *numbers, *row["chosen"][:2], sep="  ", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(found, indent=1))
+    options.output.write_text(json.dumps(rows_by_problem, indent=1))
 
 
 if __name__ == "__main__":

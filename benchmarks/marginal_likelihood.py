@@ -114,7 +114,7 @@ def run_ours(problem: Problem, model: nn.Module, train: Examples, test: Examples
     """Train with this package."""
     loader = DataLoader(TensorDataset(*train), problem.batch_size, shuffle=True)
     started = time.perf_counter()
-    run = marginal_likelihood_training(
+    training_run = marginal_likelihood_training(
         model,
         loader,
         problem.likelihood,
@@ -123,7 +123,7 @@ def run_ours(problem: Problem, model: nn.Module, train: Examples, test: Examples
         every=problem.every,
     )
     seconds = time.perf_counter() - started
-    la = run.laplace
+    la = training_run.laplace
     x, y = test
     evidence = float(la.log_marginal_likelihood()) / len(train[0])
     if problem.likelihood == "regression":
@@ -134,7 +134,14 @@ def run_ours(problem: Problem, model: nn.Module, train: Examples, test: Examples
         nll = -float(la.predict(x, link="probit").log_prob(y).mean())
         sigma = None
         network_nll = float(nn.functional.cross_entropy(model(x), y).detach())
-    return Result(nll, network_nll, evidence, sigma, la.prior_precision.tolist(), seconds)
+    return Result(
+        nll=nll,
+        network_nll=network_nll,
+        evidence=evidence,
+        sigma=sigma,
+        prior_precisions=la.prior_precision.tolist(),
+        seconds=seconds,
+    )
 
 
 def run_laplace_torch(
@@ -161,19 +168,25 @@ def run_laplace_torch(
         )
     seconds = time.perf_counter() - started
     x, y = test
-    evidence = -min(evidences) / len(train[0])
-    deltas = la.prior_precision.tolist()
     if problem.likelihood == "regression":
         mean, variance = la(x, pred_type="glm")
         sigma = float(la.sigma_noise)
         deviation = (variance.reshape(mean.shape) + sigma**2).sqrt()
         nll = _gaussian_nll(mean, deviation, y)
         network_nll = _gaussian_nll(mean, torch.tensor(sigma), y)
-        return Result(nll, network_nll, evidence, sigma, deltas, seconds)
-    probs: Any = la(x, pred_type="glm", link_approx="probit")
-    nll = -float(probs[torch.arange(len(y)), y].log().mean())
-    network_nll = float(nn.functional.cross_entropy(model(x), y).detach())
-    return Result(nll, network_nll, evidence, None, deltas, seconds)
+    else:
+        probs: Any = la(x, pred_type="glm", link_approx="probit")
+        sigma = None
+        nll = -float(probs[torch.arange(len(y)), y].log().mean())
+        network_nll = float(nn.functional.cross_entropy(model(x), y).detach())
+    return Result(
+        nll=nll,
+        network_nll=network_nll,
+        evidence=-min(evidences) / len(train[0]),
+        sigma=sigma,
+        prior_precisions=la.prior_precision.tolist(),
+        seconds=seconds,
+    )
 
 
 def _gaussian_nll(mean: Tensor, deviation: Tensor, y: Tensor) -> float:
@@ -181,6 +194,22 @@ def _gaussian_nll(mean: Tensor, deviation: Tensor, y: Tensor) -> float:
 
 
 LIBRARIES = {"laplace-debias": run_ours, "laplace-torch": run_laplace_torch}
+
+
+def run_problem(
+    problem: Problem, libraries: Sequence[str], num_seeds: int
+) -> dict[str, list[Result]]:
+    """Train with each library; return a result per seed, by library."""
+    results: dict[str, list[Result]] = {library: [] for library in libraries}
+    for seed in range(num_seeds):
+        torch.manual_seed(seed)
+        train, test = problem.data()
+        model = problem.network()
+        for library in libraries:
+            torch.manual_seed(seed)
+            run = LIBRARIES[library]
+            results[library].append(run(problem, copy.deepcopy(model), train, test))
+    return results
 
 
 def mean_and_range(values: Sequence[float]) -> str:
@@ -197,16 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for name in options.problems:
-        problem = PROBLEMS[name]
-        results: dict[str, list[Result]] = {library: [] for library in options.libraries}
-        for seed in range(options.seeds):
-            torch.manual_seed(seed)
-            train, test = problem.data()
-            model = problem.network()
-            for library in options.libraries:
-                torch.manual_seed(seed)
-                run = LIBRARIES[library]
-                results[library].append(run(problem, copy.deepcopy(model), train, test))
+        results = run_problem(PROBLEMS[name], options.libraries, options.seeds)
         print(f"\n{name}, {options.seeds} seeds: mean (least to greatest)\n")
         print("| library | test NLL | NLL of the network | log evidence per example | sigma | s |")
         print("|---|---|---|---|---|---|")

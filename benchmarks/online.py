@@ -38,17 +38,15 @@ FULL = "full"
 FITS = ("mini-batch", "two halves", "two folds")
 
 Examples = tuple[Tensor, Tensor]
-# The distances of one seed, by epoch and posterior.
-Distances = dict[tuple[int, str], "Distance"]
 
 
 def digits() -> tuple[Examples, Examples]:
     """Load training and test images `[n, 1, 8, 8]` of unit variance with unit noise, and labels."""
     images, targets = load_digits(return_X_y=True)
-    g = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(images), generator=g)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(images), generator=generator)
     x = ((torch.tensor(images, dtype=torch.float32) / 16 - 0.3053) / 0.3760)[order]
-    x = (x + torch.randn(x.shape, generator=g)).view(-1, 1, 8, 8)
+    x = (x + torch.randn(x.shape, generator=generator)).view(-1, 1, 8, 8)
     y = torch.tensor(targets)[order]
     test = slice(NUM_DIGITS, NUM_DIGITS + NUM_TEST_DIGITS)
     return (x[:NUM_DIGITS], y[:NUM_DIGITS]), (x[test], y[test])
@@ -57,14 +55,15 @@ def digits() -> tuple[Examples, Examples]:
 def diabetes() -> tuple[Examples, Examples]:
     """Load standardised training and test rows `[n, 10]`, and targets `[n, 1]`."""
     features, targets = load_diabetes(return_X_y=True)
-    g = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(features), generator=g)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(features), generator=generator)
     x = torch.tensor(features, dtype=torch.float32)[order]
     y = torch.tensor(targets, dtype=torch.float32)[order].unsqueeze(1)
     x = (x - x.mean(0)) / x.std(0)
     y = (y - y.mean(0)) / y.std(0)
-    n = NUM_TABLE_ROWS
-    return (x[:n], y[:n]), (x[n:], y[n:])
+    train = x[:NUM_TABLE_ROWS], y[:NUM_TABLE_ROWS]
+    test = x[NUM_TABLE_ROWS:], y[NUM_TABLE_ROWS:]
+    return train, test
 
 
 class Residual(nn.Module):
@@ -137,8 +136,8 @@ PROBLEMS = {
         lambda: dense_network(10, 1),
         diabetes,
         (60,),
-        mse_loss,
-        {"likelihood": "regression", "sigma": TABLE_NOISE},
+        loss=mse_loss,
+        likelihood={"likelihood": "regression", "sigma": TABLE_NOISE},
     ),
 }
 
@@ -157,6 +156,15 @@ class Distance:
     curvature: float
     deviation: float
     nll: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of one posterior with the fit to all data, at one epoch of a training run."""
+
+    epoch: int
+    posterior: str
+    distance: Distance
 
 
 @dataclass(frozen=True)
@@ -200,11 +208,11 @@ def training(
     for epoch in range(num_epochs):
         model.train()
         for indices in torch.randperm(len(x)).split(BATCH_SIZE):
-            batch = x[indices], y[indices]
+            x_batch, y_batch = x[indices], y[indices]
             for online in onlines.values():
-                online.update(*batch)
+                online.update(x_batch, y_batch)
             optimizer.zero_grad()
-            problem.loss(model(batch[0]), batch[1]).backward()
+            problem.loss(model(x_batch), y_batch).backward()
             optimizer.step()
             scheduler.step()
         model.eval()
@@ -221,16 +229,17 @@ def posteriors(
     """Return the posteriors at the current weights, by name; the first is the full fit."""
     x, y = data
     num_data = len(x)
-    everything = list(zip(x.split(256), y.split(256), strict=True))
+    all_batches = list(zip(x.split(256), y.split(256), strict=True))
     batch = x[:BATCH_SIZE], y[:BATCH_SIZE]
-    half = BATCH_SIZE // 2
-    first, second = (x[:half], y[:half]), (x[half:BATCH_SIZE], y[half:BATCH_SIZE])
+    middle = BATCH_SIZE // 2
+    first_half = x[:middle], y[:middle]
+    second_half = x[middle:BATCH_SIZE], y[middle:BATCH_SIZE]
     fits = {
         name: Laplace(model, curvature=curvature, **problem.likelihood) for name in (FULL, *FITS)
     }
-    fits[FULL].fit_batches(everything, num_data=num_data)
+    fits[FULL].fit_batches(all_batches, num_data=num_data)
     fits["mini-batch"].fit_batches([batch], num_data=num_data)
-    fits["two halves"].fit_batches([first], [second], num_data=num_data)
+    fits["two halves"].fit_batches([first_half], [second_half], num_data=num_data)
     fits["two folds"].fit_batches([batch], folds=2, num_data=num_data)
     for run, online in onlines.items():
         fits[str(run)] = online.posterior(num_data)
@@ -239,35 +248,43 @@ def posteriors(
 
 def distance(la: Laplace, full: Laplace, test: Examples) -> Distance:
     """Compare a posterior with the full one."""
-    squares, total = 0.0, 0.0
+    squared_difference = 0.0
+    squared_norm = 0.0
     for name, block in full.posterior.curvature.blocks.items():
         reference = block.to_dense()
         difference = la.posterior.curvature.blocks[name].to_dense() - reference
-        squares += float(difference.square().sum())
-        total += float(reference.square().sum())
-    deviations, nlls = [], []
+        squared_difference += float(difference.square().sum())
+        squared_norm += float(reference.square().sum())
+    x, y = test
+    deviations = []
+    nlls = []
     for delta in PRIOR_PRECISIONS:
         la.prior_precision = delta
         full.prior_precision = delta
-        variances = [fit.functional(test[0], diagonal=True)[1] for fit in (la, full)]
-        deviations.append(float(0.5 * (variances[0] / variances[1]).log().abs().mean()))
-        scores = [-float(fit.predict(test[0]).log_prob(test[1]).mean()) for fit in (la, full)]
-        nlls.append(abs(scores[0] - scores[1]))
+        _, variance = la.functional(x, diagonal=True)
+        _, full_variance = full.functional(x, diagonal=True)
+        deviations.append(float(0.5 * (variance / full_variance).log().abs().mean()))
+        nlls.append(abs(nll(la, x, y) - nll(full, x, y)))
     return Distance(
-        curvature=(squares / total) ** 0.5,
+        curvature=(squared_difference / squared_norm) ** 0.5,
         deviation=statistics.mean(deviations),
         nll=statistics.mean(nlls),
     )
 
 
+def nll(la: Laplace, x: Tensor, y: Tensor) -> float:
+    """Compute the mean negative log-likelihood in nats."""
+    return -float(la.predict(x).log_prob(y).mean())
+
+
 def interval(values: Sequence[float]) -> str:
     """Format a mean with the half width of its 95 % t interval."""
     quantile = stats.t.ppf(0.975, len(values) - 1)
-    half = quantile * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.mean(values):.3f} ± {half:.3f}"
+    half_width = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.3f} ± {half_width:.3f}"
 
 
-def compare_posteriors(problem: Problem, seed: int, curvature: str) -> Distances:
+def compare_posteriors(problem: Problem, seed: int, curvature: str) -> list[Comparison]:
     """Train once, and compare the posteriors with the full fits."""
     data, test = problem.data()
     torch.manual_seed(seed)
@@ -284,73 +301,80 @@ def compare_posteriors(problem: Problem, seed: int, curvature: str) -> Distances
         )
         for run in RUNS
     }
-    by_posterior = {}
+    comparisons = []
     for epoch in training(model, problem, data, onlines):
         if epoch in problem.epochs:
             fits = posteriors(model, problem, data, curvature, onlines)
             full = fits.pop(FULL)
             for name, la in fits.items():
-                by_posterior[epoch, name] = distance(la, full, test)
-    return by_posterior
+                comparisons.append(Comparison(epoch, name, distance(la, full, test)))
+    return comparisons
 
 
-def read_distances(path: Path) -> Distances:
-    """Read the distances of one seed from a file."""
+def read_comparisons(path: Path) -> list[Comparison]:
+    """Read the comparisons of one seed from a file."""
     rows = json.loads(path.read_text())
-    return {(epoch, name): Distance(*values) for epoch, name, values in rows}
+    return [Comparison(epoch, name, Distance(*values)) for epoch, name, values in rows]
 
 
-def write_distances(path: Path, by_posterior: Distances) -> None:
-    """Write the distances of one seed to a file."""
-    rows = [[epoch, name, astuple(value)] for (epoch, name), value in by_posterior.items()]
+def write_comparisons(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Write the comparisons of one seed to a file."""
+    rows = [astuple(comparison) for comparison in comparisons]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def distances(
-    name: str, seeds: int, curvature: str, folder: Path | None
-) -> dict[tuple[int, str], list[Distance]]:
-    """Compute or read the distances, one per seed, by epoch and posterior."""
-    by_posterior: dict[tuple[int, str], list[Distance]] = {}
-    for seed in range(seeds):
-        file_name = f"{name}-{curvature}-{seed}.json"
-        if folder is not None and (folder / file_name).exists():
-            seed_distances = read_distances(folder / file_name)
-        else:
-            seed_distances = compare_posteriors(PROBLEMS[name], seed, curvature)
-            if folder is not None:
-                write_distances(folder / file_name, seed_distances)
-        for key, value in seed_distances.items():
-            by_posterior.setdefault(key, []).append(value)
-    return by_posterior
+def compare_on_seeds(
+    name: str, num_seeds: int, curvature: str, folder: Path | None
+) -> list[Comparison]:
+    """Compare the posteriors for each seed, or read the comparisons from the folder."""
+    comparisons = []
+    for seed in range(num_seeds):
+        if folder is None:
+            comparisons += compare_posteriors(PROBLEMS[name], seed, curvature)
+            continue
+        path = folder / f"{name}-{curvature}-{seed}.json"
+        if not path.exists():
+            write_comparisons(path, compare_posteriors(PROBLEMS[name], seed, curvature))
+        comparisons += read_comparisons(path)
+    return comparisons
 
 
-def print_table(by_posterior: Mapping[tuple[int, str], Sequence[Distance]], epoch: int) -> None:
+def select_distances(
+    comparisons: Sequence[Comparison], epoch: int, posterior: str
+) -> list[Distance]:
+    """Return the distances of a posterior at an epoch, one per seed."""
+    return [
+        comparison.distance
+        for comparison in comparisons
+        if comparison.epoch == epoch and comparison.posterior == posterior
+    ]
+
+
+def print_table(comparisons: Sequence[Comparison], epoch: int) -> None:
     """Print the distances after an epoch, one row per posterior."""
     print("| posterior | curvature | deviations of the outputs | NLL |")
     print("|---|---|---|---|")
-    for (at_epoch, name), values in by_posterior.items():
-        if at_epoch == epoch:
-            cells = [
-                interval([getattr(value, field) for value in values])
-                for field in ("curvature", "deviation", "nll")
-            ]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    for name in dict.fromkeys(comparison.posterior for comparison in comparisons):
+        distances = select_distances(comparisons, epoch, name)
+        cells = [
+            interval([distance.curvature for distance in distances]),
+            interval([distance.deviation for distance in distances]),
+            interval([distance.nll for distance in distances]),
+        ]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def draw(
-    by_posterior: Mapping[tuple[int, str], Sequence[Distance]],
-    epochs: Sequence[int],
-    path: Path,
-) -> None:
+def draw(comparisons: Sequence[Comparison], epochs: Sequence[int], path: Path) -> None:
     """Draw the NLL distances along the training run."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    shown = (*FITS, *map(str, RUNS[:4]))
-    for name in shown:
-        values = [[value.nll for value in by_posterior[epoch, name]] for epoch in epochs]
-        means = [statistics.mean(epoch_values) for epoch_values in values]
+    for name in (*FITS, *map(str, RUNS[:4])):
+        means = []
+        for epoch in epochs:
+            distances = select_distances(comparisons, epoch, name)
+            means.append(statistics.mean(distance.nll for distance in distances))
         line = "--" if name in FITS else "-"
         axes.plot(epochs, means, line, marker="o", label=name, markersize=3)
     axes.set(xlabel="epochs", ylabel="NLL distance from the full fit (nats)", yscale="log")
@@ -363,8 +387,9 @@ def draw(
 def measure_seconds(repetitions: int, batch_size: int) -> None:
     """Print the processor time of training with updates, in units of plain training."""
     torch.manual_seed(0)
-    x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
-    build = {
+    x = torch.randn(batch_size, 3, 32, 32)
+    y = torch.randint(10, (batch_size,))
+    networks = {
         "residual network, 32 × 32 images": lambda: residual_network(3, 32, 2),
         "four hidden layers of 256, inputs of 256": lambda: nn.Sequential(
             nn.AvgPool2d(2),
@@ -376,16 +401,16 @@ def measure_seconds(repetitions: int, batch_size: int) -> None:
     }
     print("| network | curvature | Fisher | every=4 | every=2 | every=1 | one refresh |")
     print("|---|---|---|---:|---:|---:|---:|")
-    for name, network in build.items():
+    for name, build in networks.items():
         for curvature in ("kfac", "ekfac"):
             for fisher in ("empirical", "mc", "signs"):
-                model = network()
+                model = build()
                 online = OnlineCurvature(
                     model, curvature=curvature, fisher=fisher, refresh=10**6, every=1
                 )
                 online.update(x, y)
                 online.update(x, y)
-                step, update, refresh = _seconds(model, online, (x, y), repetitions)
+                step, update, refresh = _minimum_seconds(model, online, (x, y), repetitions)
                 cells = [
                     f"{1 + update / step / every + refresh / step / REFRESH:.2f}"
                     for every in (4, 2, 1)
@@ -402,31 +427,32 @@ def _hidden(*widths: int) -> list[nn.Module]:
     return layers
 
 
-def _seconds(
+def _minimum_seconds(
     model: nn.Module, online: OnlineCurvature, batch: Examples, repetitions: int
-) -> tuple[float, float, float]:
+) -> list[float]:
     """Return the minimum seconds of a training step, an update and a refresh, timed in turn."""
+    x, y = batch
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        cross_entropy(model(batch[0]), batch[1]).backward()
+        cross_entropy(model(x), y).backward()
         optimizer.step()
 
     def update() -> None:
-        online.update(*batch)
+        online.update(x, y)
 
     def refresh() -> None:
         assert online._measurements is not None
         online._refresh_directions(online._measurements)
 
-    least = [math.inf] * 3
+    minima = [math.inf] * 3
     for _ in range(repetitions):
         for index, function in enumerate((step, update, refresh)):
-            started = time.process_time()
+            start = time.process_time()
             function()
-            least[index] = min(least[index], time.process_time() - started)
-    return least[0], least[1], least[2]
+            minima[index] = min(minima[index], time.process_time() - start)
+    return minima
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -446,12 +472,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_seconds(options.repetitions, options.batch_size)
         return
     for name in options.problems:
-        by_posterior = distances(name, options.seeds, options.curvature, options.folder)
+        comparisons = compare_on_seeds(name, options.seeds, options.curvature, options.folder)
         epochs = PROBLEMS[name].epochs
         print(f"\n{name}, curvature={options.curvature!r}, {options.seeds} seeds\n")
-        print_table(by_posterior, max(epochs))
+        print_table(comparisons, max(epochs))
         if options.figure is not None and name == options.problems[0]:
-            draw(by_posterior, epochs, options.figure)
+            draw(comparisons, epochs, options.figure)
 
 
 if __name__ == "__main__":

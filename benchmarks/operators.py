@@ -20,6 +20,11 @@ from examples.paper.networks import all_cnn_c
 from laplace_debias.curvature import GGN, Hessian
 
 BATCH = 64
+# The classes of this package and of curvlinops.
+OPERATORS = {
+    "GGN": (GGN, curvlinops.GGNLinearOperator),
+    "Hessian": (Hessian, curvlinops.HessianLinearOperator),
+}
 
 
 def problem(name: str) -> tuple[nn.Module, Tensor]:
@@ -37,12 +42,14 @@ def interleaved(functions: dict[str, Callable[[], object]], seconds: float) -> d
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():  # linearise and warm up
         function()
+    num_rounds = 0
     start = time.perf_counter()
-    while time.perf_counter() - start < seconds or len(times[next(iter(times))]) < 3:
+    while time.perf_counter() - start < seconds or num_rounds < 3:
         for name, function in functions.items():
-            began = time.perf_counter()
+            call_start = time.perf_counter()
             function()
-            times[name].append(time.perf_counter() - began)
+            times[name].append(time.perf_counter() - call_start)
+        num_rounds += 1
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -50,7 +57,7 @@ def main() -> None:
     """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", choices=("all_cnn_c", "mlp"), default="all_cnn_c")
-    parser.add_argument("--operator", choices=("GGN", "Hessian"), default="GGN")
+    parser.add_argument("--operator", choices=OPERATORS, default="GGN")
     parser.add_argument("--columns", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60.0)
     arguments = parser.parse_args()
@@ -61,19 +68,17 @@ def main() -> None:
     loss = nn.CrossEntropyLoss()
     parameters = list(model.parameters())
     data = [(inputs, targets)]
-    size = sum(p.numel() for p in parameters)
-    vector, matrix = torch.randn(size), torch.randn(size, arguments.columns)
+    size = sum(parameter.numel() for parameter in parameters)
+    vector = torch.randn(size)
+    matrix = torch.randn(size, arguments.columns)
 
-    ours_class, peer_class = {
-        "GGN": (GGN, curvlinops.GGNLinearOperator),
-        "Hessian": (Hessian, curvlinops.HessianLinearOperator),
-    }[arguments.operator]
-    began = time.perf_counter()
-    ours = ours_class(model, loss, data)
-    first = ours @ vector
-    set_up = time.perf_counter() - began
+    our_class, peer_class = OPERATORS[arguments.operator]
+    start = time.perf_counter()
+    ours = our_class(model, loss, data)
+    product = ours @ vector
+    set_up_seconds = time.perf_counter() - start
     peer = peer_class(model, loss, parameters, data, check_deterministic=False)
-    torch.testing.assert_close(first, peer @ vector, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(product, peer @ vector, rtol=1e-3, atol=1e-4)
     functions: dict[str, Callable[[], object]] = {
         "gradient": lambda: torch.autograd.grad(loss(model(inputs), targets), parameters),
         "@ v": lambda: ours @ vector,
@@ -84,7 +89,7 @@ def main() -> None:
     print(
         f"{arguments.operator} of {arguments.network}, {size:,} parameters, batch {BATCH}, "
         f"{arguments.columns} columns, {torch.get_num_threads()} threads; set-up and first product "
-        f"{set_up:.1f} s, kept {ours.num_bytes_kept / 2**20:.1f} MiB"
+        f"{set_up_seconds:.1f} s, kept {ours.num_bytes_kept / 2**20:.1f} MiB"
     )
     medians = interleaved(functions, arguments.seconds)
     for name, seconds in medians.items():

@@ -1,6 +1,6 @@
 """The contenders of this package, and the gradient with which they are compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,24 +49,36 @@ def factors(
     """Return a function for the Kronecker factors of all parameters, not eigendecomposed."""
 
     def build() -> Run:
-        problem = problem_of(settings.model(), fisher, backend, dtype)
+        context = fit_context(settings.model(), fisher, backend, dtype)
 
         def run(size: int) -> object:
-            return factor_sums(problem, [Batch(*settings.data(size))])
+            return factor_sums(context, [Batch(*settings.data(size))])
 
         return run
 
     return build
 
 
-def problem_of(
-    model: nn.Module, fisher: str, backend: str = "auto", dtype: torch.dtype = torch.float32
+def fit_context(
+    model: nn.Module,
+    fisher: str,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    params: str | Sequence[str] = "all",
 ) -> FitContext:
-    """Return the problem for the curvature of a classifier's `Laplace` over all parameters."""
-    blocks = curvature_blocks(model, select_parameters(model, "all"))
+    """Prepare what `Laplace.fit` prepares for a classifier.
+
+    Args:
+        model: The network, in eval mode.
+        fisher: The Fisher matrix.
+        backend: `"auto"`, `"hooks"` or `"backpack"`.
+        dtype: The dtype in which factors are summed and decomposed.
+        params: The parameters of the posterior, or their names.
+    """
+    blocks = curvature_blocks(model, select_parameters(model, params))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
-    made = make_backend(backend, model, Tap(shared_copy(model)), blocks)
-    return FitContext(cotangents, blocks, made, dtype, None)
+    passes = make_backend(backend, model, Tap(shared_copy(model)), blocks)
+    return FitContext(cotangents, blocks, passes, dtype, memory_bound=None)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

@@ -8,6 +8,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,58 @@ FURTHER_SHAPES = (
 )
 _LAYER_TYPES: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NUM_ROUNDS = 9
-_NAMES: dict[Any, str] = {patch_moments: "displaced", row_moments: "rows", None: "unfolded"}
+DISPLACED = "displaced"
+ROWS = "rows"
+UNFOLDED = "unfolded"
+# The names of the ways, by what `fastest_moments` returns.
+_WAYS: dict[Any, str] = {patch_moments: DISPLACED, row_moments: ROWS, None: UNFOLDED}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A convolution and the size of its images; all dimensions of an image are equal.
+
+    Attributes:
+        dims: The number of dimensions of an image.
+        channels: The number of input channels.
+        kernel: The size of the kernel.
+        size: The size of an image.
+        stride: The stride.
+        padding: The padding on each side.
+        dilation: The dilation.
+        groups: The number of groups.
+    """
+
+    dims: int
+    channels: int
+    kernel: int
+    size: int
+    stride: int
+    padding: int
+    dilation: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The times for one shape.
+
+    Attributes:
+        shape: The shape.
+        num_examples: The number of images of the batch.
+        times: The time of each way that supports the shape, in milliseconds.
+        choice: The way that the cost model chooses.
+    """
+
+    shape: Shape
+    num_examples: int
+    times: dict[str, float]
+    choice: str
+
+    @property
+    def ratio(self) -> float:
+        """The time of the chosen way divided by the time of the fastest way."""
+        return self.times[self.choice] / min(self.times.values())
 
 
 def median_times(functions: Sequence[Callable[[], object]]) -> list[float]:
@@ -120,64 +172,66 @@ def moments_of_groups(
     return [moments(layer, channels) for channels in x.chunk(layer.groups, dim=1)]  # type: ignore[arg-type]
 
 
-def measure_shapes() -> tuple[list[dict[str, object]], float]:
-    """Measure every shape; return the rows, and the largest ratio of the choice to the best."""
-    rows: list[dict[str, object]] = []
-    worst = 1.0
-    shapes = [(2, *shape, 1, 1) for shape in SHAPES]
-    for dims, channels, kernel, size, stride, padding, dilation, groups in (
-        *shapes,
-        *FURTHER_SHAPES,
-    ):
-        layer = _LAYER_TYPES[dims](
-            channels,
-            8 * groups,
-            kernel,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias=False,
-        )
-        (block,) = curvature_blocks(layer, ["weight"])
-        batch = 64 if channels * size**dims < 40_000 else 16
-        x = torch.randn(batch, channels, *[size] * dims)
-        ways: dict[Any, Callable[[], object]] = {}
-        if has_displacements(layer):
-            ways[patch_moments] = partial(moments_of_groups, layer, x, patch_moments)
-        if has_row_products(layer):
-            ways[row_moments] = partial(moments_of_groups, layer, x, row_moments)
-        ways[None] = partial(unfolded_moments, layer, block, x)
-        times = dict(zip(ways, median_times(list(ways.values())), strict=True))
-        chosen = fastest_moments(layer, groups, x)
-        ratio = times[chosen] / min(times.values())
-        worst = max(worst, ratio)
-        row: dict[str, object] = {
-            "channels": channels,
-            "kernel": " × ".join([str(kernel)] * dims),
-            "image": " × ".join([str(size)] * dims),
-            "stride": stride,
-            "padding": padding,
-            "dilation": dilation,
-            "groups": groups,
-            "examples": batch,
-            "displaced, ms": _milliseconds(times.get(patch_moments)),
-            "rows, ms": _milliseconds(times.get(row_moments)),
-            "unfolded, ms": _milliseconds(times[None]),
-            "choice": _NAMES[chosen],
-            "choice / best": f"{ratio:.2f}",
-        }
-        rows.append({name: str(value) for name, value in row.items()})
-    return rows, worst
+def measure_shape(shape: Shape) -> Measurement:
+    """Measure all ways that support a shape."""
+    layer = _LAYER_TYPES[shape.dims](
+        shape.channels,
+        8 * shape.groups,
+        shape.kernel,
+        shape.stride,
+        shape.padding,
+        shape.dilation,
+        shape.groups,
+        bias=False,
+    )
+    (block,) = curvature_blocks(layer, ["weight"])
+    num_examples = 64 if shape.channels * shape.size**shape.dims < 40_000 else 16
+    x = torch.randn(num_examples, shape.channels, *[shape.size] * shape.dims)
+    ways: dict[str, Callable[[], object]] = {}
+    if has_displacements(layer):
+        ways[DISPLACED] = partial(moments_of_groups, layer, x, patch_moments)
+    if has_row_products(layer):
+        ways[ROWS] = partial(moments_of_groups, layer, x, row_moments)
+    ways[UNFOLDED] = partial(unfolded_moments, layer, block, x)
+    times = dict(zip(ways, median_times(list(ways.values())), strict=True))
+    choice = _WAYS[fastest_moments(layer, shape.groups, x)]
+    return Measurement(shape, num_examples, times, choice)
 
 
-def _milliseconds(time: float | None) -> str:
-    """Format a time; a dash stands for a way that does not support the shape."""
-    return "–" if time is None else f"{time:.2f}"
+def measure_shapes() -> list[Measurement]:
+    """Measure every shape."""
+    shapes = [Shape(2, *numbers, dilation=1, groups=1) for numbers in SHAPES]
+    shapes += [Shape(*numbers) for numbers in FURTHER_SHAPES]
+    return [measure_shape(shape) for shape in shapes]
 
 
-def page(rows: list[dict[str, object]], worst: float) -> str:
+def table_row(measurement: Measurement) -> dict[str, object]:
+    """Return the row of a shape; a dash stands for a way that does not support it."""
+    shape = measurement.shape
+    row: dict[str, object] = {
+        "channels": shape.channels,
+        "kernel": " × ".join([str(shape.kernel)] * shape.dims),
+        "image": " × ".join([str(shape.size)] * shape.dims),
+        "stride": shape.stride,
+        # A zero would be shown as a dash.
+        "padding": str(shape.padding),
+        "dilation": shape.dilation,
+        "groups": shape.groups,
+        "examples": measurement.num_examples,
+    }
+    for way in (DISPLACED, ROWS, UNFOLDED):
+        row[f"{way}, ms"] = None
+        if way in measurement.times:
+            row[f"{way}, ms"] = f"{measurement.times[way]:.2f}"
+    row["choice"] = measurement.choice
+    row["choice / best"] = f"{measurement.ratio:.2f}"
+    return row
+
+
+def page(measurements: Sequence[Measurement]) -> str:
     """Return the page of the documentation."""
+    worst_ratio = max(measurement.ratio for measurement in measurements)
+    table = markdown_table([table_row(measurement) for measurement in measurements])
     return (
         "# Shapes of convolutions\n\n"
         "The input factor of a convolution is computed in one of three ways: by unfolding the "
@@ -189,7 +243,7 @@ def page(rows: list[dict[str, object]], worst: float) -> str:
         "`python -m benchmarks.patch_shapes --docs` writes this page. The times are medians of "
         f"processor time over {_NUM_ROUNDS} rounds. Each round measures all ways in turn, in "
         "float32, on one thread of an AMD EPYC with 2 cores. The chosen way takes "
-        f"at most {worst:.2f} times as long as the fastest one.\n\n{markdown_table(rows)}\n"
+        f"at most {worst_ratio:.2f} times as long as the fastest one.\n\n{table}\n"
     )
 
 
@@ -199,7 +253,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write docs/patch_shapes.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = page(*measure_shapes())
+    text = page(measure_shapes())
     print(text)
     if options.docs:
         path = Path(__file__).parent.parent / "docs" / "patch_shapes.md"

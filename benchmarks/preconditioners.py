@@ -66,8 +66,8 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
 }
 
 
-def trained(build: Callable[[], nn.Sequential], epochs: int, data: Examples) -> nn.Module:
-    """Train a network for some epochs of Adam, in batches of 50."""
+def train_network(build: Callable[[], nn.Sequential], epochs: int, data: Examples) -> nn.Module:
+    """Build a network and train it with Adam, in batches of 50."""
     torch.manual_seed(1)
     model = build().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -82,7 +82,8 @@ def trained(build: Callable[[], nn.Sequential], epochs: int, data: Examples) -> 
 
 def num_products(model: nn.Module, data: Examples, test: Examples) -> list[tuple[int, int]]:
     """Return the numbers of products without and with the preconditioner, for each damping."""
-    A, K = GGN(model, LOSS, [data]), KFAC(model, LOSS, [data])
+    A = GGN(model, LOSS, [data])
+    K = KFAC(model, LOSS, [data])
     gradients = torch.autograd.grad(LOSS(model(test[0]), test[1]), list(model.parameters()))
     b = torch.cat([gradient.flatten() for gradient in gradients])
     rows = []
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|---|---:|---:|" + "---:|" * len(DAMPINGS))
     for name in options.networks:
         for epochs in options.epochs:
-            model = trained(NETWORKS[name], epochs, data)
+            model = train_network(NETWORKS[name], epochs, data)
             size = sum(parameter.numel() for parameter in model.parameters())
             counts = num_products(model, data, test)
             cells = " | ".join(f"{plain} → {preconditioned}" for plain, preconditioned in counts)

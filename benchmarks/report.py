@@ -30,51 +30,67 @@ class Goal:
 
     def rounds(self, rows: Sequence[Row]) -> list[float]:
         """Return the number of the goal for every round; empty if a contender did not run."""
-        top = _find(rows, self.contender)
-        if top is None:
+        numerator = _find(rows, self.contender)
+        if numerator is None:
             return []
         if self.over is None:
-            return list(getattr(top, self.quantity))
-        bottom = _find(rows, self.over)
-        return [] if bottom is None else ratios(top, bottom)
+            return list(getattr(numerator, self.quantity))
+        denominator = _find(rows, self.over)
+        if denominator is None:
+            return []
+        return ratios(numerator, denominator)
 
     def measured(self, rows: Sequence[Row]) -> float | None:
         """Return the median over rounds; None if a contender did not run."""
-        rounds = self.rounds(rows)
-        return statistics.median(rounds) if rounds else None
+        return _median(self.rounds(rows))
 
     def describe(self, rows: Sequence[Row]) -> str:
-        """Describe the subject of the goal in words."""
-        names = []
-        for name in (self.contender, self.over):
-            row = None if name is None else _find(rows, name)
-            is_general = row is not None and name == FASTEST_PEER
-            names.append(f"{name} ({row.contender})" if is_general and row else name)
-        return f"{names[0]} / {names[1]}" if self.over else f"{names[0]}, added memory in MB"
+        """Describe the number of the goal in words."""
+        numerator = _describe_contender(rows, self.contender)
+        if self.over is None:
+            return f"{numerator}, added memory in MB"
+        return f"{numerator} / {_describe_contender(rows, self.over)}"
 
     def is_met(self, value: float) -> bool:
         """Whether a measured number is within the bounds."""
-        return (self.at_most is None or value <= self.at_most) and (
-            self.at_least is None or value >= self.at_least
-        )
+        if self.at_most is not None and not value <= self.at_most:
+            return False
+        return self.at_least is None or value >= self.at_least
 
     def bounds(self) -> str:
         """Describe the bounds in words."""
-        return f"≤ {self.at_most:g}" if self.at_most is not None else f"≥ {self.at_least:g}"
+        if self.at_most is not None:
+            return f"≤ {self.at_most:g}"
+        return f"≥ {self.at_least:g}"
 
 
-def ratio(top: Row, bottom: Row) -> float | None:
+def ratio(numerator: Row, denominator: Row) -> float | None:
     """Return the median over rounds of the ratio of times; None if there is no round."""
-    rounds = ratios(top, bottom)
-    return statistics.median(rounds) if rounds else None
+    return _median(ratios(numerator, denominator))
 
 
-def ratios(top: Row, bottom: Row) -> list[float]:
+def ratios(numerator: Row, denominator: Row) -> list[float]:
     """Return the ratio of times within every round in which both took part."""
-    return [a / b for a, b in zip(top.seconds, bottom.seconds, strict=False)]
+    rounds = zip(numerator.seconds, denominator.seconds, strict=False)
+    return [numerator_time / denominator_time for numerator_time, denominator_time in rounds]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return statistics.median(values)
+
+
+def _describe_contender(rows: Sequence[Row], name: str) -> str:
+    """Return a contender's name; for `FASTEST_PEER`, with the name of this peer."""
+    row = _find(rows, name)
+    if row is None or name != FASTEST_PEER:
+        return name
+    return f"{name} ({row.contender})"
 
 
 def _find(rows: Sequence[Row], name: str) -> Row | None:
+    """Return the row of a contender, or of the fastest peer; None if it did not run."""
     if name == FASTEST_PEER:
         peers = [row for row in rows if row.is_peer and row.seconds]
         return min(peers, key=lambda row: statistics.median(row.seconds), default=None)
@@ -86,19 +102,19 @@ def comparison_table(rows: Sequence[Row], unit: str, references: Sequence[str]) 
     table = []
     for row in rows:
         line: dict[str, object] = {"contender": row.contender}
-        line[unit] = _number(statistics.median(row.seconds)) if row.seconds else None
+        line[unit] = None
+        if row.seconds:
+            line[unit] = _number(statistics.median(row.seconds))
         for name in references:
             reference = _find(rows, name)
             value = None if reference is None else ratio(row, reference)
             line[f"÷ {name}"] = None if value is None else f"{value:.2f}"
-        line["added memory, MB"] = (
-            f"{statistics.median(row.megabytes):.0f}" if row.megabytes else None
-        )
-        line["note"] = row.note or None
+        line["added memory, MB"] = None
+        if row.megabytes:
+            line["added memory, MB"] = f"{statistics.median(row.megabytes):.0f}"
+        if any(any_row.note for any_row in rows):
+            line["note"] = row.note
         table.append(line)
-    if not any(line["note"] for line in table):
-        for line in table:
-            del line["note"]
     return markdown_table(table)
 
 
@@ -111,24 +127,25 @@ def goals_table(results: Sequence[tuple[str, Sequence[Goal], Sequence[Row]]]) ->
     table = []
     for title, goals, rows in results:
         for goal in goals:
+            line: dict[str, object] = {"comparison": title, "ratio": goal.describe(rows)}
             value = goal.measured(rows)
             rounds = goal.rounds(rows)
-            spread = f"{_number(min(rounds))} – {_number(max(rounds))}" if len(rounds) > 1 else None
-            table.append(
-                {
-                    "comparison": title,
-                    "ratio": goal.describe(rows),
-                    "measured": None if value is None else _number(value),
-                    "rounds": spread,
-                    "goal": goal.bounds(),
-                    "met": None if value is None else "yes" if goal.is_met(value) else "no",
-                }
-            )
-    return markdown_table(table) if table else None
+            line["measured"] = None if value is None else _number(value)
+            line["rounds"] = None
+            if len(rounds) > 1:
+                line["rounds"] = f"{_number(min(rounds))} – {_number(max(rounds))}"
+            line["goal"] = goal.bounds()
+            line["met"] = None
+            if value is not None:
+                line["met"] = "yes" if goal.is_met(value) else "no"
+            table.append(line)
+    if not table:
+        return None
+    return markdown_table(table)
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format a table in GitHub's Markdown, with a dash for None."""
+    """Format a table in GitHub's Markdown, with a dash for None and for an empty text."""
     header = list(dict.fromkeys(column for row in rows for column in row))
     lines = [header, *([str(row.get(name) or "–") for name in header] for row in rows)]
     lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
@@ -138,7 +155,11 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a number with three significant digits, without an exponent."""
-    magnitude = abs(value)
-    digits = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
-    return f"{value:.{digits}f}" if magnitude >= 0.01 or value == 0 else f"{value:.5f}"
+    """Format a number with about three significant digits, without an exponent."""
+    if 0 < abs(value) < 0.01:
+        return f"{value:.5f}"
+    decimals = 3
+    for bound in (1, 10, 100):
+        if abs(value) >= bound:
+            decimals -= 1
+    return f"{value:.{decimals}f}"

@@ -34,13 +34,13 @@ class Result:
     quick: bool = False
 
 
-def measured(settings: Settings, network: str, rows: list[Row]) -> Result:
+def make_result(settings: Settings, network: str, rows: list[Row]) -> Result:
     """Make a result for measurements of this process."""
-    versions = versions_of(("torch", *PACKAGES))
-    return Result(network, machine_of(settings), versions, rows, settings.quick)
+    versions = installed_versions(("torch", *PACKAGES))
+    return Result(network, describe_machine(settings), versions, rows, settings.quick)
 
 
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed."""
     versions = {"python": platform.python_version()}
     for package in packages:
@@ -51,7 +51,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def machine_of(settings: Settings) -> str:
+def describe_machine(settings: Settings) -> str:
     """Describe the processor, the device and the threads."""
     machine = f"{_processor()}, {os.cpu_count()} cores, {settings.threads} threads"
     if settings.device == "cuda":
@@ -60,28 +60,33 @@ def machine_of(settings: Settings) -> str:
 
 
 def _processor() -> str:
+    """Return the name of the processor; Linux has it only in a file."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-def joined(first: Result, second: Result) -> Result:
+def join_rounds(first: Result, second: Result) -> Result:
     """Join the rounds of two runs of one comparison.
 
     Raises:
         ValueError: If the runs differ in the contenders, the machine, the network or the versions.
     """
-    names = [[row.contender for row in result.rows] for result in (first, second)]
-    if names[0] != names[1] or replace(first, rows=[]) != replace(second, rows=[]):
+    first_names = [row.contender for row in first.rows]
+    second_names = [row.contender for row in second.rows]
+    if first_names != second_names or replace(first, rows=[]) != replace(second, rows=[]):
         raise ValueError(
             "The earlier rounds were measured on another set-up: run without --append to replace "
             "them."
         )
-    rows = [
-        replace(b, seconds=a.seconds + b.seconds, megabytes=a.megabytes + b.megabytes)
-        for a, b in zip(first.rows, second.rows, strict=True)
-    ]
+    rows = []
+    for row, added in zip(first.rows, second.rows, strict=True):
+        seconds = row.seconds + added.seconds
+        megabytes = row.megabytes + added.megabytes
+        rows.append(replace(added, seconds=seconds, megabytes=megabytes))
     return replace(first, rows=rows)
 
 
@@ -94,8 +99,10 @@ def write(path: Path, result: Result) -> None:
 def read(path: Path) -> Result:
     """Read a result that `write` wrote."""
     content = json.loads(path.read_text())
-    rows = [
-        Row(**{**row, "seconds": tuple(row["seconds"]), "megabytes": tuple(row["megabytes"])})
-        for row in content.pop("rows")
-    ]
+    rows = []
+    for fields in content.pop("rows"):
+        # JSON has lists in place of tuples.
+        fields["seconds"] = tuple(fields["seconds"])
+        fields["megabytes"] = tuple(fields["megabytes"])
+        rows.append(Row(**fields))
     return Result(rows=rows, **content)

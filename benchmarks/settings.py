@@ -45,8 +45,8 @@ class Settings:
         """A description of the network."""
         if self.quick:
             return "a small convolutional network (11,970 parameters), random weights"
-        trained = "trained" if CHECKPOINT in os.environ else "random"
-        return f"All-CNN-C (1.37 M parameters), {trained} weights"
+        weights = "trained" if CHECKPOINT in os.environ else "random"
+        return f"All-CNN-C (1.37 M parameters), {weights} weights"
 
     def start(self) -> None:
         """Prepare torch in the process of a comparison."""
@@ -63,12 +63,14 @@ class Settings:
         return model.eval().to(self.device)
 
     def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Return random images `[size, ...]` and labels `[size]`; they are made once, untimed."""
-        return _data((size, 1, 8, 8) if self.quick else (size, 3, 32, 32), seed, self.device)
+        """Return random images `[size, ...]` and labels `[size]`."""
+        image_shape = (1, 8, 8) if self.quick else (3, 32, 32)
+        return _random_data((size, *image_shape), seed, self.device)
 
 
+# The data are cached, so that a timed call does not draw them.
 @lru_cache
-def _data(shape: tuple[int, ...], seed: int, device: str) -> tuple[Tensor, Tensor]:
+def _random_data(shape: tuple[int, ...], seed: int, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(shape, generator=generator)
     labels = torch.randint(10, shape[:1], generator=generator)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import torch
@@ -26,7 +26,7 @@ GOALS = (
     Goal(_THIN, at_most=100.0, quantity="megabytes"),
 )
 DELTA = 3_000.0
-_INPUTS = 64
+_NUM_INPUTS = 64
 
 
 class ImageSettings(Settings):
@@ -41,13 +41,14 @@ class ImageSettings(Settings):
         """Return images and labels; seeds 0, 1 and 2 stand for test, training and validation."""
         if self.quick or not {CHECKPOINT, "LAPLACE_DEBIAS_DATA"} <= os.environ.keys():
             return super().data(size, seed)
-        images, labels = _images(("test", "train", "validation")[seed], size)
+        split = ("test", "train", "validation")[seed]
+        images, labels = _images(split, size)
         return images.to(self.device), labels.to(self.device)
 
 
 @lru_cache
-def _images(part: str, size: int) -> tuple[Tensor, Tensor]:
-    return cifar10_parts()[part].batch(torch.arange(size))
+def _images(split: str, size: int) -> tuple[Tensor, Tensor]:
+    return cifar10_parts()[split].batch(torch.arange(size))
 
 
 def compare(settings: Settings) -> list[Row]:
@@ -56,20 +57,22 @@ def compare(settings: Settings) -> list[Row]:
     `la.thin` compresses it with 64 validation images. Without `LAPLACE_DEBIAS_DATA` and
     `LAPLACE_DEBIAS_CHECKPOINT`, all images are random numbers.
     """
-    of_images = ImageSettings(**vars(settings))
-    whole, thin = (ours.fitted(of_images) for _ in range(2))
-    for la in (whole, thin):
-        la.prior_precision = DELTA
-    inputs = 4 if settings.quick else _INPUTS
-    said = thin.thin(of_images.data(inputs, seed=2)[0], error=1e-3).message
+    image_settings = ImageSettings(**asdict(settings))
+    full = ours.fitted(image_settings)
+    thin = ours.fitted(image_settings)
+    full.prior_precision = DELTA
+    thin.prior_precision = DELTA
+    num_inputs = 4 if settings.quick else _NUM_INPUTS
+    inputs, _ = image_settings.data(num_inputs, seed=2)
+    report = thin.thin(inputs, error=1e-3)
     contenders = [
-        Contender("gradient", ours.gradient(of_images)),
-        Contender("ours, whole", _predict(of_images, whole)),
-        Contender(_THIN, _predict(of_images, thin)),
+        Contender("gradient", ours.gradient(image_settings)),
+        Contender("ours, whole", _predict(image_settings, full)),
+        Contender(_THIN, _predict(image_settings, thin)),
         Contender("laplace-torch", laplace_torch(settings), is_peer=True, most_rounds=3),
     ]
-    rows = measure(contenders, of_images, settings.images, warm_up=1, per_example=True)
-    return [replace(row, note=said) if row.contender == _THIN else row for row in rows]
+    rows = measure(contenders, image_settings, settings.images, warm_up=1, per_example=True)
+    return [replace(row, note=report.message) if row.contender == _THIN else row for row in rows]
 
 
 def _predict(settings: Settings, la: Laplace) -> Callable[[], Run]:

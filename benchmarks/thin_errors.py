@@ -6,13 +6,14 @@
 import argparse
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks import ours
-from benchmarks.links import trained
+from benchmarks.links import train_small
 from benchmarks.settings import Settings
 from benchmarks.thin import DELTA, ImageSettings
 from laplace_debias import Laplace
@@ -21,17 +22,37 @@ from laplace_debias.sources.changed import shuffled_patches
 _RESNET = "ResNet on digits"
 
 
-def posterior(network: str) -> tuple[Laplace, Tensor, tuple[Tensor, Tensor]]:
-    """Return a posterior, inputs from which inputs for `thin` are drawn, and test examples."""
+@dataclass(frozen=True)
+class Problem:
+    """A posterior, and the data on which its thin version is tested.
+
+    Attributes:
+        posterior: The posterior over all parameters.
+        inputs: The inputs from which the inputs of `thin` and the new inputs are drawn.
+        x_test: Test images.
+        y_test: Their labels.
+    """
+
+    posterior: Laplace
+    inputs: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+def build_problem(network: str) -> Problem:
+    """Fit the posterior of a network: `"ResNet on digits"` or `"All-CNN-C"`."""
     if network == _RESNET:
-        model, (x, y, x_val, y_val, *test) = trained(network, 0)
-        la = Laplace(model).fit([(x, y)])
-        la.tune([(x_val, y_val)])
-        return la, torch.cat([x_val, test[0]]), (test[0], test[1])
+        model, split = train_small(network, seed=0)
+        la = Laplace(model).fit([split.train])
+        la.tune([split.validation])
+        x_test, y_test = split.test
+        return Problem(la, torch.cat([split.validation[0], x_test]), x_test, y_test)
     settings = ImageSettings()
     la = ours.fitted(settings)
     la.prior_precision = DELTA
-    return la, settings.data(5_000, seed=2)[0], settings.data(10_000)
+    validation_images, _ = settings.data(5_000, seed=2)
+    x_test, y_test = settings.data(10_000)
+    return Problem(la, validation_images, x_test, y_test)
 
 
 def metrics(la: Laplace, x: Tensor, y: Tensor) -> str:
@@ -45,35 +66,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", choices=(_RESNET, "All-CNN-C"), default=_RESNET)
     parser.add_argument("--draws", type=int, default=40)
-    parser.add_argument("--inputs", type=int, default=32, help="that are given to thin")
-    parser.add_argument("--fresh", type=int, default=256, help="new ones")
-    parser.add_argument("--metrics", type=int, default=0, help="test images (All-CNN-C)")
+    parser.add_argument("--inputs", type=int, default=32, help="number of inputs for thin")
+    parser.add_argument(
+        "--fresh", type=int, default=256, help="number of new inputs for the true error"
+    )
+    parser.add_argument(
+        "--metrics", type=int, default=0, help="number of test images for the metrics (All-CNN-C)"
+    )
     parser.add_argument("--error", type=float, default=1e-3)
     options = parser.parse_args()
     Settings().start()
-    whole, inputs, (x, y) = posterior(options.network)
-    fresh, pool = inputs.tensor_split([options.fresh])
-    variances = whole.functional(fresh, diagonal=True)[1]
-    covered, ratios = 0, list[float]()
+    problem = build_problem(options.network)
+    full = problem.posterior
+    new_inputs, pool = problem.inputs.tensor_split([options.fresh])
+    full_variances = full.functional(new_inputs, diagonal=True)[1]
+    num_covered = 0
+    ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "whole.safetensors"
-        whole.save(file)
+        path = Path(folder) / "full.safetensors"
+        full.save(path)
         for draw in range(options.draws):
-            la = Laplace.load(file, whole.model)
+            thin = Laplace.load(path, full.model)
             generator = torch.Generator().manual_seed(draw)
-            chosen = torch.randperm(len(pool), generator=generator)[: options.inputs]
-            told = la.thin(pool[chosen], error=options.error)
-            thin = la.functional(fresh, diagonal=True)[1]
-            error = float(((thin / variances).sqrt() - 1).abs().amax(1).mean())
-            covered += abs(error - told.error) <= told.half_width
-            ratios.append(error / told.error)
-            print(f"{told.message} On {len(fresh)} new ones: {error:.2g}.", flush=True)
-    some = slice(options.metrics)
-    for name, each in {"whole": whole, "thin": la}.items() if options.metrics else ():
-        print(f"{name}: {metrics(each, x[some], y[some])}", flush=True)
+            indices = torch.randperm(len(pool), generator=generator)[: options.inputs]
+            report = thin.thin(pool[indices], error=options.error)
+            thin_variances = thin.functional(new_inputs, diagonal=True)[1]
+            relative_errors = (thin_variances / full_variances).sqrt() - 1
+            error = float(relative_errors.abs().amax(1).mean())
+            num_covered += abs(error - report.error) <= report.half_width
+            ratios.append(error / report.error)
+            print(f"{report.message} On {len(new_inputs)} new ones: {error:.2g}.", flush=True)
+    if options.metrics:
+        x = problem.x_test[: options.metrics]
+        y = problem.y_test[: options.metrics]
+        print(f"whole: {metrics(full, x, y)}", flush=True)
+        print(f"thin: {metrics(thin, x, y)}", flush=True)
     print(
-        f"{options.network}: covered in {covered} of {len(ratios)} draws; true over told error "
-        f"{statistics.median(ratios):.2f} in the median, {max(ratios):.2f} at most."
+        f"{options.network}: covered in {num_covered} of {len(ratios)} draws; true over "
+        f"reported error {statistics.median(ratios):.2f} in the median, {max(ratios):.2f} at most."
     )
 
 

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -78,70 +78,100 @@ def measure(
             examples for this call, so that the start of the process is not timed.
         per_example: Whether to divide seconds by the number of examples.
     """
-    runs: dict[str, Run] = {}
-    notes: dict[str, str] = {}
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    megabytes: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    participants = [_Participant(contender, contender.size or size) for contender in contenders]
+    for participant in participants:
+        num_examples = participant.size
+        if participant is not participants[0]:
+            num_examples = min(warm_up, num_examples)
+        participant.attempt(partial(participant.prepare, num_examples))
+    for turn in range(settings.repetitions):
+        order = participants if turn % 2 == 0 else participants[::-1]
+        for participant in order:
+            if participant.takes_part_in(turn):
+                participant.attempt(partial(participant.take_turn, settings.device, per_example))
+    return [participant.row() for participant in participants]
 
-    def attempt(contender: Contender, work: Callable[[], object]) -> None:
+
+@dataclass
+class _Participant:
+    """A contender with its measurements up to now.
+
+    Attributes:
+        contender: The contender.
+        size: The number of examples of its calls.
+        run: The function to time, once it is built.
+        seconds: One number per round.
+        megabytes: One number per round.
+        note: The reason why the contender did not run.
+    """
+
+    contender: Contender
+    size: int
+    run: Run | None = None
+    seconds: list[float] = field(default_factory=list)
+    megabytes: list[float] = field(default_factory=list)
+    note: str = ""
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Call a function; if the contender is a peer, an error becomes its note."""
         try:
             work()
         except ModuleNotFoundError as error:
-            if not contender.is_peer:
+            if not self.contender.is_peer:
                 raise
-            notes[contender.name] = f"not installed ({error.name})"
+            self.note = f"not installed ({error.name})"
         except Exception as error:
-            if not contender.is_peer:
+            if not self.contender.is_peer:
                 raise
-            reason = next(iter(str(error).splitlines()), "")
-            notes[contender.name] = f"failed: {type(error).__name__}: {reason}"
+            first_line = next(iter(str(error).splitlines()), "")
+            self.note = f"failed: {type(error).__name__}: {first_line}"
 
-    def prepare(contender: Contender) -> None:
-        run = contender.build()
-        count = contender.size or size
-        run(count if contender is contenders[0] else min(warm_up, count))
-        runs[contender.name] = run
+    def prepare(self, num_examples: int) -> None:
+        """Build the function to time, and call it once, untimed."""
+        self.run = self.contender.build()
+        self.run(num_examples)
 
-    def take_turn(contender: Contender) -> None:
-        count = contender.size or size
-        elapsed, peak = _once(runs[contender.name], count, settings.device)
-        seconds[contender.name].append(elapsed / (count if per_example else 1))
-        megabytes[contender.name].extend([] if peak is None else [peak])
+    def takes_part_in(self, turn: int) -> bool:
+        """Whether the contender takes part in a round; rounds are counted from zero."""
+        most_rounds = self.contender.most_rounds
+        return not self.note and (most_rounds is None or turn < most_rounds)
 
-    for contender in contenders:
-        attempt(contender, partial(prepare, contender))
-    for turn in range(settings.repetitions):
-        for contender in contenders[:: 1 if turn % 2 == 0 else -1]:
-            is_over = contender.most_rounds is not None and turn >= contender.most_rounds
-            if contender.name not in notes and not is_over:
-                attempt(contender, partial(take_turn, contender))
-    return [
-        Row(
-            contender.name,
-            contender.is_peer,
-            () if contender.name in notes else tuple(seconds[contender.name]),
-            () if contender.name in notes else tuple(megabytes[contender.name]),
-            notes.get(contender.name, ""),
-        )
-        for contender in contenders
-    ]
+    def take_turn(self, device: str, per_example: bool) -> None:
+        """Measure one call."""
+        assert self.run is not None
+        seconds, megabytes = _measure_call(self.run, self.size, device)
+        if per_example:
+            seconds /= self.size
+        self.seconds.append(seconds)
+        if megabytes is not None:
+            self.megabytes.append(megabytes)
+
+    def row(self) -> Row:
+        """Return the measurements; a peer that failed in any round has none."""
+        row = Row(self.contender.name, self.contender.is_peer, note=self.note)
+        if self.note:
+            return row
+        return replace(row, seconds=tuple(self.seconds), megabytes=tuple(self.megabytes))
 
 
-def _once(run: Run, size: int, device: str) -> tuple[float, float | None]:
+def _measure_call(run: Run, size: int, device: str) -> tuple[float, float | None]:
     """Measure the seconds and the added peak memory in MiB of one call."""
     gc.collect()
-    before = _start_of_peak(device)
+    bytes_in_use = _reset_peak(device)
     start = time.perf_counter()
     result = run(size)
     if device == "cuda":
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
-    peak = None if before is None else (_peak(device) - before) / 2**20
+    megabytes = None
+    if bytes_in_use is not None:
+        megabytes = (_peak(device) - bytes_in_use) / 2**20
+    # The result is in memory until here, so that the peak includes it.
     del result
-    return elapsed, peak
+    return elapsed, megabytes
 
 
-def _start_of_peak(device: str) -> int | None:
+def _reset_peak(device: str) -> int | None:
     """Reset the peak memory; return the bytes in use now, or None if they are not known."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -157,9 +187,13 @@ def _start_of_peak(device: str) -> int | None:
 
 
 def _peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
+    """Return the peak memory in bytes since the last `_reset_peak`."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
 
 
 def _status(key: str) -> int:
+    """Return an amount of memory of this process in bytes, by its name in Linux."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024

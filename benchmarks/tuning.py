@@ -17,7 +17,7 @@ GOALS = (
     Goal("ours, tune", "ours, one predict", at_most=1.3),
     Goal(FASTEST_PEER, "ours, tune", at_least=100.0),
 )
-_POINTS = 21
+_GRID_SIZE = 21
 
 
 def compare(settings: Settings) -> list[Row]:
@@ -30,7 +30,7 @@ def compare(settings: Settings) -> list[Row]:
         Contender("ours, tune", _tune(settings)),
         # laplace-torch repeats the prediction at every point, which takes minutes instead of
         # seconds.
-        Contender("laplace-torch", _laplace_torch(settings), True, size=1, most_rounds=1),
+        Contender("laplace-torch", _laplace_torch(settings), is_peer=True, size=1, most_rounds=1),
     ]
     return measure(contenders, settings, settings.images, warm_up=1, per_example=True)
 
@@ -46,7 +46,7 @@ def _predict(settings: Settings) -> Callable[[], Run]:
 def _tune(settings: Settings) -> Callable[[], Run]:
     def build() -> Run:
         la = ours.fitted(settings)
-        grid = torch.logspace(-4, 4, _POINTS)
+        grid = torch.logspace(-4, 4, _GRID_SIZE)
         return lambda size: la.tune([settings.data(size)], grid=grid)
 
     return build
@@ -55,15 +55,18 @@ def _tune(settings: Settings) -> Callable[[], Run]:
 def _laplace_torch(settings: Settings) -> Callable[[], Run]:
     def build() -> Run:
         la = peers.laplace_torch_fitted(settings)
-        points = iter([1])  # one grid point is enough for the warm-up
+        is_warm_up = True
 
         def run(size: int) -> object:
+            nonlocal is_warm_up
+            grid_size = 1 if is_warm_up else _GRID_SIZE
+            is_warm_up = False
             loader = DataLoader(TensorDataset(*settings.data(size)), batch_size=size)
             return la.optimize_prior_precision(
                 pred_type="glm",
                 method="gridsearch",
                 val_loader=loader,
-                grid_size=next(points, _POINTS),
+                grid_size=grid_size,
                 link_approx="probit",
             )
 

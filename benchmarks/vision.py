@@ -1,7 +1,7 @@
 """Networks of torchvision with depthwise convolutions, for three comparisons."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -12,18 +12,10 @@ from benchmarks.report import FASTEST_PEER, Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
-from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.layers.backends import make_backend
-from laplace_debias.curvature.layers.blocks import curvature_blocks
-from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.shared_copy import shared_copy
 
 UNIT = "s"
 REFERENCES = ("gradient",)
@@ -32,7 +24,6 @@ GOALS: tuple[Goal, ...] = (
     Goal(FACTORS, "gradient", at_most=4.0),
     Goal(FASTEST_PEER, FACTORS, at_least=1.0),
 )
-_IMAGES = 32
 _SIDE = 64
 _CLASSES = 10
 
@@ -46,6 +37,11 @@ class VisionSettings(Settings):
     """
 
     architecture: str = "mobilenet_v3_small"
+
+    @property
+    def batch(self) -> int:
+        """The number of images of a fit."""
+        return 2 if self.quick else 32
 
     def model(self) -> nn.Module:  # type: ignore[override]
         """Return the network, or a narrow one, in eval mode, with fixed random weights."""
@@ -69,63 +65,56 @@ class VisionSettings(Settings):
 
 
 def compare_vision(settings: Settings, architecture: str) -> list[Row]:
-    """Compare the parts of our fit, and the factors of peers.
+    """Time the steps of our fit, and the factors of peers.
 
     Args:
         settings: The rounds, the device and the threads.
         architecture: The name of the network in torchvision.
     """
-    of_network = VisionSettings(
-        settings.device, settings.quick, settings.repetitions, settings.threads, architecture
-    )
+    vision_settings = VisionSettings(**asdict(settings), architecture=architecture)
     contenders = [
-        Contender("gradient", ours.gradient(of_network)),
-        Contender(FACTORS, _factors(of_network)),
-        Contender("eigendecompositions, once a fit", _eigenbases(of_network), most_rounds=1),
-        Contender("whole fit of one batch", _fit(of_network), most_rounds=1),
-        Contender("laplace-torch", peers.laplace_torch_factors(of_network, "mc"), is_peer=True),
-        Contender("nngeometry", peers.nngeometry_factors(of_network, "mc"), is_peer=True),
+        Contender("gradient", ours.gradient(vision_settings)),
+        Contender(FACTORS, _factors(vision_settings)),
+        Contender("eigendecompositions, once a fit", _eigenbases(vision_settings), most_rounds=1),
+        Contender("whole fit of one batch", _fit(vision_settings), most_rounds=1),
+        Contender(
+            "laplace-torch", peers.laplace_torch_factors(vision_settings, "mc"), is_peer=True
+        ),
+        Contender("nngeometry", peers.nngeometry_factors(vision_settings, "mc"), is_peer=True),
     ]
-    return measure(contenders, of_network, size=_size(settings), warm_up=2)
+    return measure(contenders, vision_settings, size=vision_settings.batch, warm_up=2)
 
 
-def _size(settings: Settings) -> int:
-    return 2 if settings.quick else _IMAGES
-
-
-def _names(model: nn.Module) -> Sequence[str]:
+def _parameter_names(model: nn.Module) -> Sequence[str]:
     """Return all parameters except ConvNeXt's channels-first LayerNorm and LayerScale."""
-    modules = dict(model.named_modules())
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if "layer_scale" not in name
-        and type(modules[name.rpartition(".")[0]]).__name__ != "LayerNorm2d"
-    ]
+    names = []
+    for name, _ in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if "layer_scale" not in name and type(layer).__name__ != "LayerNorm2d":
+            names.append(name)
+    return names
 
 
-def _problem(settings: VisionSettings) -> FitContext:
+def _fit_context(settings: VisionSettings) -> FitContext:
     model = settings.model()
-    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
-    blocks = curvature_blocks(model, _names(model))
-    made = make_backend("auto", model, Tap(shared_copy(model)), blocks)
-    return FitContext(cotangents, blocks, made, torch.float64, None)
+    return ours.fit_context(model, "mc", dtype=torch.float64, params=_parameter_names(model))
 
 
 def _factors(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
-        problem = _problem(settings)
+        context = _fit_context(settings)
         # A fit examines its model only before the first batch.
-        return lambda size: factor_sums(problem, [Batch(*settings.data(size))], first_index=1)
+        return lambda size: factor_sums(context, [Batch(*settings.data(size))], first_index=1)
 
     return build
 
 
 def _eigenbases(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
-        problem = _problem(settings)
-        sums, seen = factor_sums(problem, [Batch(*settings.data(_size(settings)))])
-        return lambda _: eigenbases(problem, dict(sums), seen)
+        context = _fit_context(settings)
+        sums, totals = factor_sums(context, [Batch(*settings.data(settings.batch))])
+        # `eigenbases` empties the dictionary, so each call gets a copy.
+        return lambda _: eigenbases(context, dict(sums), totals)
 
     return build
 
@@ -135,7 +124,7 @@ def _fit(settings: VisionSettings) -> Callable[[], Run]:
         model = settings.model()
 
         def run(size: int) -> object:
-            la = Laplace(model, fisher="mc", params=_names(model))
+            la = Laplace(model, fisher="mc", params=_parameter_names(model))
             return la.fit_batches([settings.data(size)], num_data=ours.NUM_DATA)
 
         return run

@@ -26,11 +26,13 @@ def main(name: str, settings_json: str, path: str) -> None:
     settings.start()
     if settings.device == "cpu":
         # A peer that needs more memory than the machine has fails, and the comparison continues.
-        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 9 // 10
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = memory * 9 // 10
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     module = importlib.import_module(f"benchmarks.{name}")
     network = getattr(module, "NETWORK", settings.network)
-    results.write(Path(path), results.measured(settings, network, module.compare(settings)))
+    rows = module.compare(settings)
+    results.write(Path(path), results.make_result(settings, network, rows))
 
 
 if __name__ == "__main__":

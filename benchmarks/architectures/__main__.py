@@ -1,4 +1,4 @@
-"""Anybody's network: `python -m benchmarks.architectures`, one process an architecture."""
+"""Networks of other libraries: `python -m benchmarks.architectures`, one process per network."""
 
 import argparse
 import multiprocessing
@@ -13,7 +13,7 @@ from benchmarks.architectures.worker import SETTINGS, measure_in_process, write
 from benchmarks.architectures.zoo import architectures
 
 _ROOT = Path(__file__).parents[2]
-_SECONDS = 300
+_MAX_SECONDS = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,39 +25,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 1 if an architecture does not work with the defaults.
     """
-    known = architectures()
-    options = _parser(list(known)).parse_args(arguments)
+    all_architectures = architectures()
+    options = _parser(list(all_architectures)).parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = str(SETTINGS.threads)
     # Child processes are forked from a process that has imported the libraries, since the imports
     # take seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.architectures.worker"])
-    for name in options.only or known:
+    for name in options.only or all_architectures:
         path = _path(options.results, name)
         path.unlink(missing_ok=True)
         process = context.Process(target=measure_in_process, args=(name, path))
         process.start()
-        process.join(_SECONDS)
+        process.join(_MAX_SECONDS)
         if process.exitcode != 0:
             process.kill()
             process.join()
-            said = f"the process ended with {process.exitcode}, after {_SECONDS} s at most"
-            write(path, Row(name, known[name].library, message=said))
+            message = f"the process ended with {process.exitcode}, after {_MAX_SECONDS} s at most"
+            write(path, Row(name, all_architectures[name].library, message=message))
         row, _ = page.read(path)
         print(f"{name}: {'works' if row.works else 'fails'} {row.message}".strip(), flush=True)
-    found = [page.read(path) for name in known if (path := _path(options.results, name)).exists()]
-    text = page.page([row for row, _ in found], [set_up for _, set_up in found])
+    rows = []
+    set_ups = []
+    for name in all_architectures:
+        path = _path(options.results, name)
+        if path.exists():
+            row, set_up = page.read(path)
+            rows.append(row)
+            set_ups.append(set_up)
+    text = page.page(rows, set_ups)
     (options.results / "architectures.md").write_text(text, encoding="utf-8")
     print(text)
     if options.docs:
         (_ROOT / "docs" / "architectures.md").write_text(text, encoding="utf-8")
-    return 0 if all(row.works for row, _ in found) else 1
+    return 0 if all(row.works for row in rows) else 1
 
 
 def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
     parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="NAME", help="these alone; others are kept"
+        "--only", nargs="+", choices=names, metavar="NAME", help="measure only these"
     )
     parser.add_argument(
         "--results", type=Path, default=Path("results/architectures"), help="folder of rows"

@@ -18,7 +18,7 @@ LENGTH = 6
 END = 1  # the token that ends a sentence
 PAD = 0
 # The arguments of each type of layer that are numbers of channels.
-_SIZES: dict[type[nn.Module], tuple[str, ...]] = {
+_CHANNEL_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Conv2d: ("in_channels", "out_channels", "groups"),
     nn.Linear: ("in_features", "out_features"),
     nn.BatchNorm2d: ("num_features",),
@@ -94,32 +94,39 @@ def _tokens(size: int) -> tuple[dict[str, Tensor], torch.Generator]:
 
 
 @contextmanager
-def narrow(by: int) -> Iterator[None]:
+def narrow(divisor: int) -> Iterator[None]:
     """Reduce the channels of networks that are built in the context.
 
     This is for networks whose constructor has no argument for the width. Every number of channels
-    that is a multiple of `by` is divided by it, in convolutions, linear layers and normalisations.
-    The layers and their connections do not change.
+    that is a multiple of the divisor is divided by it, in convolutions, linear layers and
+    normalisations. The layers and their connections do not change.
 
     Args:
-        by: The divisor. It must divide neither the channels of an image nor the number of classes.
+        divisor: The divisor of the widths. It must divide neither the channels of an image nor the
+            number of classes.
     """
     with ExitStack() as stack:
-        for layer, sizes in _SIZES.items():
-            stack.enter_context(mock.patch.object(layer, "__init__", _divided(layer, sizes, by)))
+        for layer_type, arguments in _CHANNEL_ARGUMENTS.items():
+            initialise = _divide_arguments(layer_type, arguments, divisor)
+            stack.enter_context(mock.patch.object(layer_type, "__init__", initialise))
         yield
 
 
-def _divided(layer: type[nn.Module], sizes: tuple[str, ...], by: int) -> Callable[..., None]:
-    original = layer.__init__
+def _divide_arguments(
+    layer_type: type[nn.Module], names: tuple[str, ...], divisor: int
+) -> Callable[..., None]:
+    """Return a constructor that divides these arguments first, and then calls the original one."""
+    original = layer_type.__init__
     signature = inspect.signature(original)
 
     @wraps(original)
     def initialise(*arguments: Any, **options: Any) -> None:
         bound = signature.bind(*arguments, **options)
-        for name in sizes:
+        for name in names:
             value = bound.arguments.get(name, 1)
-            bound.arguments[name] = value if value % by else value // by
+            if value % divisor == 0:
+                value //= divisor
+            bound.arguments[name] = value
         original(*bound.args, **bound.kwargs)
 
     return initialise

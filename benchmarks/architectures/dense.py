@@ -20,7 +20,7 @@ class Dense:
     prior_precision: float
 
 
-def outputs_of(model: nn.Module, x: Tensor | Mapping[str, Tensor]) -> Tensor:
+def compute_logits(model: nn.Module, x: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Compute a network's logits `[B, ..., C]`."""
     outputs = model(x) if isinstance(x, Tensor) else model(**x)
     return outputs if isinstance(outputs, Tensor) else outputs.logits
@@ -40,23 +40,29 @@ def dense_variances(model: nn.Module, x: Tensor | Mapping[str, Tensor]) -> Dense
             are wrong for a batch of one example.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    outputs = outputs_of(model, x)
-    of_examples = outputs.unflatten(0, (len(outputs), 1)).flatten(1, -2)  # [B, T, C]
-    p = of_examples.detach().softmax(-1)
-    H = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)  # [B, T, C, C]
-    total = torch.zeros(sum(q.numel() for q in parameters), dtype=outputs.dtype)
-    squares = []
-    for of_example, of_hessian in zip(of_examples, H, strict=True):
-        rows = [_row(f, parameters) for f in of_example.flatten()]
-        J = torch.stack(rows).unflatten(0, of_example.shape)  # [T, C, D]
-        total += (J * (of_hessian @ J)).sum((0, 1))
-        squares.append(J.square())
-    delta = float(total.mean())
-    variances = torch.stack([(J / (total + delta)).sum(-1) for J in squares])
-    return Dense(variances.reshape(outputs.shape), delta)
+    outputs = compute_logits(model, x)
+    logits = outputs.unflatten(0, (len(outputs), 1)).flatten(1, -2)  # [B, T, C]
+    p = logits.detach().softmax(-1)
+    hessians = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)  # [B, T, C, C]
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    curvature = torch.zeros(num_parameters, dtype=outputs.dtype)  # N C_dd
+    squared_jacobians = []
+    for example_logits, H in zip(logits, hessians, strict=True):
+        rows = [_gradient(output, parameters) for output in example_logits.flatten()]
+        J = torch.stack(rows).unflatten(0, example_logits.shape)  # [T, C, D]
+        curvature += (J * (H @ J)).sum((0, 1))
+        squared_jacobians.append(J.square())
+    delta = float(curvature.mean())
+    variances = [(squares / (curvature + delta)).sum(-1) for squares in squared_jacobians]
+    return Dense(torch.stack(variances).reshape(outputs.shape), delta)
 
 
-def _row(output: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+def _gradient(output: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """Compute the gradient of one output, `[D]`, which is zero for unused parameters."""
     gradients = torch.autograd.grad(output, parameters, retain_graph=True, allow_unused=True)
-    pairs = zip(parameters, gradients, strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs])
+    entries = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        entries.append(gradient.flatten())
+    return torch.cat(entries)

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from benchmarks.architectures.architecture import Architecture
-from benchmarks.architectures.dense import dense_variances, outputs_of
+from benchmarks.architectures.dense import compute_logits, dense_variances
 from benchmarks.report import ratios
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Run, measure
 from laplace_debias import Laplace
 
 EXAMPLES = 8
-_FURTHER = 4
+_NUM_FURTHER_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -65,28 +65,30 @@ def measure_architecture(architecture: Architecture, settings: Settings) -> Row:
         settings: The numbers of rounds and threads.
     """
     row = Row(architecture.name, architecture.library)
+    # Each step returns fields of the row.
     steps: dict[str, Callable[[], dict[str, Any]]] = {
-        "default": lambda: _default(architecture),
-        "time": lambda: _times(architecture, settings),
+        "default": lambda: _fit_with_defaults(architecture),
+        "time": lambda: _measure_times(architecture, settings),
         "agreement": lambda: {"disagreement": disagreement(architecture)},
     }
     for step, work in steps.items():
         try:
             row = replace(row, **work())
         except Exception as error:
-            said = f"{step}: {type(error).__name__}: {error}"
-            row = replace(row, message=f"{row.message} {said}".strip())
+            message = f"{step}: {type(error).__name__}: {error}"
+            row = replace(row, message=f"{row.message} {message}".strip())
     return row
 
 
-def _default(architecture: Architecture) -> dict[str, Any]:
-    """Fit and predict without options."""
+def _fit_with_defaults(architecture: Architecture) -> dict[str, Any]:
+    """Fit and predict without options; return the row's fields about coverage and success."""
     model = architecture.model()
     x, y = architecture.data(EXAMPLES)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         la = Laplace(model).fit([(x, y)])
-    left_out = [str(w.message) for w in caught if "excluded from" in str(w.message)]
+    messages = [str(warning.message) for warning in caught]
+    left_out = [message for message in messages if "excluded from" in message]
     predictive = la.predict(x)
     assert isinstance(predictive, Categorical)
     is_finite = bool(predictive.probs.isfinite().all())
@@ -103,22 +105,26 @@ def _default(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _times(architecture: Architecture, settings: Settings) -> dict[str, Any]:
+def _measure_times(architecture: Architecture, settings: Settings) -> dict[str, Any]:
+    """Return the row's fields with ratios to the time of a gradient."""
     contenders = [
         Contender("gradient", lambda: _gradient(architecture)),
-        Contender("fit", lambda: _fit(architecture, 1)),
-        Contender("longer fit", lambda: _fit(architecture, 1 + _FURTHER)),
+        Contender("fit", lambda: _fit(architecture, num_batches=1)),
+        Contender("longer fit", lambda: _fit(architecture, num_batches=1 + _NUM_FURTHER_BATCHES)),
         Contender("predict", lambda: _predict(architecture)),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = measure(contenders, settings, EXAMPLES, warm_up=EXAMPLES)
-    gradient, fit, longer, predict = rows
-    pairs = zip(fit.seconds, longer.seconds, strict=True)
-    further = replace(fit, seconds=tuple((b - a) / _FURTHER for a, b in pairs))
+    gradient, fit, longer_fit, predict = rows
+    seconds_per_batch = tuple(
+        (longer - shorter) / _NUM_FURTHER_BATCHES
+        for shorter, longer in zip(fit.seconds, longer_fit.seconds, strict=True)
+    )
+    further_batch = replace(fit, seconds=seconds_per_batch)
     return {
         "fit": tuple(ratios(fit, gradient)),
-        "further": tuple(ratios(further, gradient)),
+        "further": tuple(ratios(further_batch, gradient)),
         "predict": tuple(ratios(predict, gradient)),
     }
 
@@ -129,18 +135,18 @@ def _gradient(architecture: Architecture) -> Run:
 
     def run(size: int) -> object:
         x, y = architecture.data(size)
-        loss = F.cross_entropy(outputs_of(model, x).flatten(0, -2), y.flatten())
+        loss = F.cross_entropy(compute_logits(model, x).flatten(0, -2), y.flatten())
         # LeViT and TinyViT keep a part of the graph between forward passes.
         return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
 
     return run
 
 
-def _fit(architecture: Architecture, batches: int) -> Run:
+def _fit(architecture: Architecture, num_batches: int) -> Run:
     model = architecture.model()
 
     def run(size: int) -> object:
-        return Laplace(model, fisher="mc").fit([architecture.data(size)] * batches)
+        return Laplace(model, fisher="mc").fit([architecture.data(size)] * num_batches)
 
     return run
 
@@ -164,9 +170,10 @@ def disagreement(architecture: Architecture) -> float:
         warnings.simplefilter("ignore")
         la = Laplace(model, curvature="diag", prior_precision=expected.prior_precision)
         la.fit([(x, y)])
-    found = la.functional(x, diagonal=True)[1]
-    return float(((found - expected.variances) / expected.variances).abs().max())
+    _, variances = la.functional(x, diagonal=True)
+    return float(((variances - expected.variances) / expected.variances).abs().max())
 
 
 def _double(x: Tensor | Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
+    # Mappings contain tokens and masks, which are integers.
     return x.double() if isinstance(x, Tensor) else x

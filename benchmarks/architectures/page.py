@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.architectures.measurement import EXAMPLES, Row
 from benchmarks.report import markdown_table
 
-_TUPLES = ("fit", "further", "predict")
-_ABOUT = f"""\
+_TUPLE_FIELDS = ("fit", "further", "predict")
+_INTRODUCTION = f"""\
 Each network is fitted by `Laplace(model).fit(loader)` with no other argument. The networks are from
 torchvision, timm and Hugging Face. They have random weights, and are reduced in width and depth.
 Batches have {EXAMPLES} examples, and there are three classes (thirteen tokens for language models).
@@ -49,7 +49,9 @@ def read(path: Path) -> tuple[Row, str]:
     """Read a row, and a description of the machine and the versions."""
     content = json.loads(path.read_text(encoding="utf-8"))
     fields: dict[str, Any] = content["row"]
-    row = Row(**fields | {name: tuple(fields[name]) for name in _TUPLES})
+    for name in _TUPLE_FIELDS:
+        fields[name] = tuple(fields[name])
+    row = Row(**fields)
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
     return row, f"float32; {content['machine']}; {versions}."
 
@@ -64,27 +66,33 @@ def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
     libraries = list(dict.fromkeys(row.library for row in rows))
     working = sum(row.works for row in rows)
     errors = [row.disagreement for row in rows if row.disagreement is not None]
-    parts = [
+    sections = [
         "# Architectures",
         "`python -m benchmarks.architectures --docs` writes this page. "
         f"{working} of {len(rows)} architectures work with the defaults."
         + (f" The largest error is {max(errors):.1e}." if errors else ""),
-        _ABOUT,
+        _INTRODUCTION,
         *sorted(set(set_ups)),
     ]
     for library in libraries:
-        of_library = [row for row in rows if row.library == library]
-        parts += [f"## {library}", markdown_table([_cells(row) for row in of_library])]
-        remarks = [f"- `{row.name}`: {text}" for row in of_library for text in _remarks(row)]
-        parts += ["\n".join(remarks)] if remarks else []
-    return "\n\n".join(parts) + "\n"
+        library_rows = [row for row in rows if row.library == library]
+        sections.append(f"## {library}")
+        sections.append(markdown_table([_cells(row) for row in library_rows]))
+        remarks = [f"- `{row.name}`: {text}" for row in library_rows for text in _remarks(row)]
+        if remarks:
+            sections.append("\n".join(remarks))
+    return "\n\n".join(sections) + "\n"
 
 
 def _cells(row: Row) -> dict[str, object]:
-    further = f" + {row.of_calls}" if row.of_calls else ""
+    blocks = "fails"
+    if row.works:
+        blocks = str(row.of_layers)
+        if row.of_calls:
+            blocks += f" + {row.of_calls}"
     return {
         "architecture": row.name,
-        "blocks": f"{row.of_layers}{further}" if row.works else "fails",
+        "blocks": blocks,
         "fit ÷ gradient": _median(row.fit),
         "each further batch": _median(row.further),
         "predict ÷ gradient": _median(row.predict),
@@ -96,6 +104,7 @@ def _median(values: Sequence[float]) -> str | None:
 
 
 def _remarks(row: Row) -> list[str]:
+    """Return the lines about an architecture below the table: parameters left out, and an error."""
     # The advice about parameters that are left out is for users, so it is not on the page.
     left_out = row.left_out.replace(" through differentiable", ".\n").partition("\n")[0]
     if left_out:
@@ -103,4 +112,5 @@ def _remarks(row: Row) -> list[str]:
             f"{100 * row.covered:.4g} % of the parameters belong to a block of the "
             f"curvature. {left_out}"
         )
-    return [" ".join(text.split()) for text in (left_out, row.message) if text]
+    remarks = [left_out, row.message]
+    return [" ".join(remark.split()) for remark in remarks if remark]

@@ -143,12 +143,12 @@ def test_appended_rounds_join_those_of_the_same_set_up_alone(tmp_path):
     first = results.Result("net", "machine", {"torch": "2"}, ROWS)
     results.write(tmp_path / "a.json", first)
     assert results.read(tmp_path / "a.json") == first
-    joined = results.joined(first, first)
+    joined = results.join_rounds(first, first)
     assert joined.rows[1].seconds == ROWS[1].seconds * 2
     assert joined.rows[1].megabytes == ROWS[1].megabytes * 2
     for other in (replace(first, machine="another"), replace(first, rows=ROWS[:2])):
         with pytest.raises(ValueError, match="without --append"):
-            results.joined(first, other)
+            results.join_rounds(first, other)
 
 
 @pytest.mark.slow

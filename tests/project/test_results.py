@@ -161,6 +161,6 @@ def test_conformal_coverage_is_nominal_on_ten_seeds_and_in_each_group(problem):
         assert all(coverage.has_level(0.999) for coverage in coverages)
         entry = SOURCES["conformal"][f"{problem}-{group.replace(' ', '-')}"]
         mean = sum(coverage.covered / coverage.num_test for coverage in coverages) / 10
-        own = sum(coverage.own / coverage.num_test for coverage in coverages) / 10
+        own = sum(coverage.covered_by_posterior / coverage.num_test for coverage in coverages) / 10
         assert mean == pytest.approx(entry["value"], abs=0.01)
         assert own == pytest.approx(entry["own"], abs=0.02)

@@ -1,6 +1,6 @@
 """Reduced classifiers and language models of Hugging Face, and one with LoRA from PEFT."""
 
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,7 +57,8 @@ _T5 = {
     "num_labels": CLASSES,
 }
 _VIT = {**_WIDTH, "image_size": 16, "patch_size": 4, "num_labels": CLASSES}
-_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
+# The class of the network; the class of the configuration, and its options.
+_TEXT_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BertForSequenceClassification": ("BertConfig", _BERT),
     "DistilBertForSequenceClassification": ("DistilBertConfig", _DISTILBERT),
     "RobertaForSequenceClassification": ("RobertaConfig", _BERT),
@@ -79,6 +80,7 @@ _CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "T5ForSequenceClassification": ("T5Config", _T5),
 }
+# The name in the table; the classes of the network and of the configuration, and its options.
 _LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT2LMHeadModel, tied": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "LlamaForCausalLM": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
@@ -94,7 +96,8 @@ _LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "BertForMaskedLM, tied": ("BertForMaskedLM", "BertConfig", _BERT),
 }
-_OF_IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
+# The class of the network; the class of the configuration, its options, and the side of images.
+_IMAGE_CLASSIFIERS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ViTForImageClassification": ("ViTConfig", _VIT, 16),
     "Dinov2ForImageClassification": ("Dinov2Config", _VIT, 16),
     "SwinForImageClassification": (
@@ -120,34 +123,31 @@ _OF_IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 def architectures() -> list[Architecture]:
     """Return the networks, reduced by their configurations."""
-    found = [
-        Architecture(name, "transformers", _build(name, *of), sentences)
-        for name, of in _CLASSIFIERS.items()
-    ]
-    found += [
-        Architecture(name, "transformers", _build(*of), language)
-        for name, of in _LANGUAGE_MODELS.items()
-    ]
-    found += [
-        Architecture(name, "transformers", _build(name, config, options), images(side))
-        for name, (config, options, side) in _OF_IMAGES.items()
-    ]
+    networks = []
+    for name, (config, options) in _TEXT_CLASSIFIERS.items():
+        build = partial(_build, name, config, options)
+        networks.append(Architecture(name, "transformers", build, sentences))
+    for name, (model, config, options) in _LANGUAGE_MODELS.items():
+        build = partial(_build, model, config, options)
+        networks.append(Architecture(name, "transformers", build, language))
+    for name, (config, options, side) in _IMAGE_CLASSIFIERS.items():
+        build = partial(_build, name, config, options)
+        networks.append(Architecture(name, "transformers", build, images(side)))
     if find_spec("peft") is not None:
-        found.append(Architecture("LlamaForSequenceClassification, LoRA", "peft", _lora, sentences))
-    return found
+        name = "LlamaForSequenceClassification, LoRA"
+        networks.append(Architecture(name, "peft", _build_lora, sentences))
+    return networks
 
 
-def _build(name: str, config: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        return getattr(transformers, name)(getattr(transformers, config)(**options))
-
-    return build
+def _build(model: str, config: str, options: dict[str, Any]) -> nn.Module:
+    """Build a network by the names of its class and of the class of its configuration."""
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
 
 
-def _lora() -> nn.Module:
+def _build_lora() -> nn.Module:
     import peft
 
-    model = _build("LlamaForSequenceClassification", "LlamaConfig", _LLAMA)()
+    model = _build("LlamaForSequenceClassification", "LlamaConfig", _LLAMA)
     config = peft.LoraConfig(
         task_type="SEQ_CLS", r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["score"]
     )

@@ -21,11 +21,13 @@ _PYRAMID: dict[str, Any] = {
 def architectures() -> list[Architecture]:
     """Return the networks, reduced by constructor arguments if possible, otherwise by `narrow`."""
     return [
-        _of("resnetv2_50", 32, layers=(1, 1, 1, 1), channels=(32, 64, 96, 128), stem_chs=32),
-        _of("vit_tiny_patch16_224", 32, **_VIT, patch_size=8),
-        _of("deit_tiny_distilled_patch16_224", 32, **_VIT, patch_size=8),
-        _of("cait_xxs24_224", 32, **_VIT, patch_size=8),
-        _of(
+        _architecture(
+            "resnetv2_50", 32, layers=(1, 1, 1, 1), channels=(32, 64, 96, 128), stem_chs=32
+        ),
+        _architecture("vit_tiny_patch16_224", 32, **_VIT, patch_size=8),
+        _architecture("deit_tiny_distilled_patch16_224", 32, **_VIT, patch_size=8),
+        _architecture("cait_xxs24_224", 32, **_VIT, patch_size=8),
+        _architecture(
             "swin_tiny_patch4_window7_224",
             32,
             img_size=32,
@@ -34,16 +36,16 @@ def architectures() -> list[Architecture]:
             depths=(2, 2),
             num_heads=(2, 4),
         ),
-        _of("eva02_tiny_patch14_224", 32, **_VIT, patch_size=8),
-        _of("convnextv2_atto", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
+        _architecture("eva02_tiny_patch14_224", 32, **_VIT, patch_size=8),
+        _architecture("convnextv2_atto", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
         _narrow("efficientnet_lite0", 32),
         _narrow("mobilenetv4_conv_small", 32),
-        _of("regnetx_002", 32, build=_regnet),
-        _of("mixer_s32_224", 32, build=_mixer),
-        _of("poolformer_s12", 64, build=_poolformer),
-        _of("davit_tiny", 64, **_PYRAMID, window_size=2),
-        _of("coatnet_nano_rw_224", 64, build=_coatnet),
-        _of(
+        _architecture("regnetx_002", 32, build=_regnet),
+        _architecture("mixer_s32_224", 32, build=_mixer),
+        _architecture("poolformer_s12", 64, build=_poolformer),
+        _architecture("davit_tiny", 64, **_PYRAMID, window_size=2),
+        _architecture("coatnet_nano_rw_224", 64, build=_coatnet),
+        _architecture(
             "levit_128s",
             64,
             img_size=64,
@@ -52,24 +54,26 @@ def architectures() -> list[Architecture]:
             num_heads=(2, 2, 2),
             depth=(1, 1, 1),
         ),
-        _of("beit_base_patch16_224", 32, **_VIT, patch_size=8),
-        _of("edgenext_xx_small", 64, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), heads=(2, 2, 2, 2)),
-        _of("fastvit_t8", 64, layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64)),
+        _architecture("beit_base_patch16_224", 32, **_VIT, patch_size=8),
+        _architecture(
+            "edgenext_xx_small", 64, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), heads=(2, 2, 2, 2)
+        ),
+        _architecture("fastvit_t8", 64, layers=(1, 1, 1, 1), embed_dims=(8, 16, 32, 64)),
         _narrow("nf_regnet_b0", 32),
-        _of("ghostnet_050", 32, build=_ghostnet),
-        _of("pvt_v2_b0", 64, **_PYRAMID),
-        _of("xcit_nano_12_p8_224", 32, **_VIT),
-        _of("vit_small_patch14_reg4_dinov2", 32, **_VIT, patch_size=8),
-        _of("volo_d1_224", 32, build=_volo),
-        _of("tiny_vit_5m_224", 64, **_PYRAMID, window_sizes=(2, 2, 2, 2)),
+        _architecture("ghostnet_050", 32, build=_ghostnet),
+        _architecture("pvt_v2_b0", 64, **_PYRAMID),
+        _architecture("xcit_nano_12_p8_224", 32, **_VIT),
+        _architecture("vit_small_patch14_reg4_dinov2", 32, **_VIT, patch_size=8),
+        _architecture("volo_d1_224", 32, build=_volo),
+        _architecture("tiny_vit_5m_224", 64, **_PYRAMID, window_sizes=(2, 2, 2, 2)),
         _narrow("hgnetv2_b0", 32),
-        _of("rexnet_100", 32, initial_chs=8, final_chs=40, width_mult=0.5),
-        _of("dla34", 32, build=_dla),
-        _of("sequencer2d_s", 56, build=_sequencer),
+        _architecture("rexnet_100", 32, initial_chs=8, final_chs=40, width_mult=0.5),
+        _architecture("dla34", 32, build=_dla),
+        _architecture("sequencer2d_s", 56, build=_sequencer),
     ]
 
 
-def _of(
+def _architecture(
     name: str, side: int, build: Callable[[], nn.Module] | None = None, **options: Any
 ) -> Architecture:
     build = build or partial(timm.create_model, name, num_classes=CLASSES, **options)
@@ -81,7 +85,7 @@ def _narrow(name: str, side: int) -> Architecture:
         with narrow(8):
             return timm.create_model(name, num_classes=CLASSES)
 
-    return _of(name, side, build)
+    return _architecture(name, side, build)
 
 
 def _regnet() -> nn.Module:

@@ -20,34 +20,36 @@ def architectures() -> list[Architecture]:
     residual branches are initialised to zero.
     """
     return [
-        _of("alexnet", _narrow("alexnet", by=16), 64),
-        _of("vgg11", lambda: _vgg(False), 32),
-        _of("vgg11_bn", lambda: _vgg(True), 32),
-        _of("resnet18", _narrow("resnet18"), 32),
-        _of("resnet50", _narrow("resnet50", zero_init_residual=True), 32),
-        _of("resnext50_32x4d", _narrow("resnext50_32x4d"), 32),
-        _of("wide_resnet50_2", _narrow("wide_resnet50_2", by=16, zero_init_residual=True), 32),
-        _of("densenet121", _densenet, 32),
-        _of("squeezenet1_1", _narrow("squeezenet1_1"), 64),
-        _of("googlenet", _narrow("googlenet", init_weights=False), 64),
-        _of("inception_v3", _narrow("inception_v3", init_weights=False), 96),
-        _of("shufflenet_v2_x0_5", _shufflenet, 32),
-        _of("mobilenet_v2", _reduced("mobilenet_v2", width_mult=0.1), 32),
-        _of("mobilenet_v3_small", _narrow("mobilenet_v3_small", width_mult=0.5), 32),
-        _of("mobilenet_v3_large", _narrow("mobilenet_v3_large", width_mult=0.5), 32),
-        _of("mnasnet0_5", _narrow("mnasnet0_5", by=4), 32),
-        _of("efficientnet_b0", _narrow("efficientnet_b0"), 32),
-        _of("regnet_x", lambda: _regnet(None), 32),
-        _of("regnet_y", lambda: _regnet(0.25), 32),
-        _of("convnext_tiny", _convnext, 32),
-        _of("vit_b_16", _vit, 16),
-        _of("swin_t", lambda: _swin("SwinTransformer"), 32),
-        _of("swin_v2_t", lambda: _swin("v2"), 32),
-        _of("maxvit_t", _maxvit, 64),
+        _architecture("alexnet", _narrow("alexnet", divisor=16), 64),
+        _architecture("vgg11", lambda: _vgg(False), 32),
+        _architecture("vgg11_bn", lambda: _vgg(True), 32),
+        _architecture("resnet18", _narrow("resnet18"), 32),
+        _architecture("resnet50", _narrow("resnet50", zero_init_residual=True), 32),
+        _architecture("resnext50_32x4d", _narrow("resnext50_32x4d"), 32),
+        _architecture(
+            "wide_resnet50_2", _narrow("wide_resnet50_2", divisor=16, zero_init_residual=True), 32
+        ),
+        _architecture("densenet121", _densenet, 32),
+        _architecture("squeezenet1_1", _narrow("squeezenet1_1"), 64),
+        _architecture("googlenet", _narrow("googlenet", init_weights=False), 64),
+        _architecture("inception_v3", _narrow("inception_v3", init_weights=False), 96),
+        _architecture("shufflenet_v2_x0_5", _shufflenet, 32),
+        _architecture("mobilenet_v2", _reduced("mobilenet_v2", width_mult=0.1), 32),
+        _architecture("mobilenet_v3_small", _narrow("mobilenet_v3_small", width_mult=0.5), 32),
+        _architecture("mobilenet_v3_large", _narrow("mobilenet_v3_large", width_mult=0.5), 32),
+        _architecture("mnasnet0_5", _narrow("mnasnet0_5", divisor=4), 32),
+        _architecture("efficientnet_b0", _narrow("efficientnet_b0"), 32),
+        _architecture("regnet_x", lambda: _regnet(None), 32),
+        _architecture("regnet_y", lambda: _regnet(0.25), 32),
+        _architecture("convnext_tiny", _convnext, 32),
+        _architecture("vit_b_16", _vit, 16),
+        _architecture("swin_t", lambda: _swin("SwinTransformer"), 32),
+        _architecture("swin_v2_t", lambda: _swin("v2"), 32),
+        _architecture("maxvit_t", _maxvit, 64),
     ]
 
 
-def _of(name: str, build: Callable[[], nn.Module], side: int) -> Architecture:
+def _architecture(name: str, build: Callable[[], nn.Module], side: int) -> Architecture:
     return Architecture(name, "torchvision", build, images(side))
 
 
@@ -55,9 +57,9 @@ def _reduced(name: str, **options: Any) -> Callable[[], nn.Module]:
     return partial(getattr(models, name), num_classes=CLASSES, **options)
 
 
-def _narrow(name: str, by: int = 8, **options: Any) -> Callable[[], nn.Module]:
+def _narrow(name: str, divisor: int = 8, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        with narrow(by):
+        with narrow(divisor):
             return _reduced(name, **options)()
 
     return build
@@ -87,8 +89,8 @@ def _regnet(se_ratio: float | None) -> nn.Module:
 def _convnext() -> nn.Module:
     widths = (8, 16, 32, 64)
     stages = [
-        CNBlockConfig(width, after, depth)
-        for width, after, depth in zip(widths, (*widths[1:], None), (1, 1, 2, 1), strict=True)
+        CNBlockConfig(width, next_width, depth)
+        for width, next_width, depth in zip(widths, (*widths[1:], None), (1, 1, 2, 1), strict=True)
     ]
     return models.ConvNeXt(stages, num_classes=CLASSES)
 
