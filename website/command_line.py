@@ -24,13 +24,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page."""
     sections = [_INTRODUCTION]
     for name, purpose in COMMANDS.items():
-        sections.append(f"## {name}\n\n{purpose}\n\n```text\n{help_of(name)}```\n")
+        sections.append(f"## {name}\n\n{purpose}\n\n```text\n{command_help(name)}```\n")
     files.append(File.generated(config, PAGE, content="\n".join(sections)))
     return files
 
 
-def help_of(command: str) -> str:
-    """Return what `laplace-debias COMMAND --help` prints.
+def command_help(command: str) -> str:
+    """Return the text that `laplace-debias COMMAND --help` prints, 100 columns wide.
 
     Args:
         command: The name of a command.

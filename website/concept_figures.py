@@ -1,8 +1,9 @@
-"""Draws the figures of the pages that explain the ideas, into docs/images; `make figures` runs it.
+"""Draw the figures of the explanation pages into docs/images, as `make figures` does.
 
-Everything is computed: the networks are trained here, which takes a minute on one core.
+The networks are trained here, which takes a minute on one core.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -20,13 +21,15 @@ from laplace_debias.linalg import eigsh
 from laplace_debias.metrics import nll, overconfidence
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREY = "#666666"
 
 
-def trained(
+def train_network(
     model: nn.Module, x: Tensor, y: Tensor, steps: int, rate: float = 1e-2, decay: float = 0.0
 ) -> nn.Module:
-    """Minimise the cross-entropy of all data with Adam."""
+    """Minimise the cross-entropy of all data with Adam; return the network in eval mode."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -36,14 +39,14 @@ def trained(
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write a figure on white."""
+    """Write a figure with a white background, and close it."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     figure.savefig(IMAGES / f"{name}.png", dpi=140, facecolor="white")
     plt.close(figure)
 
 
 def draw_valley() -> None:
-    """The negative log posterior of two parameters, and the Gaussian of the Laplace approximation.
+    """Draw the negative log posterior of two parameters, and its Laplace approximation.
 
     The model is a logistic regression of one feature with an intercept, for 20 examples.
     """
@@ -96,12 +99,13 @@ def draw_valley() -> None:
     axes[0].set(xlabel="weight", ylabel="bias", title="posterior (blue) and Gaussian", xlim=(-1, 5))
     axes[0].legend(frameon=False, loc="upper left", fontsize=9)
 
-    along = torch.linspace(-3, 3, 300, dtype=torch.float64)
+    distances = torch.linspace(-3, 3, 300, dtype=torch.float64)
     for index, (colour, name) in enumerate(((BLUE, "flat direction"), (ORANGE, "sharp direction"))):
-        points = mode[:, None] + eigenvectors[:, index, None] * along
+        points = mode[:, None] + eigenvectors[:, index, None] * distances
         value = negative_log_posterior(points[0], points[1]) - closure().detach()
-        axes[1].plot(along, value, color=colour, label=name)
-        axes[1].plot(along, eigenvalues[index] / 2 * along**2, "--", color=colour, linewidth=1)
+        parabola = eigenvalues[index] / 2 * distances**2
+        axes[1].plot(distances, value, color=colour, label=name)
+        axes[1].plot(distances, parabola, "--", color=colour, linewidth=1)
     axes[1].set(
         xlabel="distance from the trained parameters",
         ylabel="rise of the loss (sum)",
@@ -113,23 +117,34 @@ def draw_valley() -> None:
 
 
 def confidence_map(ax: Axes, probs: Tensor, x: Tensor, y: Tensor, title: str) -> object:
-    """Confidence on a square grid of inputs, with the data on it."""
-    size = int(len(probs) ** 0.5)
-    shown = probs.max(1).values.reshape(size, size)
+    """Draw the confidence on a square grid of inputs, with the data on it.
+
+    Args:
+        ax: The axes.
+        probs: The probabilities at the points of the grid, `[points, 2]`.
+        x: The data, `[n, 2]`.
+        y: The classes, `[n]`.
+        title: The title of the axes.
+
+    Returns:
+        The image, for a colour bar.
+    """
+    side = int(len(probs) ** 0.5)
+    confidence = probs.max(1).values.reshape(side, side)
     image = ax.imshow(
-        shown, origin="lower", extent=(-6, 6, -6, 6), vmin=0.5, vmax=1, cmap="viridis"
+        confidence, origin="lower", extent=(-6, 6, -6, 6), vmin=0.5, vmax=1, cmap="viridis"
     )
     for label, marker in ((0, "o"), (1, "^")):
-        chosen = x[y == label]
+        points = x[y == label]
         ax.plot(
-            chosen[:, 0], chosen[:, 1], marker, color="white", markeredgecolor="black", markersize=4
+            points[:, 0], points[:, 1], marker, color="white", markeredgecolor="black", markersize=4
         )
     ax.set(title=title, xticks=[], yticks=[])
     return image
 
 
 def draw_moons() -> None:
-    """Confidence of a network and of its posterior, near the data and far away."""
+    """Draw the confidence of a network and of its posterior, near the data and far away."""
     torch.manual_seed(0)
     points, labels = make_moons(120, noise=0.15, random_state=0)
     x = torch.tensor(points).float() * 1.5 - torch.tensor([0.75, 0.4])
@@ -137,7 +152,7 @@ def draw_moons() -> None:
     model = nn.Sequential(
         nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
     )
-    model = trained(model, x, y, 800, decay=1e-3)
+    model = train_network(model, x, y, 800, decay=1e-3)
     axis = torch.linspace(-6, 6, 121)
     grid = torch.cartesian_prod(axis, axis).flip(1)
     la = Laplace(model, "classification").fit(DataLoader(TensorDataset(x, y), batch_size=60))
@@ -150,44 +165,62 @@ def draw_moons() -> None:
     save(figure, "moons")
 
 
-def noisy_digits(steps: int) -> tuple[Tensor, Tensor, nn.Module]:
-    """Digits, of which one label in ten is random, and a network trained on the first 500."""
+@dataclass(frozen=True)
+class TrainedDigits:
+    """Digits with noisy labels, and a network that is trained on the first 500 of them.
+
+    Attributes:
+        x: All images, `[n, 64]`.
+        y: All labels, `[n]`.
+        model: The network.
+    """
+
+    x: Tensor
+    y: Tensor
+    model: nn.Module
+
+
+def noisy_digits(steps: int) -> TrainedDigits:
+    """Replace one label in ten by a random one, and train a network for some steps."""
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(pixels / 16).float(), torch.tensor(labels)
-    order = torch.randperm(len(x))
-    x, y = x[order], y[order]
+    order = torch.randperm(len(labels))
+    x = torch.tensor(pixels / 16).float()[order]
+    y = torch.tensor(labels)[order]
     is_random = torch.rand(len(y)) < 0.1
     y[is_random] = torch.randint(10, (int(is_random.sum()),))
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    return x, y, trained(model, x[:500], y[:500], steps)
+    return TrainedDigits(x, y, train_network(model, x[:500], y[:500], steps))
 
 
-def draw_bias(x: Tensor, y: Tensor, model: nn.Module) -> None:
-    """Curvature along the top eigenvectors of mini-batches, on the same batch and on other data."""
+def draw_bias(digits: TrainedDigits) -> None:
+    """Draw the curvature along a mini-batch's top eigenvectors, on the batch and on other data."""
+    x = digits.x[:500]
+    y = digits.y[:500]
     loss = nn.CrossEntropyLoss()
-    own_curvature, other_curvature = [], []
+    curvature_on_batch = []
+    curvature_on_other_data = []
     generator = torch.Generator().manual_seed(0)
-    everything = GGN(model, loss, [(x[:500], y[:500])])
     for start in range(0, 480, 48):
-        own = slice(start, start + 48)
-        others = torch.cat([torch.arange(start), torch.arange(start + 48, 500)])
-        batch = GGN(model, loss, [(x[own], y[own])])
-        values, vectors = eigsh(batch, k=25, generator=generator)
-        products = GGN(model, loss, [(x[others], y[others])]) @ vectors
-        own_curvature.append(values)
-        other_curvature.append((vectors * products).sum(0))
-    top = eigsh(everything, k=25, generator=generator).values
+        in_batch = torch.zeros(500, dtype=torch.bool)
+        in_batch[start : start + 48] = True
+        batch_ggn = GGN(digits.model, loss, [(x[in_batch], y[in_batch])])
+        other_ggn = GGN(digits.model, loss, [(x[~in_batch], y[~in_batch])])
+        eigenvalues, eigenvectors = eigsh(batch_ggn, k=25, generator=generator)
+        curvature_on_batch.append(eigenvalues)
+        curvature_on_other_data.append((eigenvectors * (other_ggn @ eigenvectors)).sum(0))
+    full_ggn = GGN(digits.model, loss, [(x, y)])
+    full_eigenvalues = eigsh(full_ggn, k=25, generator=generator).values
     figure, ax = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     index = range(1, 26)
     for curvature, colour, marker, name in (
-        (own_curvature, BLUE, "o", "measured on the same 48 examples"),
-        (other_curvature, ORANGE, "s", "measured on the other 452"),
+        (curvature_on_batch, BLUE, "o", "measured on the same 48 examples"),
+        (curvature_on_other_data, ORANGE, "s", "measured on the other 452"),
     ):
         values = torch.stack(curvature)
         ax.plot(index, values.T, color=colour, alpha=0.15, linewidth=0.8)
         ax.plot(index, values.mean(0), marker, color=colour, markersize=4, label=name)
-    ax.plot(index, top, "--", color=GREY, linewidth=1, label="eigenvalues for all 500")
+    ax.plot(index, full_eigenvalues, "--", color=GREY, linewidth=1, label="eigenvalues for all 500")
     ax.set(
         yscale="log",
         xlabel="eigenvector of the mini-batch, largest eigenvalue first",
@@ -197,13 +230,14 @@ def draw_bias(x: Tensor, y: Tensor, model: nn.Module) -> None:
     save(figure, "mini_batch_bias")
 
 
-def draw_prior(x: Tensor, y: Tensor, model: nn.Module) -> None:
-    """Test NLL and over-confidence against the prior precision."""
-    la = Laplace(model, params="last_layer")
-    la.fit(DataLoader(TensorDataset(x[:500], y[:500]), batch_size=100))
+def draw_prior(digits: TrainedDigits) -> None:
+    """Draw the test NLL and the over-confidence against the prior precision."""
+    la = Laplace(digits.model, params="last_layer")
+    la.fit(DataLoader(TensorDataset(digits.x[:500], digits.y[:500]), batch_size=100))
     la.link = Link("probit")
-    x_test, y_test = x[800:], y[800:]
-    network = model(x_test).softmax(1).detach()
+    x_test = digits.x[800:]
+    y_test = digits.y[800:]
+    network_probs = digits.model(x_test).softmax(1).detach()
     precisions = torch.logspace(-2, 4, 40)
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained")
     for ax, metric, label in (
@@ -216,7 +250,7 @@ def draw_prior(x: Tensor, y: Tensor, model: nn.Module) -> None:
             values.append(float(metric(la.predict(x_test).probs, y_test)))
         ax.plot(precisions, values, color=BLUE, label="Laplace, last layer")
         ax.axhline(
-            float(metric(network, y_test)),
+            float(metric(network_probs, y_test)),
             color=GREY,
             linestyle="--",
             linewidth=1,
@@ -247,7 +281,7 @@ ADDITION = "Several trained networks?\nCombine their posteriors in a Mixture."
 
 
 def draw_decision_tree() -> None:
-    """Questions from top to bottom; "yes" leads to the right.
+    """Draw questions from top to bottom; "yes" leads to the right.
 
     The addition applies to both of the last answers.
     """
@@ -282,8 +316,8 @@ def main() -> None:
     draw_decision_tree()
     draw_valley()
     draw_moons()
-    draw_bias(*noisy_digits(steps=150))
-    draw_prior(*noisy_digits(steps=60))
+    draw_bias(noisy_digits(steps=150))
+    draw_prior(noisy_digits(steps=60))
 
 
 if __name__ == "__main__":

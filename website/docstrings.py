@@ -1,4 +1,4 @@
-"""Examples in docstrings as griffe knows them."""
+"""A griffe extension that shows the examples of docstrings as code."""
 
 import re
 from typing import Any
@@ -7,10 +7,10 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Reads a section `Example:` as griffe's `Examples:`, whose doctests it shows as code."""
+    """Treat a section `Example:` like griffe's section `Examples:`, whose doctests are code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Renames the section of one object's docstring."""
+        """Rename the section in the docstring of an object."""
         if obj.docstring is not None:
             text = obj.docstring.value
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)

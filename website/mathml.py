@@ -1,11 +1,11 @@
-"""Formulas as MathML, made when the site is built: a reader's browser fetches no renderer."""
+"""Turn formulas into MathML when the site is built, so that browsers need no renderer."""
 
 import html
 import re
 
 from latex2mathml.converter import convert
 
-# What pymdownx.arithmatex leaves of `$…$` and of `$$…$$`.
+# The HTML that pymdownx.arithmatex writes for `$…$` and for `$$…$$`.
 _FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>',
     re.DOTALL,
@@ -13,11 +13,11 @@ _FORMULA = re.compile(
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Puts MathML in the place of every formula of a page; mkdocs calls it."""
-    return _FORMULA.sub(_rendered, content)
+    """Replace every formula of a page by MathML; mkdocs calls this hook."""
+    return _FORMULA.sub(_to_mathml, content)
 
 
-def _rendered(match: re.Match[str]) -> str:
+def _to_mathml(match: re.Match[str]) -> str:
     display = "inline" if match["open"] == "(" else "block"
     formula = convert(html.unescape(match["tex"]).strip(), display=display)
     return f'<{match["tag"]} class="formula">{formula}</{match["tag"]}>'

@@ -1,6 +1,6 @@
-"""Makes the notebooks in docs/tutorials from the scripts in examples/tutorials, with their outputs.
+"""Run the scripts in examples/tutorials, and write them as notebooks to docs/tutorials.
 
-`make notebooks` runs it; `python website/notebooks.py NAME …` makes those only.
+`make notebooks` runs all of them; `python website/notebooks.py NAME …` runs only these scripts.
 """
 
 import os
@@ -17,7 +17,7 @@ SCRIPTS = sorted((ROOT / "examples" / "tutorials").glob("*.py"))
 NOTEBOOKS = ROOT / "docs" / "tutorials"
 
 
-def executed(script: Path, folder: Path) -> nbformat.NotebookNode:
+def execute(script: Path, folder: Path) -> nbformat.NotebookNode:
     """Run a script's cells and return the notebook with their outputs.
 
     Args:
@@ -30,7 +30,7 @@ def executed(script: Path, folder: Path) -> nbformat.NotebookNode:
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
     notebook = jupytext.read(script)
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    # The kernel of this interpreter, whichever one a file of the user's names.
+    # A user's kernel file may name another interpreter; the kernel must use this one.
     manager = AsyncKernelManager(kernel_name="python3")
     manager.kernel_spec.argv[0] = sys.executable
     resources = {"metadata": {"path": folder}}
@@ -39,7 +39,7 @@ def executed(script: Path, folder: Path) -> nbformat.NotebookNode:
         cell.id = f"cell-{index}"
         if cell.cell_type == "code":
             cell.metadata.clear()
-            # Libraries write notices of their versions there.
+            # Libraries write notices about their versions to stderr.
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
@@ -48,14 +48,14 @@ def main(names: list[str]) -> None:
     """Write the named notebooks, or all of them.
 
     Args:
-        names: Stems of scripts.
+        names: The names of scripts, without their suffix.
     """
     NOTEBOOKS.mkdir(exist_ok=True)
     folder = ROOT / "results" / "tutorials"
     folder.mkdir(parents=True, exist_ok=True)
     for script in SCRIPTS:
         if not names or script.stem in names:
-            nbformat.write(executed(script, folder), NOTEBOOKS / f"{script.stem}.ipynb")
+            nbformat.write(execute(script, folder), NOTEBOOKS / f"{script.stem}.ipynb")
             print(f"docs/tutorials/{script.stem}.ipynb")
 
 

@@ -1,7 +1,7 @@
-"""Pages of what lies outside docs/: changelog, contributing, examples, and source that is linked.
+"""Add pages for files outside docs/: the changelog, CONTRIBUTING.md, examples, and linked sources.
 
-Nothing is copied into docs/: each has one source. Links are written as GitHub follows them, and
-lead to the pages here.
+The files are not copied into docs/, so that each text has one source. Documents contain the links
+that GitHub needs. On the site, these links lead to the pages that are added here.
 """
 
 import ast
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# Documents of the root, and their pages.
+# Documents in the root folder, and their pages.
 DOCUMENTS = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -24,59 +24,62 @@ _LINK = re.compile(r"\]\((?!https?:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills the empty part `All examples` of the navigation."""
-    for part in config.nav or []:
-        for entries in part.values():
-            for entry in entries if isinstance(entries, list) else ():
-                if entry.get("All examples") == []:
-                    entry["All examples"] = [
-                        {path.stem.replace("_", " ").capitalize(): page_of(relative(path))}
-                        for path in sorted((ROOT / "examples").glob("*.py"))
-                    ]
+    """Fill the empty entry `All examples` of the navigation."""
+    example_pages = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        title = path.stem.replace("_", " ").capitalize()
+        example_pages.append({title: page_path(relative(path))})
+    for section in config.nav or []:
+        for entries in section.values():
+            # A section without subsections has the path of a page in place of a list.
+            if isinstance(entries, list):
+                for entry in entries:
+                    if entry.get("All examples") == []:
+                        entry["All examples"] = example_pages
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages."""
+    """Add the pages."""
     sources = {relative(path) for path in (ROOT / "examples").glob("*.py")}
     for page in files.documentation_pages():
-        sources |= set(_targets(page.content_string, f"docs/{page.src_uri}"))
+        sources |= set(_linked_files(page.content_string, f"docs/{page.src_uri}"))
     for document, name in DOCUMENTS.items():
         text = (ROOT / document).read_text(encoding="utf-8")
-        sources |= set(_targets(text, document))
-        files.append(File.generated(config, name, content=translated(text, document)))
+        sources |= set(_linked_files(text, document))
+        files.append(File.generated(config, name, content=translate_links(text, document)))
     for path in sorted(sources - set(DOCUMENTS)):
-        files.append(File.generated(config, page_of(path), content=_listing(path)))
+        files.append(File.generated(config, page_path(path), content=_listing(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Leads links that point out of docs/ to the pages of what they point to."""
+    """Translate links to files outside docs/ into links to their pages."""
     if page.file.generated_by:
         return markdown
-    return translated(markdown, f"docs/{page.file.src_uri}")
+    return translate_links(markdown, f"docs/{page.file.src_uri}")
 
 
-def translated(markdown: str, document: str) -> str:
-    """A document's text with links that lead from its page to pages.
+def translate_links(markdown: str, document: str) -> str:
+    """Return a document's text, in which links to files are links to the pages of these files.
 
     Args:
         markdown: The text.
-        document: Its file, from the root of the project.
+        document: The path of the document, relative to the root of the project.
     """
-    here = posixpath.dirname(page_of(document)) or "."
+    folder = posixpath.dirname(page_path(document)) or "."
 
-    def link(match: re.Match[str]) -> str:
+    def translate(match: re.Match[str]) -> str:
         path = _target(match, document)
         if path is None:
-            return match[0]  # mkdocs finds out whether there is such a page
-        return f"]({posixpath.relpath(page_of(path), here)}{match['anchor'] or ''})"
+            return match[0]  # mkdocs reports links to pages that do not exist
+        return f"]({posixpath.relpath(page_path(path), folder)}{match['anchor'] or ''})"
 
-    return _LINK.sub(link, markdown)
+    return _LINK.sub(translate, markdown)
 
 
-def _targets(markdown: str, document: str) -> Iterator[str]:
-    """The files outside docs/ that a document links to."""
+def _linked_files(markdown: str, document: str) -> Iterator[str]:
+    """Yield the files outside docs/ that a document links to, relative to the root."""
     for match in _LINK.finditer(markdown):
         path = _target(match, document)
         if path is not None and not path.startswith("docs/"):
@@ -84,29 +87,30 @@ def _targets(markdown: str, document: str) -> Iterator[str]:
 
 
 def _target(match: re.Match[str], document: str) -> str | None:
-    """The file that a link leads to, from the root of the project; None if there is none."""
+    """Return the file that a link leads to, relative to the root; None if it does not exist."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(document), match["target"]))
     return path if (ROOT / path).is_file() else None
 
 
 def _listing(path: str) -> str:
-    """The page of a source file: its description, how to run it if it is an example, its lines."""
+    """Return the page of a source file: its docstring, the command of an example, and its text."""
     text = (ROOT / path).read_text(encoding="utf-8")
-    parts = [f"# {path}"]
+    sections = [f"# {path}"]
     if path.endswith(".py"):
-        parts.append(ast.get_docstring(ast.parse(text)) or "")
+        sections.append(ast.get_docstring(ast.parse(text)) or "")
     if path.startswith("examples/"):
-        parts.append(f"```bash\npython {path}\n```")
-    return "\n\n".join([*parts, f"````python\n{text}````\n"])
+        sections.append(f"```bash\npython {path}\n```")
+    sections.append(f"````python\n{text}````\n")
+    return "\n\n".join(sections)
 
 
-def page_of(path: str) -> str:
-    """A file's page, from the root of the site; the file from the root of the project."""
+def page_path(path: str) -> str:
+    """Return the path of a file's page in the site, for the file's path in the project."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return DOCUMENTS.get(path) or f"source/{path}.md"
 
 
 def relative(path: Path) -> str:
-    """A file's path from the root of the project."""
+    """Return a file's path relative to the root of the project."""
     return path.relative_to(ROOT).as_posix()

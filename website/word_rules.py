@@ -8,6 +8,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,11 @@ RULES = {
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the prose of a file with the line it begins at: a page, or docstrings and messages."""
+    """Yield the line at which each text of a file begins, and the text.
+
+    A page is one text. In a module, the texts are the docstrings and other strings with a space.
+    Code within a text is blanked out.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         for pattern in (r"```.*?```", r"`[^`\n]+`", r"\]\([^)]*\)", r"<!--.*?-->"):
@@ -38,7 +43,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Keep only the lines of what is no prose."""
+    """Replace code by its line breaks, so that line numbers stay the same."""
     return "\n" * match[0].count("\n") or "`"
 
 
@@ -55,20 +60,42 @@ def places() -> Iterator[str]:
                     yield f"{name}:{line}: {rule}: {words}"
 
 
+@dataclass(frozen=True)
+class AllowedWords:
+    """Words that may break a rule in one file.
+
+    Attributes:
+        file: The path of the file, relative to the root of the project.
+        words: A piece of the text that `places` yields.
+    """
+
+    file: str
+    words: str
+
+    def covers(self, place: str) -> bool:
+        """Whether a place that breaks a rule contains these words."""
+        return place.startswith(f"{self.file}:") and self.words in place
+
+
+def read_exceptions() -> list[AllowedWords]:
+    """Read the exceptions; the reason after two spaces and `#` is not part of the words."""
+    exceptions = []
+    for line in EXCEPTIONS.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            file, _, words = line.partition("  #")[0].partition(": ")
+            exceptions.append(AllowedWords(file, words))
+    return exceptions
+
+
 def main() -> int:
     """Print the places without an exception; the exit status is 1 if there is any."""
-    lines = EXCEPTIONS.read_text(encoding="utf-8").splitlines()
-    excepted = [line.partition("  #")[0] for line in lines if line and not line.startswith("#")]
-    wrong = [
-        place
-        for place in places()
-        if not any(
-            place.startswith(f"{file}:") and words in place
-            for file, _, words in (entry.partition(": ") for entry in excepted)
-        )
-    ]
-    sys.stdout.write("".join(f"{place}\n" for place in wrong))
-    return 1 if wrong else 0
+    exceptions = read_exceptions()
+    exit_status = 0
+    for place in places():
+        if not any(exception.covers(place) for exception in exceptions):
+            sys.stdout.write(f"{place}\n")
+            exit_status = 1
+    return exit_status
 
 
 if __name__ == "__main__":

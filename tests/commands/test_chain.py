@@ -55,7 +55,7 @@ def table(path):
 
 
 def of_images(here):
-    user_files.image_folder(here / "data", parts=(("train", 20), ("val", 12), ("test", 12)))
+    user_files.image_folder(here / "data", splits=(("train", 20), ("val", 12), ("test", 12)))
     return {"model": "nets:build"}
 
 

@@ -160,13 +160,13 @@ class AllParts(Full):
         (stream,) = prepared.streams
         batches, indexed = iter(stream), []
         for rank in range(3):
-            part = consecutive(islice(batches, len(tasks.own_part(rank))))
+            part = consecutive(islice(batches, len(tasks.share_loader(rank))))
             indexed += [replace(b, first_index=FAR * rank + b.first_index) for b in part]
         return prepared.config.structure.fit(prepared.context, indexed)
 
 
 def test_processes_with_data_of_their_own_draw_labels_of_their_own(processes):
-    parts = [batch for rank in range(3) for batch in tasks.own_part(rank)]
+    parts = [batch for rank in range(3) for batch in tasks.share_loader(rank)]
     la = tasks.laplace(fisher="mc").fit(AllParts(parts), num_data=37, generator=tasks.generator(5))
     for found in processes.run(3, tasks.fit_own_part_with_drawn_labels):
         check(found, tasks.numbers(la))

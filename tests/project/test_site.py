@@ -110,7 +110,7 @@ def test_links_lead_to_the_pages_of_files(document, link, translated):
     pytest.importorskip("mkdocs", reason=NEEDS_MKDOCS)
     from website import root_pages
 
-    assert root_pages.translated(f"[a]({link})", document) == f"[a]({translated})"
+    assert root_pages.translate_links(f"[a]({link})", document) == f"[a]({translated})"
 
 
 def test_formulas_become_mathml():

@@ -51,4 +51,4 @@ def test_links_of_a_notebook_lead_to_pages(script):
 def test_a_notebook_runs_and_shows_what_is_written(script, tmp_path):
     """Printed lines and pictures per cell are as many; the numbers differ between machines."""
     written = nbformat.read(NOTEBOOKS / f"{script.stem}.ipynb", as_version=4)
-    assert outputs(notebooks.executed(script, tmp_path)) == outputs(written)
+    assert outputs(notebooks.execute(script, tmp_path)) == outputs(written)

@@ -169,7 +169,7 @@ def test_a_broken_image_is_named_wherever_it_is_read(images, here):
 
 
 def test_folders_without_parts_are_parted_by_the_seed(here):
-    root = user_files.image_folder(here / "all", parts=(("", 10),))
+    root = user_files.image_folder(here / "all", splits=(("", 10),))
     found = loaded(model="nets:build", data=root)
     sizes = [len(every(part)[0]) for part in (found.train, found.validation, found.test)]
     assert sizes == [18, 6, 6]
@@ -207,7 +207,7 @@ def test_channels_are_those_that_the_network_takes(images):
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("mixed", 3)])
 def test_channels_are_told_from_the_files_where_no_convolution_tells_them(here, mode, channels):
-    root = user_files.image_folder(here / "all", parts=(("", 4),))
+    root = user_files.image_folder(here / "all", splits=(("", 4),))
     for folder in sorted(root.iterdir()):
         for file in folder.iterdir():
             with Image.open(file) as image:

@@ -1,4 +1,4 @@
-"""Small networks with data of their own, and run folders of them, made in seconds."""
+"""Small trained networks with their data, and run folders for them, made in seconds."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def batches_of(x, y, size=50):
 
 
 def trained(model, loss, x, y, steps=60):
-    """The model after some steps of Adam."""
+    """Train a model with Adam, and return it in eval mode."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -45,11 +45,11 @@ def trained(model, loss, x, y, steps=60):
 def loaded_images(
     num_test=120, num_ood=80, has_validation=True, severities=(1, 2, 3, 4, 5), seed=0
 ):
-    """Five classes of striped pictures of 8 × 8 pixels, hard to tell apart, with OOD sets."""
+    """Five classes of striped pictures of 8 × 8 pixels, hard to distinguish, with OOD sets."""
     generator = torch.Generator().manual_seed(seed)
     angles = torch.arange(len(CLASSES)) * math.pi / len(CLASSES)
-    at = torch.linspace(-1, 1, SIDE)
-    rows, columns = torch.meshgrid(at, at, indexing="ij")
+    coordinates = torch.linspace(-1, 1, SIDE)
+    rows, columns = torch.meshgrid(coordinates, coordinates, indexing="ij")
 
     def draw(n, noise=1.4):
         y = torch.randint(len(CLASSES), (n,), generator=generator)
@@ -58,8 +58,8 @@ def loaded_images(
         x = (5 * (a.cos() * rows + a.sin() * columns) + phase).sin()
         x = x.unsqueeze(1).expand(-1, 3, -1, -1)
         x = x + noise * torch.randn(x.shape, generator=generator)
-        other = torch.randint(len(CLASSES), (n,), generator=generator)
-        return x, other.where(torch.rand(n, generator=generator) < 0.1, y)
+        random_labels = torch.randint(len(CLASSES), (n,), generator=generator)
+        return x, random_labels.where(torch.rand(n, generator=generator) < 0.1, y)
 
     x, y = draw(200)
     x_val, y_val = draw(150)
@@ -96,7 +96,7 @@ def loaded_images(
 
 
 def loaded_rows(num_test=120, num_ood=40, has_validation=True, num_outputs=1, seed=0):
-    """A regression of rows of four numbers, with rows far from the others."""
+    """A regression for rows of four numbers, with an OOD set of distant rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(n, scale=1.0):
@@ -122,7 +122,7 @@ def loaded_rows(num_test=120, num_ood=40, has_validation=True, num_outputs=1, se
 
 
 def loaded_yes_no(task="binary", num_test=120, seed=0):
-    """One label that applies or not, or three of them."""
+    """Rows of four numbers with one binary label, or with three of them."""
     generator = torch.Generator().manual_seed(seed)
     num_outputs = 1 if task == "binary" else 3
     weights = torch.randn(4, num_outputs, generator=generator)
@@ -151,19 +151,19 @@ def loaded_yes_no(task="binary", num_test=120, seed=0):
 
 
 def methods_for(loaded):
-    """Five methods, fewer where there is nothing to fit a temperature on."""
+    """Return the methods to compare, with temperature scaling if it can be fitted."""
     if loaded.likelihood.predicts_numbers or loaded.validation is None:
         return NETWORK, LAST_LAYER, ALL_PARAMETERS
     return NETWORK, TEMPERATURE, LAST_LAYER, ALL_PARAMETERS
 
 
 def make_run(folder, task="classification", **options):
-    """A complete run folder.
+    """Make a complete run folder.
 
     Args:
-        folder: Where.
+        folder: The folder to write.
         task: `classification` (of pictures), `regression`, `binary` or `multilabel`.
-        options: Of `loaded_images`, `loaded_rows` or `loaded_yes_no`.
+        options: Options of `loaded_images`, `loaded_rows` or `loaded_yes_no`.
     """
     if task == "classification":
         loaded = loaded_images(**options)
@@ -177,21 +177,25 @@ def make_run(folder, task="classification", **options):
 
 
 def shortened(run, folder, *, shifts=True, ood=True, posterior=True, pictures=True):
-    """A copy of a run folder, without what is not asked for."""
+    """Copy a run folder without the parts whose option is False."""
     shutil.copytree(run, folder)
-    left_out = [role for role, is_kept in (("shift", shifts), ("ood", ood)) if not is_kept]
+    removed_roles = []
+    if not shifts:
+        removed_roles.append("shift")
+    if not ood:
+        removed_roles.append("ood")
     meta = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    meta["sets"] = [data for data in meta["sets"] if data["role"] not in left_out]
+    meta["sets"] = [data for data in meta["sets"] if data["role"] not in removed_roles]
     if not posterior:
         meta["methods"] = [method for method in meta["methods"] if not method["is_laplace"]]
         shutil.rmtree(folder / "sweeps")
     names = [data["name"] for data in meta["sets"]]
     keys = [method["key"] for method in meta["methods"]]
     measured = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    for part in ("rows", "differences"):
-        measured[part] = [
+    for table in ("rows", "differences"):
+        measured[table] = [
             row
-            for row in measured[part]
+            for row in measured[table]
             if row["set"] in names and {row["method"], row.get("reference", keys[0])} <= set(keys)
         ]
     examples = json.loads((folder / "examples.json").read_text(encoding="utf-8"))

@@ -6,41 +6,51 @@ import pytest
 
 
 def one_axis_at_a_time(*axes):
-    """Cases with every pair of values of two axes, for `parametrize`.
+    """Return cases that contain every pair of values of two axes, for `parametrize`.
 
-    Those that differ from the first in one axis at most are tested each day: every value of every
-    axis. The others are slow: as few as have, with the first ones, every pair of values.
+    The cases that differ from the first one in at most one axis are tested each day. Together they
+    contain every value of every axis. The other cases are slow. There are as few of them as are
+    needed for every pair of values.
 
     Args:
         axes: Lists of values or of `pytest.param` of one value, the most usual first.
     """
-    parts = [[_as_param(value) for value in axis] for axis in axes]
-    places = list(itertools.product(*(range(len(axis)) for axis in parts)))
-    daily = [place for place in places if sum(value > 0 for value in place) <= 1]
-    chosen, pairs = list(daily), set().union(*map(_pairs, daily))
-    while set().union(*map(_pairs, places)) - pairs:
-        chosen.append(max(places, key=lambda place: len(_pairs(place) - pairs)))
-        pairs |= _pairs(chosen[-1])
-    return [
-        pytest.param(
-            *(value for axis, at in zip(parts, place, strict=True) for value in axis[at].values),
-            id="-".join(axis[at].id for axis, at in zip(parts, place, strict=True)),
-            marks=() if place in daily else pytest.mark.slow,
+    params = [[_as_param(value) for value in axis] for axis in axes]
+    # A combination has one index per axis.
+    combinations = list(itertools.product(*(range(len(axis)) for axis in params)))
+    daily = [indices for indices in combinations if sum(index > 0 for index in indices) <= 1]
+    selected = list(daily)
+    covered_pairs = set().union(*map(_pairs, daily))
+    all_pairs = set().union(*map(_pairs, combinations))
+    while all_pairs - covered_pairs:
+        best = max(combinations, key=lambda indices: len(_pairs(indices) - covered_pairs))
+        selected.append(best)
+        covered_pairs |= _pairs(best)
+    cases = []
+    for indices in sorted(selected):
+        case = [axis[index] for axis, index in zip(params, indices, strict=True)]
+        cases.append(
+            pytest.param(
+                *(value for param in case for value in param.values),
+                id="-".join(param.id for param in case),
+                marks=() if indices in daily else pytest.mark.slow,
+            )
         )
-        for place in sorted(chosen)
-    ]
+    return cases
 
 
-def _pairs(place):
-    return set(itertools.combinations(enumerate(place), 2))
+def _pairs(indices):
+    """Return the pairs of values in a combination; a value is an axis and an index."""
+    return set(itertools.combinations(enumerate(indices), 2))
 
 
 def others_slow(cases, *daily):
-    """All cases, for `parametrize`; those that are not named are slow.
+    """Return all cases, for `parametrize`; the cases that are not named are slow.
 
     Args:
-        cases: Names of cases, or a mapping of them.
-        daily: Those that are tested each day: where they differ in what is tested, not in data.
+        cases: Names of cases, or a mapping with these names.
+        daily: The names of the cases that are tested each day, because they test different code.
+            The other cases only have different data.
     """
     missing = set(daily) - set(cases)
     assert not missing, f"no cases {missing}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Done:
-    """How one process ended."""
+class Completed:
+    """The exit status and the output of one process."""
 
     status: int
     out: str
@@ -19,13 +19,13 @@ class Done:
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        return free_socket.getsockname()[1]
 
 
 def command(rank, num_ranks, folder, port, arguments, modules=("nets",)):
-    """`laplace-debias` in a folder, as rank `rank`."""
+    """Run `laplace-debias` in a folder, as one of several processes."""
     from laplace_debias.cli import main
 
     launched = {
@@ -35,25 +35,28 @@ def command(rank, num_ranks, folder, port, arguments, modules=("nets",)):
         "MASTER_PORT": str(port),
     }
     os.chdir(folder)
-    path, before = list(sys.path), dict(os.environ)
+    original_path = list(sys.path)
+    original_environment = dict(os.environ)
     for name in modules:
         sys.modules.pop(name, None)
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     os.environ.update(launched)
     try:
-        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-        # A process that has run another command has shown no warning yet.
-        with streams[0], streams[1], warnings.catch_warnings():
+        capture_out = contextlib.redirect_stdout(out)
+        capture_err = contextlib.redirect_stderr(err)
+        # An earlier command in this process must not suppress warnings that are shown once.
+        with capture_out, capture_err, warnings.catch_warnings():
             status = main(list(arguments))
     finally:
-        sys.path[:] = path
+        sys.path[:] = original_path
         os.environ.clear()
-        os.environ.update(before)
-    return Done(status, out.getvalue(), err.getvalue())
+        os.environ.update(original_environment)
+    return Completed(status, out.getvalue(), err.getvalue())
 
 
 def together(processes, num_ranks, folder, *arguments):
-    """The ends of all processes of one command, by rank."""
+    """Run one command in several processes; return their results by rank."""
     port = free_port()
     processes.start(num_ranks, command, num_ranks, str(folder), port, arguments, has_group=False)
     return [processes.result(rank) for rank in range(num_ranks)]

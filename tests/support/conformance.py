@@ -1,7 +1,7 @@
-"""What every linear operator must do, against a dense float64 matrix built another way.
+"""Tests of every linear operator, against a dense float64 matrix that is built in another way.
 
-A test class inherits `OperatorConformance` and gives `make`; the operator of a network inherits
-`NetworkConformance` and gives its variants and its model too.
+A test class inherits `OperatorConformance` and defines `make`. For the operator of a network, it
+inherits `NetworkConformance`, and also defines `variants` and `model`.
 """
 
 import copy
@@ -14,15 +14,16 @@ from laplace_debias.operators import Identity, LinearOperator
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
-# What is tested in float32 each day; the others with the slow tests. In float64 all are.
+# These tests also run in float32 each day; in float32, all others are slow tests.
 DAILY_IN_FLOAT32 = ("test_dense", "test_products_with_vector_and_matrix", "test_adjoint")
 
 
 class OperatorConformance:
-    """Override `make`; the claims, if the operator must make them; the tolerance, if it is looser.
+    """Tests of one operator.
 
-    Tolerances are relative to the largest entry of the dense matrix and, for products, of what it
-    is multiplied with.
+    A subclass overrides `make`. It also sets the claims that the operator must make, and the
+    tolerances if they are larger. Tolerances are relative to the largest entry of the result, or
+    to one if this entry is smaller.
     """
 
     symmetric: bool | None = None
@@ -30,7 +31,7 @@ class OperatorConformance:
     tolerance = TOLERANCE
 
     def make(self, dtype: torch.dtype, device: str) -> tuple[LinearOperator, torch.Tensor]:
-        """The operator, and its matrix in float64 on the CPU; the same at every call."""
+        """Return the operator, and its matrix in float64 on the CPU; the same at every call."""
         raise NotImplementedError
 
     @pytest.fixture(params=DEVICES)
@@ -53,7 +54,7 @@ class OperatorConformance:
         return vectors.to(operator.device, operator.dtype)
 
     def close(self, operator, actual, expected):
-        """Equality up to the tolerance of the operator's dtype, on its dtype and device."""
+        """Assert equality up to the tolerance, and the dtype and the device of the operator."""
         assert actual.dtype == operator.dtype
         assert actual.device == operator.device
         atol = self.tolerance[operator.dtype] * max(1.0, expected.abs().max().item())
@@ -112,8 +113,7 @@ class OperatorConformance:
         operator, dense = case
         self.close(operator, operator.T.to_dense(), dense.T)
         v, w = (self.vectors(operator, size, 2)[:, i] for i, size in enumerate(dense.shape[::-1]))
-        left, right = (operator @ v) @ w, v @ (operator.T @ w)
-        self.close(operator, left, right.cpu().double())
+        self.close(operator, (operator @ v) @ w, (v @ (operator.T @ w)).cpu().double())
 
     def test_adjoint_of_the_adjoint(self, case):
         operator, dense = case
@@ -155,7 +155,7 @@ class OperatorConformance:
         operator, dense = case
         n = dense.shape[1]
         name = type(operator).__name__
-        other = {torch.float32: torch.float64, torch.float64: torch.float32}[operator.dtype]
+        other_dtype = torch.float64 if operator.dtype == torch.float32 else torch.float32
         x = self.vectors(operator, n)
         with pytest.raises(
             ValueError, match=rf"{name} of shape .* Pass a tensor of shape \({n},\) or \({n}, k"
@@ -164,7 +164,7 @@ class OperatorConformance:
         with pytest.raises(ValueError, match="cannot multiply a tensor"):
             operator @ x[:, None, None]
         with pytest.raises(ValueError, match=r"Convert one of them with `.to\(...\)`"):
-            operator @ x.to(other)
+            operator @ x.to(other_dtype)
         with pytest.raises(ValueError, match=r"meta. Convert one of them with `.to\(...\)`"):
             operator @ x.to("meta")
         with pytest.raises(TypeError, match="to_scipy"):
@@ -172,18 +172,18 @@ class OperatorConformance:
         with pytest.raises(ValueError, match="the inner sizes differ"):
             operator @ Identity(n + 1)
         with pytest.raises(ValueError, match=r"have the same dtype.*`.to\(...\)`"):
-            operator @ Identity(n, other)
+            operator @ Identity(n, other_dtype)
 
     def test_nothing_given_is_modified(self, case):
         operator, dense = case
         X = self.vectors(operator, dense.shape[1], 2)
-        before = X.clone()
+        X_copy = X.clone()
         product = operator @ X
-        kept = product.clone()
+        product_copy = product.clone()
         product.mul_(2)
-        assert X.equal(before)
+        assert X.equal(X_copy)
         operator.to_dense().zero_()
-        self.close(operator, operator @ X, kept.cpu().double())
+        self.close(operator, operator @ X, product_copy.cpu().double())
 
     def test_compositions(self, case):
         operator, dense = case
@@ -213,10 +213,10 @@ class OperatorConformance:
         ]:
             rows = dense[index[0]]
             expected = rows[:, index[1]]
-            part = operator[index]
-            assert part.shape == tuple(expected.shape)
-            self.close(operator, part.to_dense(), expected)
-            self.close(operator, part.T.to_dense(), expected.T)
+            sub_matrix = operator[index]
+            assert sub_matrix.shape == tuple(expected.shape)
+            self.close(operator, sub_matrix.to_dense(), expected)
+            self.close(operator, sub_matrix.T.to_dense(), expected.T)
         self.close(operator, operator[1:3].to_dense(), dense[1:3])
         self.close(operator, operator[-1], dense[-1])
         self.close(operator, operator[:, 1], dense[:, 1])
@@ -228,14 +228,14 @@ class OperatorConformance:
 
 
 class NetworkConformance(OperatorConformance):
-    """For an operator of a network: give its variants and its model as well."""
+    """Tests of an operator of a network; a subclass also overrides `variants` and `model`."""
 
     def variants(self, dtype: torch.dtype, device: str) -> list[LinearOperator]:
-        """The same operator with other sizes of batches and of chunks of columns."""
+        """Return the same operator with other sizes of batches and of chunks of columns."""
         raise NotImplementedError
 
     def model(self, operator: LinearOperator) -> torch.nn.Module:
-        """The network that the operator was built from."""
+        """Return the network that the operator was built from."""
         raise NotImplementedError
 
     def test_batches_and_chunks_do_not_matter(self, case, dtype, device):
@@ -250,16 +250,16 @@ class NetworkConformance(OperatorConformance):
     def test_the_model_is_untouched(self, case):
         operator, dense = case
         model = self.model(operator)
-        before = fingerprint(model)
+        fingerprint_before = fingerprint(model)
         operator @ self.vectors(operator, dense.shape[1], 2)
         operator.T @ self.vectors(operator, dense.shape[0])
         with pytest.raises(ValueError, match="cannot multiply"):
             operator @ self.vectors(operator, dense.shape[1] + 1)
-        assert is_same(before, fingerprint(model))
+        assert is_same(fingerprint_before, fingerprint(model))
 
 
 def fingerprint(model: torch.nn.Module) -> dict:
-    """All of a model that a product could change: entries, gradients, flags, modes and hooks."""
+    """Return all of a model that a product could change: entries, gradients, flags and hooks."""
     state = {f"state {k}": v.detach().clone() for k, v in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         state[f"identity {name}"] = id(parameter)
@@ -274,11 +274,15 @@ def fingerprint(model: torch.nn.Module) -> dict:
     return state
 
 
-def is_same(one: dict, two: dict) -> bool:
+def is_same(first: dict, second: dict) -> bool:
     """Whether two fingerprints are equal."""
-    return one.keys() == two.keys() and all(
-        value.equal(two[key])
-        if isinstance(value, torch.Tensor) and isinstance(two[key], torch.Tensor)
-        else value is two[key] or value == two[key]
-        for key, value in one.items()
-    )
+    if first.keys() != second.keys():
+        return False
+    for key, value in first.items():
+        other = second[key]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if not value.equal(other):
+                return False
+        elif value is not other and value != other:
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""The dense curvature that given cotangents make, for every kind of curvature."""
+"""The dense curvature for given output gradients, for every kind of curvature."""
 
 import oracle
 import torch
@@ -31,17 +31,18 @@ def dense_factors(model, x, columns, layer, weights=None):
 
 
 def dense_curvature(la, curvature, x, columns, rank, weights=None):
-    """The curvature `[D, D]`, along the package's eigenvectors where they are any basis's.
+    """Compute the curvature `[D, D]`, for EKFAC along the eigenvectors of the fit.
 
     Args:
         la: A fit of linear layers to all examples.
-        curvature: Its kind.
+        curvature: The kind of curvature.
         x: The examples.
         columns: `[N, K, C]`, vectors whose outer products make the loss Hessian of each.
-        rank: Of `"lowrank"`.
+        rank: The rank of `"lowrank"`.
         weights: The weights of the examples in A, `[N]`.
     """
-    model, names = la.model, la.param_names
+    model = la.model
+    names = la.param_names
     exact = gram(dense_rows(model, x, columns, names))
     if curvature == "full":
         return exact
@@ -59,6 +60,6 @@ def dense_curvature(la, curvature, x, columns, rank, weights=None):
         elif curvature == "kfac":
             blocks.append(oracle.kfac_block(factors))
         else:
-            of_block = gram(dense_rows(model, x, columns, [name]))
-            blocks.append(oracle.ekfac_block(factors, of_block, block.U_G, block.U_A))
+            exact_block = gram(dense_rows(model, x, columns, [name]))
+            blocks.append(oracle.ekfac_block(factors, exact_block, block.U_G, block.U_A))
     return torch.block_diag(*blocks)

@@ -6,16 +6,24 @@ class LoaderError(Exception):
 
 
 class FailingLoader:
-    """A loader that fails, or does something else, before a batch; the passes are counted on."""
+    """A loader that fails after some batches of all passes together.
 
-    def __init__(self, batches, before, action=None):
-        self.batches, self.left, self.action = batches, before, action
+    Args:
+        batches: The batches of a pass.
+        num_batches: The number of batches before the failure.
+        action: A function to call in place of the failure.
+    """
+
+    def __init__(self, batches, num_batches, action=None):
+        self.batches = batches
+        self.num_remaining = num_batches
+        self.action = action
 
     def __iter__(self):
         for batch in self.batches:
-            if self.left == 0:
+            if self.num_remaining == 0:
                 if self.action is None:
                     raise LoaderError
                 self.action()
-            self.left -= 1
+            self.num_remaining -= 1
             yield batch

@@ -163,11 +163,14 @@ def conformal_by_group(rank):
     conformal = Conformal(la, groups=lambda x: (x[:, 0] > 0).long()).calibrate(data, level=0.6)
     report = conformal.evaluate(data)
     # One of the processes has no example.
-    of_one = conformal.evaluate(sharded(inputs()[:1], y[:1]))
+    report_of_one_example = conformal.evaluate(sharded(inputs()[:1], y[:1]))
     return {
         **{f"quantile {group}": value for group, value in conformal.quantiles.items()},
         **{name: torch.tensor([m.value, m.low, m.high]) for name, m in report.items()},
-        **{f"{name} of one example": torch.tensor(m.value) for name, m in of_one.items()},
+        **{
+            f"{name} of one example": torch.tensor(m.value)
+            for name, m in report_of_one_example.items()
+        },
     }
 
 

@@ -1,7 +1,7 @@
-"""Mutate saved posteriors, load them, and see whether any of them answers differently.
+"""Mutate saved posteriors, load them, and check that none of them gives different results.
 
-A mutated file is what a disk, a cable or an editor makes of a file: it must be refused with a
-`ValueError`, or answer to the last bit as the original does.
+A mutated file stands for a file that a disk, a cable or an editor has damaged. Loading it must
+raise a `ValueError`, or the posterior must give the results of the original to the last bit.
 """
 
 import random
@@ -18,14 +18,17 @@ from laplace_debias.curvature.losses.likelihoods import Categorical
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 LIKELIHOODS = ("classification", "binary", "multilabel", "regression")
-UNCHANGED, SAME, REFUSED = "same bytes", "same answer", "refused"
-DIFFERENT, CRASHED = "DIFFERENT ANSWER", "OTHER EXCEPTION"
+UNCHANGED = "same bytes"
+SAME = "same answer"
+REFUSED = "refused"
+DIFFERENT = "DIFFERENT ANSWER"
+CRASHED = "OTHER EXCEPTION"
 KINDS = ("flip", "set", "zero", "cut off", "append", "insert", "delete", "swap", "length")
 
 
 @dataclass
 class Subject:
-    """A saved posterior, its network, and its answers."""
+    """A saved posterior: its network, the bytes of its file, inputs, and the results for them."""
 
     name: str
     model: nn.Module
@@ -35,8 +38,8 @@ class Subject:
 
 
 def subjects() -> list[Subject]:
-    """A posterior of every curvature and likelihood, with other options by turns."""
-    found = []
+    """Save a posterior of every curvature and likelihood; further options alternate."""
+    saved = []
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         path = Path(folder) / "posterior"
@@ -50,10 +53,10 @@ def subjects() -> list[Subject]:
                 raw = path.read_bytes()
                 name = f"{curvature}, {likelihood}, {dtype}"
                 subject = Subject(name, la.model, raw, x)
-                # As loaded: what was saved answers alike, which another test holds.
+                # Another test checks that a loaded posterior has the results of the saved one.
                 subject.answers = answers(Laplace.load(path, la.model), x)
-                found.append(subject)
-    return found
+                saved.append(subject)
+    return saved
 
 
 def _fitted(
@@ -74,7 +77,9 @@ def _fitted(
         "regression": torch.randn(9, 2, dtype=dtype),
     }[likelihood]
     la = Laplace(
-        *(model, likelihood, curvature),
+        model,
+        likelihood,
+        curvature,
         joint=joint and curvature in ("kfac", "ekfac"),
         sharing={"0": "reduce"} if curvature == "kfac" else "expand",
         sigma=[0.5, 2.0] if likelihood == "regression" else None,
@@ -87,7 +92,7 @@ def _fitted(
 
 
 def answers(la: Laplace, x: torch.Tensor) -> list[torch.Tensor]:
-    """What a loaded posterior says."""
+    """Return the results of a posterior: a prediction, samples, the evidence and the prior."""
     predictive = la.predict(x)
     # A categorical distribution has no mean.
     moments = ("probs",) if isinstance(la.likelihood, Categorical) else ("mean", "variance")
@@ -101,67 +106,90 @@ def answers(la: Laplace, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def mutated(raw: bytes, chance: random.Random) -> tuple[str, bytes]:
-    """A kind of change, and the changed bytes."""
-    kind, found = chance.choice(KINDS), bytearray(raw)
-    size, length = chance.choice((1, 2, 4, 8, 16, 64)), int.from_bytes(raw[:8], "little")
+    """Change a file at random; return the kind of the change, and the changed bytes."""
+    kind = chance.choice(KINDS)
+    changed = bytearray(raw)
+    size = chance.choice((1, 2, 4, 8, 16, 64))
+    header_size = int.from_bytes(raw[:8], "little")
 
-    def place() -> int:
-        """Half of the time in the header, which is small."""
-        return chance.randrange(8 + length if chance.random() < 0.5 else len(raw))
+    def draw_offset() -> int:
+        """Draw an offset; half of the draws are in the header, which is small."""
+        return chance.randrange(8 + header_size if chance.random() < 0.5 else len(raw))
 
-    at, other = place(), place()
+    offset = draw_offset()
+    second_offset = draw_offset()
+    span = slice(offset, offset + size)
     if kind == "flip":
-        for where in [at, *(place() for _ in range(chance.choice((0, 0, 20))))]:
-            found[where] ^= 1 << chance.randrange(8)
+        further_offsets = [draw_offset() for _ in range(chance.choice((0, 0, 20)))]
+        for flipped in [offset, *further_offsets]:
+            changed[flipped] ^= 1 << chance.randrange(8)
     elif kind == "set":
-        found[at] = chance.choice((0, *b' "09[{', 0x7F, 0xFF, chance.randrange(256)))
+        changed[offset] = chance.choice((0, *b' "09[{', 0x7F, 0xFF, chance.randrange(256)))
     elif kind == "zero":
-        found[at : at + size] = bytes(len(found[at : at + size]))
+        changed[span] = bytes(len(changed[span]))
     elif kind == "cut off":
-        del found[at:]
-    elif kind in ("append", "insert"):
-        at = len(raw) if kind == "append" else at
-        found[at:at] = chance.randbytes(size)
+        del changed[offset:]
+    elif kind == "append":
+        changed += chance.randbytes(size)
+    elif kind == "insert":
+        changed[offset:offset] = chance.randbytes(size)
     elif kind == "delete":
-        del found[at : at + size]
+        del changed[span]
     elif kind == "swap":
-        one, two = found[at : at + size], found[other : other + size]
-        found[at : at + size], found[other : other + size] = two, one
+        second_span = slice(second_offset, second_offset + size)
+        first_bytes = changed[span]
+        second_bytes = changed[second_span]
+        changed[span] = second_bytes
+        changed[second_span] = first_bytes
     else:
-        values = (0, 1, 2**63, 2**64 - 1, length - 1, length + 1, len(raw), chance.getrandbits(64))
-        found[:8] = chance.choice(values).to_bytes(8, "little")
-    return kind, bytes(found)
+        random_size = chance.getrandbits(64)
+        sizes = (0, 1, 2**63, 2**64 - 1, header_size - 1, header_size + 1, len(raw), random_size)
+        changed[:8] = chance.choice(sizes).to_bytes(8, "little")
+    return kind, bytes(changed)
 
 
 def outcome_of(raw: bytes, subject: Subject, path: Path) -> tuple[str, str]:
-    """What comes of a file: one of the outcomes above, and what was said."""
+    """Load a changed file; return one of the outcomes above, and the message of an error."""
     if raw == subject.raw:
         return UNCHANGED, ""
     path.write_bytes(raw)
     try:
-        found = answers(Laplace.load(path, subject.model), subject.x)
+        results = answers(Laplace.load(path, subject.model), subject.x)
     except ValueError as error:
-        told = str(error)
-        is_told = len(told) < 2000 and str(path) in told
-        return (REFUSED, told) if is_told else (CRASHED, f"a message that tells little: {told!r}")
+        message = str(error)
+        if len(message) >= 2000 or str(path) not in message:
+            return CRASHED, f"a message that is too long or lacks the path: {message!r}"
+        return REFUSED, message
     except Exception as error:
         return CRASHED, repr(error)[:300]
-    is_same = all(map(torch.equal, found, subject.answers))
-    return (SAME if is_same else DIFFERENT), ""
+    if all(map(torch.equal, results, subject.answers)):
+        return SAME, ""
+    return DIFFERENT, ""
 
 
 def fuzz(
     mutations: int, seed: int, originals: list[Subject]
 ) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Mutate so many times: how often which kind came to what, and what must not have been."""
-    chance, counts, failures = random.Random(seed), Counter(), []
+    """Mutate the files in turn, and load them.
+
+    Args:
+        mutations: The number of mutations.
+        seed: The seed of the mutations.
+        originals: The saved posteriors.
+
+    Returns:
+        How often each kind of change had each outcome, and descriptions of the failures.
+    """
+    chance = random.Random(seed)
+    counts: Counter[tuple[str, str]] = Counter()
+    failures = []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for number in range(mutations):
             subject = originals[number % len(originals)]
             kind, raw = mutated(subject.raw, chance)
-            outcome, told = outcome_of(raw, subject, Path(folder) / "mutated")
+            outcome, message = outcome_of(raw, subject, Path(folder) / "mutated")
             counts[kind, outcome] += 1
             if outcome in (DIFFERENT, CRASHED):
-                failures.append(f"{outcome}: {kind}, {subject.name}, number {number}: {told}")
+                failures.append(f"{outcome}: {kind}, {subject.name}, number {number}: {message}")
     return counts, failures

@@ -1,4 +1,4 @@
-"""Losses of one example, written out from their formulas: what the likelihoods are held against."""
+"""Losses of one example, written from their formulas, for comparison with the likelihoods."""
 
 import math
 
@@ -14,7 +14,8 @@ from laplace_debias import (
     Poisson,
 )
 
-W3, P3 = (0.5, 2.0, 1.25), (3.0, 0.4, 1.0)
+W3 = (0.5, 2.0, 1.25)
+P3 = (3.0, 0.4, 1.0)
 IGNORED = -100
 
 
@@ -37,14 +38,17 @@ def binary(f, y, weights=(1.0, 1.0, 1.0), positive=(1.0, 1.0, 1.0)):
         return f.sum() * 0
     total = 0.0
     for c in range(len(f)):
-        on, off = torch.log1p((-f[c]).exp()), torch.log1p(f[c].exp())
-        total = total + weights[c] * (positive[c] * y[c] * on + (1 - y[c]) * off)
+        loss_of_one = torch.log1p((-f[c]).exp())  # −log p_c
+        loss_of_zero = torch.log1p(f[c].exp())  # −log(1 − p_c)
+        loss = positive[c] * y[c] * loss_of_one + (1 - y[c]) * loss_of_zero
+        total = total + weights[c] * loss
     return total
 
 
 def normal(f, y):
-    """Of means and log-variances, C each."""
-    size, y = len(f) // 2, y.reshape(-1)
+    """−log N(y | m, exp(v)) of C means m and C log-variances v, which f contains."""
+    size = len(f) // 2
+    y = y.reshape(-1)
     total = 0.0
     for c in range(size):
         variance = f[size + c].exp()
@@ -54,7 +58,7 @@ def normal(f, y):
 
 
 def poisson(f, y):
-    """Of logarithms of rates, and counts."""
+    """−Σ_c log Poisson(y_c | exp(f_c)) of logarithms of rates, and counts."""
     total = 0.0
     for c, count in enumerate(y.reshape(-1).tolist()):
         total = total + f[c].exp() - count * f[c] + math.log(math.factorial(int(count)))
@@ -73,14 +77,16 @@ def ordinal(f, y):
 
 
 def gaussian(*sigma):
-    def of_one(f, y):
+    """Return −log N(y | f, σ²) as a function of means and targets, with one σ or one per output."""
+
+    def loss(f, y):
         total = 0.0
         for c in range(len(f)):
             s = sigma[c % len(sigma)]
             total = total + ((y[c] - f[c]) / s) ** 2 / 2 + 0.5 * math.log(2 * math.pi * s**2)
         return total
 
-    return of_one
+    return loss
 
 
 def soft(*shape, generator):
@@ -118,7 +124,8 @@ def counts(size):
     return lambda *shape, generator: torch.randint(5, (*shape, size), generator=generator)
 
 
-# Likelihood, number of outputs, targets of a shape, the loss of one example.
+# The likelihood, the number of outputs, a function for targets of a shape, and the loss of one
+# example.
 STANDARD = {
     "classification": (Categorical(), 3, indices, cross_entropy),
     "one logit": (Bernoulli(), 1, zero_one(1), binary),
@@ -177,7 +184,7 @@ UNWEIGHTED = {
 
 
 def hessian(ell, f, y):
-    """∇²_f ℓ of one example, or its expectation over y where the likelihood has that."""
+    """∇²_f ℓ of one example; for `ordinal` and `normal`, its expectation over y."""
     if ell is ordinal:
         labels = torch.arange(4)
         hessians = [torch.autograd.functional.hessian(lambda g, y=y: ell(g, y), f) for y in labels]
@@ -190,7 +197,7 @@ def hessian(ell, f, y):
 
 
 def example_weight(name, f, y):
-    """The mean weight of an example's terms: its Hessian in units of that of the plain loss."""
+    """The mean weight of an example's terms: its Hessian divided by that of the plain loss."""
     *_, ell = CASES[name]
     if name not in UNWEIGHTED:
         return hessian(ell, f, y).any().double()

@@ -1,12 +1,13 @@
-"""Kill work at random moments (SIGKILL), go on, and compare with work that was left alone.
+"""Kill fits and reports at random moments (SIGKILL), resume them, and check their results.
 
-A fit that was killed, perhaps twice, and begun again with the same `resume` folder must end with
-the posterior file of a fit that was left alone, byte for byte, and leave no folder. A report must
-end with the same metrics and predictions.
+A fit is killed once or twice and resumed with the same `resume` folder. Its posterior file must be
+equal, byte for byte, to the file of a fit that was not killed, and the folder must be removed. A
+report must end with the same metrics and predictions.
 
-The children are processes of their own. Each tells its steps (a batch is read, a file reaches the
-disk, a file takes its place), and is killed a few milliseconds after a random one of them, however
-fast the machine is. Where the work ended before the kill, it is done again with another moment.
+Each task runs in a separate process, which reports its steps: a batch is read, a file is written to
+the disk, a file is moved to its place. The process is killed a few milliseconds after a random
+step, so that the speed of the machine does not matter. If the task ends before the kill, it is
+repeated with another moment.
 """
 
 import json
@@ -18,16 +19,18 @@ import signal
 import kill_tasks as tasks
 
 CURVATURES = ("kfac", "ekfac", "diag", "full", "lowrank")
-# Seconds: until a step that does not come is given up, and after a step until the kill at most.
-_LONGEST, _LATEST = 120.0, 0.005
-_MOST_TRIES = 50
+_TIMEOUT = 120.0
+"""The time in seconds that a step may take."""
+_MAX_DELAY = 0.005
+"""The longest time in seconds between a step and the kill."""
+_MAX_ATTEMPTS = 50
 
 
 class Child:
-    """A process that calls a task with the pipe for its steps, and with the arguments."""
+    """A process that calls a task with a pipe for its steps, and with the arguments."""
 
     def __init__(self, task, *arguments):
-        # Its server imports torch once; a child of it has no thread of this process.
+        # The server imports torch once, and its children have no threads of this process.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "laplace_debias.laplace.laplace"])
         self._pipe, theirs = context.Pipe(duplex=False)
@@ -37,16 +40,16 @@ class Child:
         self.steps = []
 
     def wait(self, step=None):
-        """Wait until it has told so many steps, or has ended."""
+        """Wait until the process has reported this many steps, or has ended."""
         while step is None or len(self.steps) < step:
-            assert self._pipe.poll(_LONGEST), f"nothing after {self.steps[-3:]}"
+            assert self._pipe.poll(_TIMEOUT), f"nothing after {self.steps[-3:]}"
             try:
                 self.steps.append(self._pipe.recv_bytes().decode())
             except EOFError:
                 break
 
     def kill(self, step, delay):
-        """Whether it was at work when it was killed, so many seconds after a step."""
+        """Kill the process some seconds after a step; return whether it was still at work."""
         self.wait(step)
         self._process.join(delay)
         self._process.kill()
@@ -57,7 +60,7 @@ class Child:
         return not is_over
 
     def end(self):
-        """The number of its steps, when it has ended."""
+        """Wait for the end of the process, and return the number of its steps."""
         self.wait()
         self._process.join()
         assert (self._process.exitcode, self.steps[-1]) == (0, tasks.END), self.steps[-3:]
@@ -65,68 +68,85 @@ class Child:
 
 
 def kill_fits(kills, seed, folder):
-    """Kill so many fits, at moments that the seed decides, and go on with them."""
-    alone = {curvature: folder / f"{curvature}.alone" for curvature in CURVATURES[:kills]}
-    for curvature, output in alone.items():
+    """Kill fits at random moments, and resume them.
+
+    Args:
+        kills: The number of fits.
+        seed: The seed of the moments.
+        folder: A folder for the files.
+    """
+    undisturbed = {curvature: folder / f"{curvature}.alone" for curvature in CURVATURES[:kills]}
+    for curvature, output in undisturbed.items():
         Child(tasks.fit, curvature, None, output).end()
 
-    def places(number, attempt):
+    def arguments_of(number, attempt):
         name = f"{number}-{attempt}"
         return CURVATURES[number % len(CURVATURES)], folder / f"state-{name}", folder / name
 
     def is_same(curvature, state, output):
-        return output.read_bytes() == alone[curvature].read_bytes() and not state.exists()
+        return output.read_bytes() == undisturbed[curvature].read_bytes() and not state.exists()
 
-    steps = [Child(tasks.fit, *places(number, -1)).end() for number in range(len(alone))]
-    _kill_and_go_on(tasks.fit, steps, places, is_same, kills, seed)
+    steps = [
+        Child(tasks.fit, *arguments_of(number, -1)).end() for number in range(len(undisturbed))
+    ]
+    _kill_and_go_on(tasks.fit, steps, arguments_of, is_same, kills, seed)
 
 
 def kill_reports(kills, seed, folder):
-    """Kill reports and go on with them; arguments as `kill_fits`."""
+    """Kill reports at random moments, and resume them; for the arguments, see `kill_fits`."""
     steps = Child(tasks.report, folder / "alone").end()
     expected = _contents(folder / "alone")
 
-    def places(number, attempt):
+    def arguments_of(number, attempt):
         return (folder / f"run-{number}-{attempt}",)
 
     def is_same(run_folder):
-        found = _contents(run_folder)
+        contents = _contents(run_folder)
         shutil.rmtree(run_folder)
-        return found == expected
+        return contents == expected
 
-    _kill_and_go_on(tasks.report, [steps], places, is_same, kills, seed)
+    _kill_and_go_on(tasks.report, [steps], arguments_of, is_same, kills, seed)
 
 
-def _kill_and_go_on(task, steps, places, is_same, kills, seed):
-    """Half of the runs of each variant are killed twice; those that end before are repeated."""
-    random_ = random.Random(seed)
+def _kill_and_go_on(task, steps, arguments_of, is_same, kills, seed):
+    """Kill and resume a task; half of the runs of each variant are killed twice.
+
+    Args:
+        task: A function of `kill_tasks.py`.
+        steps: The number of steps of each variant of the task.
+        arguments_of: A function from the numbers of a run and of an attempt to the arguments.
+        is_same: A function from the arguments to whether the results are right.
+        kills: The number of runs.
+        seed: The seed of the moments.
+    """
+    chance = random.Random(seed)
     for number in range(kills):
-        for attempt in range(_MOST_TRIES):
-            arguments, children = places(number, attempt), []
+        for attempt in range(_MAX_ATTEMPTS):
+            arguments = arguments_of(number, attempt)
+            children = []
             for _ in range(1 + number // len(steps) % 2):
                 children.append(Child(task, *arguments))
-                step = random_.randint(1, steps[number % len(steps)])
-                was_at_work = children[-1].kill(step, random_.uniform(0, _LATEST))
+                step = chance.randint(1, steps[number % len(steps)])
+                was_at_work = children[-1].kill(step, chance.uniform(0, _MAX_DELAY))
                 if not was_at_work:
                     break
             if was_at_work:
                 Child(task, *arguments).end()
-            told = [child.steps[-3:] for child in children]
-            assert is_same(*arguments), f"{task.__name__} {number}, seed {seed}, after {told}"
+            last_steps = [child.steps[-3:] for child in children]
+            assert is_same(*arguments), f"{task.__name__} {number}, seed {seed}, after {last_steps}"
             if was_at_work:
                 break
         else:
-            raise AssertionError(f"{_MOST_TRIES} runs ended before their kill")
+            raise AssertionError(f"{_MAX_ATTEMPTS} runs ended before their kill")
 
 
 def _contents(run_folder):
-    """What a run found, without times."""
-    kept = ("metrics.json", "examples.json", "sweeps/*", "posteriors/*", "state/*")
-    found = {
-        str(path.relative_to(run_folder)): path.read_bytes()
-        for pattern in kept
-        for path in run_folder.glob(pattern)
-        if path.is_file()
-    }
-    told = json.loads((run_folder / "run.json").read_text(encoding="utf-8"))
-    return found | {"conclusion": [told["status"], told["conclusion"]]}
+    """Return the results of a run: its files by their paths, and its conclusion, without times."""
+    contents = {}
+    for pattern in ("metrics.json", "examples.json", "sweeps/*", "posteriors/*", "state/*"):
+        for path in run_folder.glob(pattern):
+            if path.is_file():
+                contents[str(path.relative_to(run_folder))] = path.read_bytes()
+    record = json.loads((run_folder / "run.json").read_text(encoding="utf-8"))
+    contents["conclusion"] = [record["status"], record["conclusion"]]
+    return contents

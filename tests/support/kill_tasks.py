@@ -1,4 +1,7 @@
-"""Work that `kill_fits.py` kills: each task tells its steps by a pipe, saves after every batch."""
+"""Tasks that `kill_fits.py` kills: each task sends its steps through a pipe.
+
+A task saves its state after every batch.
+"""
 
 import os
 from dataclasses import replace
@@ -13,47 +16,54 @@ from laplace_debias import Laplace
 from laplace_debias.assessment import assess
 from laplace_debias.curvature.fits import checkpoint
 
-SIZE, END = 60, "end"
+SIZE = 60
+END = "end"
 
 
 def begin(pipe):
-    """What tells a step, from now on; and save after each batch."""
+    """Save after every batch and report each file operation; return a function that reports a step.
+
+    Args:
+        pipe: The end of the pipe to which the names of the steps are sent.
+    """
     torch.set_num_threads(1)
     checkpoint.EVERY = 0.0
-    fsync, move = os.fsync, os.replace
+    original_fsync = os.fsync
+    original_replace = os.replace
 
-    def tell(step):
+    def report_step(step):
         pipe.send_bytes(step.encode())
 
-    def told_fsync(descriptor):
-        tell("writing to the disk")
-        fsync(descriptor)
+    def reporting_fsync(descriptor):
+        report_step("writing to the disk")
+        original_fsync(descriptor)
 
-    def told_replace(source, target):
-        tell(f"putting {Path(target).name} in its place")
-        move(source, target)
-        tell(f"{Path(target).name} is in its place")
+    def reporting_replace(source, target):
+        report_step(f"putting {Path(target).name} in its place")
+        original_replace(source, target)
+        report_step(f"{Path(target).name} is in its place")
 
-    os.fsync, os.replace = told_fsync, told_replace
-    return tell
+    os.fsync = reporting_fsync
+    os.replace = reporting_replace
+    return report_step
 
 
-class Telling:
-    """Batches that tell when one is read."""
+class Reporting:
+    """Batches that report each batch when it is read."""
 
-    tell = None
+    report_step = None
 
     def __iter__(self):
         for number, batch in enumerate(super().__iter__(), start=1):
-            self.tell(f"batch {number}")
+            self.report_step(f"batch {number}")
             yield batch
 
 
-class TellingLoader(Telling, DataLoader):
+class ReportingLoader(Reporting, DataLoader):
     pass
 
 
-class TellingList(Telling, list):
+class ReportingList(Reporting, list):
     pass
 
 
@@ -71,24 +81,24 @@ def fit(pipe, curvature, folder, output):
     x = torch.randn(SIZE, 2, 4, 4, generator=generator)
     images = TensorDataset(x, torch.randint(3, (SIZE,), generator=generator))
     la = Laplace(network(), curvature=curvature, fisher="mc" if curvature == "ekfac" else "exact")
-    batches = TellingLoader(images, batch_size=5, shuffle=True)
-    batches.tell = begin(pipe)
+    batches = ReportingLoader(images, batch_size=5, shuffle=True)
+    batches.report_step = begin(pipe)
     la.fit(batches, generator=torch.Generator().manual_seed(2), resume=folder)
     la.save(output)
-    batches.tell(END)
+    batches.report_step(END)
 
 
 def report(pipe, folder):
     """Compare methods on a small network."""
     loaded = a_run.loaded_images(num_test=100, num_ood=40, severities=(3,))
-    tell, of_tens = begin(pipe), {}
+    report_step = begin(pipe)
+    sets = {}
     for name in ("train", "validation", "test"):
-        of_tens[name] = TellingList(
-            pair
-            for x, y in getattr(loaded, name)
-            for pair in zip(x.split(10), y.split(10), strict=True)
-        )
-        of_tens[name].tell = tell
-    loaded = replace(loaded, **of_tens)
+        batches = ReportingList()
+        for x, y in getattr(loaded, name):
+            batches.extend(zip(x.split(10), y.split(10), strict=True))
+        batches.report_step = report_step
+        sets[name] = batches
+    loaded = replace(loaded, **sets)
     assess(loaded, folder, a_run.methods_for(loaded))
-    tell(END)
+    report_step(END)

@@ -73,10 +73,10 @@ class LoRALinear(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
-        where = {"device": base.weight.device, "dtype": base.weight.dtype}
+        options = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.base = base.requires_grad_(False)
-        self.lora_a = nn.Linear(base.in_features, rank, bias=False, **where)
-        self.lora_b = nn.Linear(rank, base.out_features, bias=False, **where)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False, **options)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False, **options)
         nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_b.weight)
 

@@ -23,29 +23,38 @@ def thin(U_G, U_A, magnitudes, r_G, r_A):
     """A thin `EigenKronecker`, and the matrix of its definition, one direction after the other.
 
     Args:
-        U_G: An orthogonal matrix `[d_out, d_out]`, or one for each group, of which the first r_G
-            columns are kept; None for the axes.
-        U_A: Likewise `[d_in, d_in]`.
-        magnitudes: Of the kept directions and of the remainders, `[*groups, rows, columns]`.
-        r_G: How many directions there are; d_out for all.
-        r_A: Likewise.
+        U_G: An orthogonal matrix `[d_out, d_out]`, or one per group. The first r_G columns are
+            kept. None stands for the axes.
+        U_A: An orthogonal matrix `[d_in, d_in]`, or one per group, or None.
+        magnitudes: The magnitudes of the kept directions and of the remainders,
+            `[*groups, rows, columns]`.
+        r_G: The number of kept columns of U_G; d_out for all.
+        r_A: The number of kept columns of U_A; d_in for all.
     """
     *groups, rows, columns = magnitudes.shape
     blocks = []
     for group in range(groups[0] if groups else 1):
-        of_sides = []
-        for U, r, size in ((U_G, r_G, rows), (U_A, r_A, columns)):
-            basis = torch.eye(size, dtype=torch.float64) if U is None else U[group] if groups else U
-            of_sides.append([(basis[:, i], min(i, r)) for i in range(len(basis))])
-        total = 0
-        for u, i in of_sides[0]:
-            for a, j in of_sides[1]:
-                direction = torch.kron(u, a)
-                value = (magnitudes[group] if groups else magnitudes)[i, j]
-                total = total + value * torch.outer(direction, direction)
-        blocks.append(total)
-    U_G, U_A = (None if U is None else U[..., :r] for U, r in ((U_G, r_G), (U_A, r_A)))
-    return EigenKronecker(U_G, U_A, magnitudes), torch.block_diag(*blocks)
+        basis_G = _group_basis(U_G, group, groups, rows)
+        basis_A = _group_basis(U_A, group, groups, columns)
+        group_magnitudes = magnitudes[group] if groups else magnitudes
+        block = 0
+        for i in range(len(basis_G)):
+            for j in range(len(basis_A)):
+                direction = torch.kron(basis_G[:, i], basis_A[:, j])
+                # The last row and column are the magnitudes of the remainders.
+                magnitude = group_magnitudes[min(i, r_G), min(j, r_A)]
+                block = block + magnitude * torch.outer(direction, direction)
+        blocks.append(block)
+    thin_G = None if U_G is None else U_G[..., :r_G]
+    thin_A = None if U_A is None else U_A[..., :r_A]
+    return EigenKronecker(thin_G, thin_A, magnitudes), torch.block_diag(*blocks)
+
+
+def _group_basis(U, group, groups, size):
+    """Return the whole basis of one group, `[size, size]`."""
+    if U is None:
+        return torch.eye(size, dtype=torch.float64)
+    return U[group] if groups else U
 
 
 THIN = {
@@ -72,10 +81,11 @@ THIN = {
 
 
 class Opaque(LinearOperator):
-    """A matrix that shows no structure: what an operator of a network looks like."""
+    """A matrix without visible structure, such as the operator of a network."""
 
     def __init__(self, matrix, layout=None):
-        self.matrix, self._layout = matrix, layout
+        self.matrix = matrix
+        self._layout = layout
 
     shape = property(lambda self: tuple(self.matrix.shape))
     dtype = property(lambda self: self.matrix.dtype)

@@ -129,13 +129,15 @@ def flatten(model, names):
 
 
 def function_of(model, names, x):
-    """The outputs for all data as a function of the flattened parameters."""
+    """Return the function from flattened parameters to the outputs for all data."""
     shapes = [model.get_parameter(name).shape for name in names]
 
     def outputs(vector):
-        parts = vector.split([shape.numel() for shape in shapes])
-        values = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
-        return functional_call(model, values, (x,))
+        vectors = vector.split([shape.numel() for shape in shapes])
+        parameters = {}
+        for name, values, shape in zip(names, vectors, shapes, strict=True):
+            parameters[name] = values.view(shape)
+        return functional_call(model, parameters, (x,))
 
     return outputs
 
@@ -160,7 +162,7 @@ def dense_jacobian(model, x, names=None):
 
 
 def output_hessian(model, loss, x, y):
-    """Of the loss of all data as one batch, in all outputs, [N · outputs, N · outputs]."""
+    """Hessian of the loss of all data in all outputs, `[N · outputs, N · outputs]`."""
     outputs = model(x).detach()
     return hessian(lambda o: loss(o, y), outputs).reshape(outputs.numel(), outputs.numel())
 
@@ -202,9 +204,11 @@ def zero_one(*shape):
     return (inputs(*shape) > 0).double()
 
 
-# Loss, targets, and whether the outputs have positions.
-CE, MSE, BCE = nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss
+CE = nn.CrossEntropyLoss
+MSE = nn.MSELoss
+BCE = nn.BCEWithLogitsLoss
 EVERYTHING = {"weight": W, "ignore_index": 1, "label_smoothing": 0.1}
+# The loss, the targets, and whether the outputs have positions.
 LOSSES = {
     "ce": (CE(), LABELS, False),
     "ce sum": (CE(reduction="sum"), LABELS, False),

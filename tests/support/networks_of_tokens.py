@@ -36,13 +36,14 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(
             4, 2, batch_first=True, kdim=kdim, vdim=kdim, bias=bias
         )
-        self.cross, self.kdim = cross, kdim
+        self.cross = cross
+        self.kdim = kdim
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        other = x.flip(1)[..., : self.kdim].tanh() if self.cross else x
+        keys = x.flip(1)[..., : self.kdim].tanh() if self.cross else x
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        z, _ = self.attention(x, other, other, attn_mask=mask)
+        z, _ = self.attention(x, keys, keys, attn_mask=mask)
         return self.head(z).mean(1)
 
 
@@ -51,7 +52,9 @@ class Words(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.table = nn.Embedding(6, 3)
+        self.mix = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, tokens):
         return self.head(self.mix(self.table(tokens)).tanh().mean(1))

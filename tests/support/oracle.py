@@ -22,7 +22,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
-    """Asserts equality up to a share of the largest entry."""
+    """Assert that all entries are equal, up to a fraction of the largest expected entry."""
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
@@ -44,8 +44,8 @@ def nll(likelihood: str, outputs: Tensor, targets: Tensor, sigma=None) -> Tensor
     """
     num_examples, num_outputs = outputs.shape
     if likelihood == "classification":
-        chosen = torch.stack([outputs[n, targets[n]] for n in range(num_examples)])
-        return torch.logsumexp(outputs, dim=1) - chosen
+        target_logits = torch.stack([outputs[n, targets[n]] for n in range(num_examples)])
+        return torch.logsumexp(outputs, dim=1) - target_logits
     if likelihood == "regression":
         std = torch.as_tensor(sigma, dtype=outputs.dtype).expand(num_outputs)
         residuals = (outputs - targets) / std
@@ -53,7 +53,8 @@ def nll(likelihood: str, outputs: Tensor, targets: Tensor, sigma=None) -> Tensor
         return 0.5 * (residuals**2).sum(dim=1) + constants
     if likelihood == "binary":
         assert num_outputs == 1
-        logits, labels = outputs[:, 0], targets.reshape(num_examples).to(outputs.dtype)
+        logits = outputs[:, 0]
+        labels = targets.reshape(num_examples).to(outputs.dtype)
         zeros = torch.zeros_like(logits)
         # -log p = y log(1 + exp(-f)) + (1 - y) log(1 + exp(f))
         return labels * torch.logaddexp(zeros, -logits) + (1 - labels) * torch.logaddexp(
@@ -63,7 +64,7 @@ def nll(likelihood: str, outputs: Tensor, targets: Tensor, sigma=None) -> Tensor
 
 
 def any_targets(likelihood: str, outputs: Tensor) -> Tensor:
-    """Targets of the right form, all zero: the loss Hessian in the outputs needs some, any."""
+    """Return zeros as targets, for a loss whose Hessian does not depend on the targets."""
     if likelihood == "classification":
         return torch.zeros(len(outputs), dtype=torch.long)
     return torch.zeros_like(outputs)
@@ -83,11 +84,10 @@ def loss_hessian(likelihood: str, outputs: Tensor, sigma=None) -> Tensor:
     outputs = outputs.detach()
     hessians = []
     for n in range(len(outputs)):
-        one = outputs[n]
-        targets = any_targets(likelihood, one[None])
+        targets = any_targets(likelihood, outputs[n : n + 1])
         hessians.append(
             torch.autograd.functional.hessian(
-                lambda f, targets=targets: nll(likelihood, f[None], targets, sigma)[0], one
+                lambda f, targets=targets: nll(likelihood, f[None], targets, sigma)[0], outputs[n]
             )
         )
     return torch.stack(hessians)
@@ -110,14 +110,16 @@ def flat_jacobian(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
 
     Parameters are flattened row-major; outputs of further dimensions too.
     """
-    at = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in names}
+    parameters = {
+        name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
+    }
     rows = []
     for n in range(len(x)):
-        for f in functional_call(model, at, (x[n : n + 1],)).flatten():
-            of_one = torch.autograd.grad(
-                f, list(at.values()), retain_graph=True, materialize_grads=True
+        for output in functional_call(model, parameters, (x[n : n + 1],)).flatten():
+            gradients = torch.autograd.grad(
+                output, list(parameters.values()), retain_graph=True, materialize_grads=True
             )
-            rows.append(torch.cat([g.flatten() for g in of_one]))
+            rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return torch.stack(rows).view(len(x), -1, len(rows[0]))
 
 
@@ -162,29 +164,36 @@ def conv_patches(layer: nn.Module, inputs: Tensor) -> Tensor:
     assert isinstance(layer, CONVOLUTIONS)
     assert layer.groups == 1
     assert layer.padding_mode == "zeros"
-    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
-    spatial, axes = inputs.shape[2:], range(len(layer.kernel_size))
+    kernel = layer.kernel_size
+    stride = layer.stride
+    dilation = layer.dilation
+    spatial = inputs.shape[2:]
+    axes = range(len(kernel))
     reach = [dilation[i] * (kernel[i] - 1) for i in axes]
+    # The numbers of zeros to the left and to the right of the image, along each axis.
     if layer.padding == "same":
-        before = [reach[i] // 2 for i in axes]
-        after = [reach[i] - before[i] for i in axes]
+        pad_left = [reach[i] // 2 for i in axes]
+        pad_right = [reach[i] - pad_left[i] for i in axes]
     elif layer.padding == "valid":
-        before = after = [0 for _ in axes]
+        pad_left = [0 for _ in axes]
+        pad_right = [0 for _ in axes]
     else:
-        before = after = list(layer.padding)
-    out = [(spatial[i] + before[i] + after[i] - reach[i] - 1) // stride[i] + 1 for i in axes]
+        pad_left = list(layer.padding)
+        pad_right = list(layer.padding)
+    padded = [pad_left[i] + spatial[i] + pad_right[i] for i in axes]
+    output_sizes = [(padded[i] - reach[i] - 1) // stride[i] + 1 for i in axes]
 
-    positions = list(itertools.product(*[range(size) for size in out]))
+    positions = list(itertools.product(*[range(size) for size in output_sizes]))
     offsets = list(itertools.product(*[range(size) for size in kernel]))
     channels = inputs.shape[1]
     patches = inputs.new_zeros(len(inputs), len(positions), channels * len(offsets))
     for t, position in enumerate(positions):
         for k, offset in enumerate(offsets):
-            at = [position[i] * stride[i] + offset[i] * dilation[i] - before[i] for i in axes]
-            if not all(0 <= at[i] < spatial[i] for i in axes):
-                continue  # in the padding: zero
+            index = [position[i] * stride[i] + offset[i] * dilation[i] - pad_left[i] for i in axes]
+            if not all(0 <= index[i] < spatial[i] for i in axes):
+                continue  # in the padding, which is zero
             for channel in range(channels):
-                pixel = inputs[(slice(None), channel, *at)]
+                pixel = inputs[(slice(None), channel, *index)]
                 patches[:, t, channel * len(offsets) + k] = pixel
     return patches
 
@@ -192,17 +201,17 @@ def conv_patches(layer: nn.Module, inputs: Tensor) -> Tensor:
 def layer_statistics(
     model: nn.Module, x: Tensor, likelihood: str, layer_path: str, sigma=None
 ) -> tuple[Tensor, Tensor]:
-    """What a layer reads and what it is told: inputs and output gradients, per position.
+    """Return a layer's inputs and output gradients, per position.
 
     `g[n, t, c] = (d f_n / d z_nt)^T s_nc`, with `z_nt` the layer's output at position t and `s_nc`
-    column c of the root of the loss Hessian. Taken by adding a zero perturbation to the layer's
-    output and differentiating each output in it, one example at a time.
+    column c of the root of the loss Hessian. For one example at a time, a zero perturbation is
+    added to the layer's output, and each output of the network is differentiated in it.
 
     Args:
         model: maps `[B, ...]` to `[B, C]`.
         x: inputs `[B, ...]`.
         likelihood: as in `nll`.
-        layer_path: an `nn.Linear` (inputs `[B, *, d_in]`) or a convolution, used once a pass.
+        layer_path: an `nn.Linear` (inputs `[B, *, d_in]`) or a convolution, used once per pass.
         sigma: as in `nll`.
 
     Returns:
@@ -210,12 +219,13 @@ def layer_statistics(
     """
     model = copy.deepcopy(model)
     layer = model.get_submodule(layer_path)
-    all_inputs, all_gradients = [], []
+    all_inputs = []
+    all_gradients = []
     for n in range(len(x)):
         caught = {}
 
         def catch(module, args, output, caught=caught):
-            assert not caught, "the layer must be used once a pass"
+            assert not caught, "the layer must be used once per pass"
             caught["input"] = args[0].detach()
             caught["perturbation"] = torch.zeros_like(output, requires_grad=True)
             return output + caught["perturbation"]
@@ -265,7 +275,8 @@ def kfac_factors(
         "A" `[d_in, d_in]`, "G" `[d_out, d_out]`, "bias" `[d_out, d_out]`.
     """
     a, g = layer_statistics(model, x, likelihood, layer_path, sigma)
-    (num_data, num_positions, d_in), (num_columns, d_out) = a.shape, g.shape[2:]
+    num_data, num_positions, d_in = a.shape
+    num_columns, d_out = g.shape[2:]
     A = torch.zeros(d_in, d_in, dtype=a.dtype)
     G = torch.zeros(d_out, d_out, dtype=g.dtype)
     bias = torch.zeros(d_out, d_out, dtype=g.dtype)
@@ -336,7 +347,7 @@ def kronecker_basis(
 
 
 def measured_block(U: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep the directions, measure along them: `U diag(u_i^T C u_i) U^T`, and the `u_i^T C u_i`."""
+    """Return `U diag(u_i^T C u_i) U^T`, and the curvature `u_i^T C u_i` along the directions."""
     magnitudes = torch.stack([U[:, i] @ C @ U[:, i] for i in range(U.shape[1])])
     return U @ torch.diag(magnitudes) @ U.T, magnitudes
 
@@ -361,8 +372,8 @@ def pooled_block(factors1: dict[str, Tensor], C: Tensor) -> Tensor:
     block = torch.zeros_like(C)
     for P in eigenprojectors(factors1["G"]):
         for Q in eigenprojectors(factors1["A"]):
-            both = torch.kron(P, Q)
-            block += both * (both * C).sum() / both.trace()
+            projector = torch.kron(P, Q)
+            block += projector * (projector * C).sum() / projector.trace()
     return block
 
 
@@ -376,9 +387,9 @@ def ekfac_block(
 
     Args:
         factors1: K-FAC of the directions' data.
-        exact_block: `ggn_block` of the weight, on the magnitudes' data (the same, or others).
-        U_G: eigenvectors of `factors1["G"]` to use; found by eigh where left out.
-        U_A: eigenvectors of `factors1["A"]` to use; found by eigh where left out.
+        exact_block: `ggn_block` of the weight, on the magnitudes' data.
+        U_G: eigenvectors of `factors1["G"]` to use; None to compute them by eigh.
+        U_A: eigenvectors of `factors1["A"]` to use; None to compute them by eigh.
 
     Returns:
         `[d_out * d_in, d_out * d_in]`.
@@ -390,7 +401,7 @@ def ekfac_block(
 
 
 def prior_diagonals(blocks: Sequence[Tensor], prior_precision) -> list[Tensor]:
-    """Prior precisions as one vector a block, from one number, or one number or vector a block."""
+    """Return one vector of prior precisions per block; a number stands for equal entries."""
     if isinstance(prior_precision, float | int):
         prior_precision = [prior_precision] * len(blocks)
     assert len(prior_precision) == len(blocks)
@@ -431,7 +442,7 @@ def log_marginal_likelihood(
 
     Args:
         nll_sum: `nll` summed over the N training examples.
-        theta: the mode less the prior's mean, `[D]`.
+        theta: the mode minus the prior's mean, `[D]`.
         dense_precision: `P = N C + diag(delta)`, `[D, D]`.
         prior_precision_diag: delta, `[D]`.
     """
@@ -468,7 +479,7 @@ def make(seed: int, build: Callable[[], nn.Module], input_shape, likelihood: str
 
 
 POOL = nn.AdaptiveAvgPool2d
-# What `make` takes, by name.
+# The arguments of `make`, by the name of the model.
 _SMALL = {
     # Stride, padding and dilation, average pooling, 3 classes.
     "conv2d": (0, lambda: nn.Sequential(

@@ -1,4 +1,4 @@
-"""Processes that tests hand work to: started once, with a process group of their own a task."""
+"""Processes that run tasks of tests: started once, with a new process group for each task."""
 
 import multiprocessing
 import os
@@ -7,16 +7,16 @@ import tempfile
 import traceback
 from pathlib import Path
 
-MOST = 4
-_LONGEST = 120
+MAX_PROCESSES = 4
+_TIMEOUT = 120
 _NO_GROUP = "the processes did not connect"
 
 
 class Processes:
-    """Up to `MOST` processes, started when they are needed.
+    """Up to `MAX_PROCESSES` processes, started when they are needed.
 
-    A task is a function of a module in `tests/support`, called with the rank and further arguments
-    in a process group of as many processes as asked for, or in none.
+    A task is a function of a module in `tests/support`. Each process calls it with its rank and the
+    further arguments, in a process group or without one.
     """
 
     def __init__(self):
@@ -25,8 +25,8 @@ class Processes:
         self._count = 0
 
     def run(self, num_ranks, task, *args):
-        """The results of a task, by rank; an error is `(its class's name, its message)`."""
-        # On a busy machine gloo closes a connection now and then while the group is made.
+        """Return the results of a task, by rank; an error is its class name and its message."""
+        # On a busy machine, gloo sometimes closes a connection while it makes the group.
         for _ in range(3):
             self.start(num_ranks, task, *args)
             results = []
@@ -40,7 +40,8 @@ class Processes:
         raise AssertionError(_NO_GROUP)
 
     def start(self, num_ranks, task, *args, has_group=True):
-        # A server that has imported all this already forks them: each alone takes seconds.
+        # The processes are forked from a server that has imported these modules already, because
+        # the imports take seconds.
         context = multiprocessing.get_context("forkserver")
         commands = [f"laplace_debias.commands.{name}" for name in ("report", "spectrum", "predict")]
         context.set_forkserver_preload(["torch._dynamo", "yaml", "rich.console", *commands])
@@ -58,7 +59,7 @@ class Processes:
 
     def result(self, rank):
         _, pipe = self._workers[rank]
-        assert pipe.poll(_LONGEST), f"rank {rank} did not answer within {_LONGEST} seconds"
+        assert pipe.poll(_TIMEOUT), f"rank {rank} did not answer within {_TIMEOUT} seconds"
         return pickle.loads(pipe.recv_bytes())
 
     def process(self, rank):
@@ -93,11 +94,11 @@ def _work(pipe):
                 pipe.send_bytes(pickle.dumps(_NO_GROUP))
                 return
         try:
-            found = task(rank, *args)
+            result = task(rank, *args)
         except BaseException as error:
             if os.environ.get("SHOW_ERRORS"):
                 traceback.print_exc()
-            found = type(error).__name__, str(error)
+            result = type(error).__name__, str(error)
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps(found))
+        pipe.send_bytes(pickle.dumps(result))

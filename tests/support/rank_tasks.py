@@ -1,5 +1,6 @@
-"""What the processes of `processes.py` do: fits and the like of data that they share."""
+"""Tasks for the processes of `processes.py`: fits and evaluations of data that they share."""
 
+import itertools
 import os
 import signal
 import time
@@ -97,7 +98,7 @@ def laplace(curvature="kfac", **options):
 
 
 def numbers(la):
-    """What a posterior is, whatever eigenvectors stand for it."""
+    """Return numbers of a posterior that do not depend on the choice of eigenvectors."""
     g = generator(2)
     C = la.posterior.curvature
     V = torch.randn(C.shape[1], 3, generator=g, dtype=torch.float64)
@@ -122,21 +123,21 @@ def update(rank, curvature, options):
     la = laplace(curvature, **options)
     la.fit(loader())
     data = examples(2 * SIZE)
-    more = Subset(data, range(SIZE, SIZE + 7))
+    new_data = Subset(data, range(SIZE, SIZE + 7))
     again = laplace(curvature, prior=posterior_as_prior(la), **options)
-    again.fit(DataLoader(more, batch_sampler=ShardedBatches(more, 3)))
-    la.update(DataLoader(more, batch_sampler=ShardedBatches(more, 3)))
+    again.fit(DataLoader(new_data, batch_sampler=ShardedBatches(new_data, 3)))
+    la.update(DataLoader(new_data, batch_sampler=ShardedBatches(new_data, 3)))
     with_prior = {f"{name} with the prior": value for name, value in numbers(again).items()}
     return {**numbers(la), **with_prior}
 
 
 def updates(rank, cases):
-    """Several of them, one after the other."""
+    """Several updates, one after the other."""
     return [update(rank, *case) for case in cases]
 
 
 def fit_auto(rank, options, size=2000, batch=48):
-    """A fit in rounds of shared data, what it says of itself, and how it draws."""
+    """A fit of shared data in rounds, with its report."""
     la = laplace(**options)
     data = loader(size, batch, shuffle=True)
     first = Auto(data, tolerance=1e-9, examples=130)
@@ -144,18 +145,18 @@ def fit_auto(rank, options, size=2000, batch=48):
     later = Auto(data, tolerance=1e-9, examples=200, after=la.fit_report)
     la.fit(later, num_data=size, generator=generator(5))
     report = la.fit_report
-    of_blocks = torch.tensor(list(report.error_by_block.values()))
-    told = torch.tensor([number for one in report.rounds for number in one] + [report.num_read])
-    return {**numbers(la), "error by block": of_blocks, "rounds": told}
+    errors = torch.tensor(list(report.error_by_block.values()))
+    rounds = torch.tensor([*itertools.chain.from_iterable(report.rounds), report.num_read])
+    return {**numbers(la), "error by block": errors, "rounds": rounds}
 
 
 def fits(rank, cases, size=SIZE, batch=BATCH):
-    """Several of them, one after the other."""
+    """Several fits, one after the other."""
     return [fit(rank, *case, size, batch) for case in cases]
 
 
 def fits_of_few_rows(rank, cases, size=SIZE, batch=BATCH):
-    """The same where factors of few rows are kept as rows."""
+    """Several fits, in which factors of few rows are stored as rows."""
     thin = mock.patch.object(gram_factor, "_THIN_FROM", 2)
     with mock.patch.object(factors, "_WIDE", 2), thin:
         return fits(rank, cases, size, batch)
@@ -170,7 +171,7 @@ OPERATORS = {
     "kfac": (KFAC, {"fisher": "mc"}),
     "ekfac": (EKFAC, {}),
 }
-# The same with weights of the examples.
+# The same operators with weights of the examples.
 WEIGHTED_OPERATORS = [f"weighted {name}" for name in OPERATORS]
 
 
@@ -264,58 +265,71 @@ def save(rank, folder):
     return numbers(Laplace.load(path, network()))
 
 
-PARTS = (slice(0, 20), slice(20, 23), slice(23, 37))
+SHARES = (slice(0, 20), slice(20, 23), slice(23, 37))
+"""The examples of each process, if each has a loader of its own."""
 
 
-def own_part(rank, batch=6):
-    return DataLoader(TensorDataset(*examples()[PARTS[rank]]), batch_size=batch)
+def share_loader(rank, batch=6):
+    return DataLoader(TensorDataset(*examples()[SHARES[rank]]), batch_size=batch)
 
 
 def fit_own_part(rank, mode):
-    return numbers(laplace().fit(own_part(rank), mode=mode))
+    return numbers(laplace().fit(share_loader(rank), mode=mode))
 
 
 def fit_own_part_with_drawn_labels(rank):
-    return numbers(laplace(fisher="mc").fit(own_part(rank), generator=generator(5)))
+    return numbers(laplace(fisher="mc").fit(share_loader(rank), generator=generator(5)))
 
 
 def union_of_parts(num_ranks, mode):
-    """The batches of one process that stand for those of several: unions of the k-th ones."""
-    of_ranks = [list(own_part(rank)) for rank in range(num_ranks)]
-    longest = max(map(len, of_ranks))
-    joined = []
+    """Return the arguments of `fit_batches` for one process with the data of several ones.
+
+    The k-th batch is the union of the k-th batches of all processes.
+    """
+    batches_by_rank = [list(share_loader(rank)) for rank in range(num_ranks)]
+    longest = max(map(len, batches_by_rank))
+    unions = []
     for k in range(longest):
-        batches = [batches[k] for batches in of_ranks if k < len(batches)]
-        joined.append(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
-    of_modes = {"full": [joined], "debiased": [joined[:1], joined[1:2]]}
-    return of_modes.get(mode, [joined[:1]])
+        inputs, labels = zip(
+            *(batches[k] for batches in batches_by_rank if k < len(batches)), strict=True
+        )
+        unions.append((torch.cat(inputs), torch.cat(labels)))
+    if mode == "full":
+        return [unions]
+    if mode == "debiased":
+        return [unions[:1], unions[1:2]]
+    return [unions[:1]]
 
 
 def ignored(rank, num_ranks):
-    """Batches of which the last process has ignored targets alone."""
+    """Batches in which the last process has only ignored targets."""
     x, y = examples(24)[:]
     y = y.clone()
-    y[6:12] = y[18:] = -100
-    batches = zip(x.split(12), y.split(12), strict=True)
-    return [(bx.chunk(num_ranks)[rank], by.chunk(num_ranks)[rank]) for bx, by in batches]
+    y[6:12] = -100
+    y[18:] = -100
+    batches = []
+    for x_batch, y_batch in zip(x.split(12), y.split(12), strict=True):
+        batches.append((x_batch.chunk(num_ranks)[rank], y_batch.chunk(num_ranks)[rank]))
+    return batches
 
 
 def fit_and_tune_ignored(rank, num_ranks):
     la = laplace(likelihood=Categorical(ignore_index=-100))
     la.fit(ignored(rank, num_ranks), num_data=24)
-    found = la.tune(ignored(rank, num_ranks), grid=[0.1, 1.0, 10.0])
-    table = [row["nll"] for row in found.table]
+    tuned = la.tune(ignored(rank, num_ranks), grid=[0.1, 1.0, 10.0])
+    table = [row["nll"] for row in tuned.table]
     return numbers(la) | {"table": table, "nll": la.evaluate(ignored(rank, num_ranks))["nll"]}
 
 
 def lists(rank, num_ranks):
-    """Directions and magnitudes, of which each process has its share of every batch."""
+    """Return batches for directions and for magnitudes; each process has a share of every batch."""
     x, y = examples()[:]
-    cuts = ((0, 10), (10, 21)), ((21, 30),)
-    return [
-        [(x[a:b].chunk(num_ranks)[rank], y[a:b].chunk(num_ranks)[rank]) for a, b in of_role]
-        for of_role in cuts
-    ]
+
+    def share(start, stop):
+        batch = slice(start, stop)
+        return x[batch].chunk(num_ranks)[rank], y[batch].chunk(num_ranks)[rank]
+
+    return [[share(0, 10), share(10, 21)], [share(21, 30)]]
 
 
 def fit_lists(rank, fisher):
@@ -334,8 +348,9 @@ def fit_alone(rank):
 
 
 def fit_in_threads(rank, num_threads, seconds):
-    """How often each thread fits one model."""
-    model, data = network(), [a_batch()]
+    """Return how often each thread fits one model."""
+    model = network()
+    data = [a_batch()]
     end = time.monotonic() + seconds
 
     def work(_):
@@ -354,7 +369,7 @@ def refused_operator(rank):
 
 
 class Faulty(torch.utils.data.Dataset):
-    """Examples of which one, far behind, is wrong; or the disk is."""
+    """Examples of which the last three have a fault, or cannot be read."""
 
     def __init__(self, fault):
         self.fault = fault
@@ -374,8 +389,8 @@ class Faulty(torch.utils.data.Dataset):
         return (x * float("nan"), y) if self.fault == "nan" else (x, y + 7)
 
 
-def fail(rank, fault, which):
-    data = Faulty(fault) if rank == which else examples()
+def fail(rank, fault, failing_rank):
+    data = Faulty(fault) if rank == failing_rank else examples()
     return numbers(laplace().fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))))
 
 
@@ -388,29 +403,33 @@ def fail_then_fit(rank):
 
 
 class Slow(torch.utils.data.Dataset):
-    def __init__(self, of_another):
-        self.of_another = of_another
+    """Examples that take half a second each, or that cannot be read."""
+
+    def __init__(self, fails):
+        self.fails = fails
 
     def __len__(self):
         return 400
 
     def __getitem__(self, index):
-        if self.of_another:
+        if self.fails:
             raise ValueError("no disk")
         time.sleep(0.5)
         return examples(1)[0]
 
 
 def fail_while_the_other_reads(rank):
-    data = Slow(rank == 1)
+    data = Slow(fails=rank == 1)
     la = laplace()
     if rank == 1:
-        # It fails once the other is in its pass.
+        # This process fails after the other one has started its pass.
         time.sleep(5)
     return numbers(la.fit(DataLoader(data, batch_sampler=ShardedBatches(data, 2))))
 
 
 class Deadly(torch.utils.data.Dataset):
+    """Examples that kill the process which reads one of the last three."""
+
     def __len__(self):
         return SIZE
 
@@ -420,8 +439,8 @@ class Deadly(torch.utils.data.Dataset):
         return examples()[index]
 
 
-def be_killed(rank, which):
-    data = Deadly() if rank == which else examples()
+def be_killed(rank, killed_rank):
+    data = Deadly() if rank == killed_rank else examples()
     return numbers(laplace().fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))))
 
 
@@ -449,7 +468,7 @@ def padded(rank):
 
 
 def sharded_on_one(rank):
-    return numbers(laplace().fit(loader() if rank == 0 else own_part(1)))
+    return numbers(laplace().fit(loader() if rank == 0 else share_loader(1)))
 
 
 def another_model(rank):
@@ -463,7 +482,7 @@ def another_num_data(rank):
 
 
 def another_argument(rank, call, option, values):
-    """A call with another value on rank 1, which the second of two sets of arguments has."""
+    """A call with an option whose value differs between the processes."""
     la = laplace()
     if call != "fit":
         la.fit(loader())
@@ -477,12 +496,12 @@ def another_argument(rank, call, option, values):
 
 
 def another_laplace(rank, option, values):
-    """A fit of an object that was made in another way on rank 1."""
+    """A fit of an object with an option whose value differs between the processes."""
     Laplace(network(), **{option: values[rank]}).fit(loader())
 
 
 def another_posterior(rank, call):
-    """A call with posteriors that each process has fitted to data of its own."""
+    """A call with posteriors that each process has fitted to different data."""
     la = laplace()
     with alone():
         la.fit(DataLoader(Subset(examples(), range(8 * rank, 8 * rank + 8)), batch_size=4))
@@ -495,13 +514,13 @@ def another_posterior(rank, call):
 
 
 def other_sets(rank):
-    """An evaluation with out-of-distribution data on rank 0 alone."""
+    """An evaluation with out-of-distribution data only on rank 0."""
     la = laplace().fit(loader())
     la.evaluate(loader(), ood={"shifted": shifted(SIZE)} if rank == 0 else {})
 
 
 def fit_with_own_generator(rank):
-    """Labels are those of rank 0's generator."""
+    """A fit whose labels should be drawn by the generator of rank 0."""
     la = laplace("ekfac", fisher="mc")
     return numbers(la.fit(loader(), generator=generator(5 + rank)))
 
@@ -520,18 +539,19 @@ COLLECTIVES = ("all_reduce", "reduce", "broadcast")
 
 
 def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
-    """The collectives that a fit calls, `(name, bytes)`."""
-    la, data = laplace(curvature, fisher=fisher), loader(batch=batch)
+    """Return the collectives that a fit calls, `(name, bytes)`."""
+    la = laplace(curvature, fisher=fisher)
+    data = loader(batch=batch)
     return messages_of(lambda: la.fit(data, mode=mode, **dict(options)))
 
 
 def messages_of_each(rank, cases):
-    """The same of several fits."""
+    """Return the collectives of several fits."""
     return [count_messages(rank, *case) for case in cases]
 
 
 def messages_of(call):
-    """The collectives that a call makes, `(name, bytes)`."""
+    """Return the collectives that a call makes, `(name, bytes)`."""
     called = []
     with ExitStack() as stack:
         for name in dir(dist):
@@ -549,32 +569,32 @@ def _count(called, name, function, tensor, *args, **kwargs):
 
 
 class Broken(Exception):  # noqa: N818
-    """What ends a fit."""
+    """The error that a `BreakingLoader` raises."""
 
 
 class BreakingLoader(DataLoader):
-    """A loader that fails before a batch; the batches of all passes are counted."""
+    """A loader that fails after this many batches of all passes; None if it does not fail."""
 
-    left = None
+    num_remaining = None
 
     def __iter__(self):
         for batch in super().__iter__():
-            if self.left == 0:
+            if self.num_remaining == 0:
                 raise Broken
-            if self.left is not None:
-                self.left -= 1
+            if self.num_remaining is not None:
+                self.num_remaining -= 1
             yield batch
 
 
 def broken_or_whole(stop=None, seed=3):
     data = examples()
     batches = BreakingLoader(data, batch_sampler=ShardedBatches(data, 6, shuffle=True, seed=seed))
-    batches.left = stop
+    batches.num_remaining = stop
     return batches
 
 
 def break_off(rank, curvature, options, folder, stops):
-    """A fit that saves after every batch, of which each process fails before some batch."""
+    """A fit that saves after every batch; each process fails after its number of batches."""
     every_batch = mock.patch.object(checkpoint, "EVERY", 0.0)
     with every_batch, mock.patch.object(chunks, "_JOINED_BYTES", 0):
         batches = broken_or_whole(stops[rank])
@@ -582,15 +602,15 @@ def break_off(rank, curvature, options, folder, stops):
 
 
 def resumed(rank, curvature, options, folder, seed=3):
-    """The curvature of a fit, and how many batches of its last pass were in the sums."""
+    """Resume a fit; return its curvature, and the number of batches that its last pass skipped."""
     skipped = {}
     remaining = SavedPass.remaining
 
     def counting(self, batches):
-        left = list(remaining(self, batches))
-        num_skipped = len(batches) - len(left)
+        remaining_batches = list(remaining(self, batches))
+        num_skipped = len(batches) - len(remaining_batches)
         skipped[self._number] = skipped.get(self._number, 0) + num_skipped
-        return left
+        return remaining_batches
 
     batches_apart = mock.patch.object(chunks, "_JOINED_BYTES", 0)
     with batches_apart, mock.patch.object(SavedPass, "remaining", counting):
@@ -607,7 +627,8 @@ class SplitExperts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
 
     def forward(self, x):
-        choice, outputs = x[:, 0].long(), x.new_zeros(len(x), 3)
+        choice = x[:, 0].long()
+        outputs = x.new_zeros(len(x), 3)
         for number, expert in enumerate(self.experts):
             takes = choice == number
             if takes.any():
@@ -616,22 +637,25 @@ class SplitExperts(nn.Module):
 
 
 def experts_of_processes(rank, num_ranks, curvature):
-    """A fit of experts, of which the first process sees the first two and the last one the third.
+    """Fit experts; the first process has examples for two of them, the last one for the third.
 
-    Its parameters, the curvature's trace, and variances.
+    Returns:
+        The names of the parameters, the curvature's trace, and covariances.
     """
     torch.manual_seed(0)
     model = SplitExperts().double().eval()
-    x, y = torch.randn(40, 4).double(), torch.randint(3, (40,))
+    x = torch.randn(40, 4).double()
+    y = torch.randint(3, (40,))
     x[:, 0] = (torch.arange(40) % 2) * 1.0
     x[30:, 0] = 2.0
     batches = [(x[n : n + 10], y[n : n + 10]) for n in range(0, 40, 10)]
-    own = batches if num_ranks == 1 else (batches[:2], batches[2:])[rank]
-    la = Laplace(model, curvature=curvature).fit_batches(own)
+    if num_ranks > 1:
+        batches = batches[:2] if rank == 0 else batches[2:]
+    la = Laplace(model, curvature=curvature).fit_batches(batches)
     trace = la.posterior.curvature.to_dense().trace()
     return la.param_names, float(trace), la.functional(x[28:32])[1].flatten().tolist()
 
 
 def experts_of_two_processes(rank, curvature):
-    """The same on two processes."""
+    """Call `experts_of_processes` with two processes."""
     return experts_of_processes(rank, 2, curvature)

@@ -1,7 +1,7 @@
-"""What the package computes: the numbers that a change of its design must keep.
+"""Numbers that the package computes, and that a change of its design must not change.
 
-`same_versions.py` compares them between two versions. For every number there is a digest of its
-bytes, and for what no eigenbasis of a null space enters a projection.
+`same_versions.py` compares them between two versions. Each number is stored as a digest of its
+bytes. If it does not depend on the basis of a null space, a projection is stored too.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ PROBIT = Link("probit")
 
 
 def with_parameters(model, dtype=torch.float64):
-    """A model whose parameters are fixed, whatever its constructor draws."""
+    """Give a model fixed parameters, which do not depend on its constructor."""
     g = generator(7)
     for parameter in model.parameters():
         scale = parameter[0].numel() ** -0.5
@@ -70,7 +70,7 @@ def convolutional(num_outputs):
 
 
 class Tokens(nn.Module):
-    """Embedded tokens, a mask, attention, one output row a position."""
+    """Embedded tokens, a mask, attention, one row of outputs per position."""
 
     def __init__(self, num_outputs):
         super().__init__()
@@ -97,13 +97,14 @@ def targets(likelihood, shape, g):
 
 def images(likelihood="classification", num_batches=3, dtype=torch.float64):
     g = generator(1)
-    return [
-        (
-            torch.randn(BATCH, 1, 4, 4, generator=g, dtype=torch.float64).to(dtype),
-            (y.to(dtype) if (y := targets(likelihood, (BATCH,), g)).is_floating_point() else y),
-        )
-        for _ in range(num_batches)
-    ]
+    batches = []
+    for _ in range(num_batches):
+        x = torch.randn(BATCH, 1, 4, 4, generator=g, dtype=torch.float64)
+        y = targets(likelihood, (BATCH,), g)
+        if y.is_floating_point():
+            y = y.to(dtype)
+        batches.append((x.to(dtype), y))
+    return batches
 
 
 def sentences():
@@ -119,13 +120,17 @@ def sentences():
 
 
 def loader(batches):
-    """The batches' examples in an order that the fit's generator decides."""
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return DataLoader(TensorDataset(x, y), batch_size=len(batches[0][1]), shuffle=True)
+    """Return a loader that shuffles the examples of the batches."""
+    inputs, labels = zip(*batches, strict=True)
+    data = TensorDataset(torch.cat(inputs), torch.cat(labels))
+    return DataLoader(data, batch_size=len(batches[0][1]), shuffle=True)
 
 
 class Record(dict):
-    """Digests of numbers by their names, and projections of those that are portable."""
+    """Digests of numbers by their names, and projections of portable numbers.
+
+    A number is portable if it does not depend on the basis of a null space.
+    """
 
     def note(self, name, value, portable=True):
         value = torch.as_tensor(value).detach().cpu().contiguous()
@@ -133,24 +138,25 @@ class Record(dict):
         projected = None
         if portable:
             flat = value.double().flatten()
-            at = torch.arange(1, len(flat) + 1, dtype=torch.float64)
-            projected = float((flat * (1 + (at * 0.6180339887498949).frac())).sum())
+            indices = torch.arange(1, len(flat) + 1, dtype=torch.float64)
+            weights = 1 + (indices * 0.6180339887498949).frac()
+            projected = float((flat * weights).sum())
         self[name] = [digest, projected]
 
 
 def note_posterior(record, la, x, portable=True):
-    """Everything that a user gets of a fitted posterior, its file included."""
+    """Record all results of a fitted posterior, including its file."""
     record.note("log marginal likelihood", la.log_marginal_likelihood())
     mean, covariance = la.functional(x)
     record.note("mean", mean)
     record.note("covariance", covariance)
     record.note("variances", la.functional(x, diagonal=True)[1])
     record.note("sample", la.sample(3, generator(3)), portable=False)
-    # The link that was the default when the numbers were written down.
+    # The link that was the default when the numbers were first recorded.
     link = PROBIT if la.likelihood.activation is not None else None
     for method, samples in (("glm", None), ("glm", 5), ("glm-mc", 5), ("nn", 5), ("map", None)):
-        by = link if (method, samples) == ("glm", None) else None
-        predictive = la.predict(x, method, samples, generator(4), link=by)
+        method_link = link if (method, samples) == ("glm", None) else None
+        predictive = la.predict(x, method, samples, generator(4), link=method_link)
         values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
         record.note(f"predict {method} {samples}", values, portable and samples is None)
         record.note(f"variance {method} {samples}", predictive.variance, portable=False)
@@ -164,14 +170,15 @@ def note_posterior(record, la, x, portable=True):
 
 
 def sharing(curvature, name="reduce"):
-    """The option, which had no effect on the others when the numbers were written down."""
+    """Return the option for the curvatures that it has an effect on, otherwise no option."""
     return {"sharing": name} if curvature in ("kfac", "ekfac") else {}
 
 
-def of_joint_blocks(model, curvature, joint=False, **options):
-    """`Laplace`, also for what earlier versions let pass: joint blocks of one block of all.
+def make_laplace(model, curvature, joint=False, **options):
+    """Make a `Laplace`, also with joint blocks for curvatures that have only one block.
 
-    They order its entries, and had no other effect. Files have such posteriors.
+    Earlier versions accepted this combination, so files may have such posteriors. The joint blocks
+    only change the order of the entries.
     """
     if not joint or curvature not in ("lowrank", "full"):
         return Laplace(model, curvature=curvature, joint=joint, **options)
@@ -204,15 +211,15 @@ def record_fit(options, mode, likelihood, fit_options):
     record = Record()
     model = with_parameters(convolutional(OUTPUTS[likelihood]))
     batches = images(likelihood)
-    # Without it, the noise is estimated.
+    # Without this option, the noise is estimated.
     noise = {"sigma": 1.0} if likelihood == "regression" else {}
-    la = of_joint_blocks(model, likelihood=likelihood, prior_precision=2.0, **noise, **options)
+    la = make_laplace(model, likelihood=likelihood, prior_precision=2.0, **noise, **options)
     folds = 8 if mode == "crossfit" else None
     la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds, **fit_options)
     note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)
     link = PROBIT if la.likelihood.activation is not None else None
-    found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0], link=link)
-    record.note("tuned", [row[found.metric] for row in found.table])
+    tuned = la.tune(batches[2:], grid=[0.1, 1.0, 10.0], link=link)
+    record.note("tuned", [row[tuned.metric] for row in tuned.table])
     report = la.evaluate(batches[2:], intervals=False)
     evaluated = [report[name] for name in EVALUATED if name in report]
     record.note("evaluated", evaluated, likelihood == "regression")
@@ -285,7 +292,9 @@ def record_linalg():
     batches = images()
     G = GGN(model, nn.CrossEntropyLoss(), batches[:1])
     H = GGN(model, nn.CrossEntropyLoss(), batches[1:])
-    regular, other = (M + 0.1 * Identity(M.shape[0], dtype=torch.float64) for M in (G, H))
+    shift = 0.1 * Identity(G.shape[0], dtype=torch.float64)
+    regular = G + shift
+    other_regular = H + shift
     b = torch.randn(G.shape[0], generator=generator(8), dtype=torch.float64)
     for method in ("hutchinson", "hutch++"):
         estimate = trace(G, method=method, num_matvecs=12, generator=generator())
@@ -295,7 +304,7 @@ def record_linalg():
     for method in ("lanczos", "arpack", "power"):
         record.note(f"eigsh {method}", eigsh(G, k=3, method=method, generator=generator()).values)
     record.note("cg", cg(regular, b, tol=1e-8).x)
-    record.note("debiased_cg", debiased_cg(regular, other, b, b, max_iter=5).x)
+    record.note("debiased_cg", debiased_cg(regular, other_regular, b, b, max_iter=5).x)
     record.note("neumann", neumann(regular, b, num_terms=20).x)
     record.note("inverse", inverse(regular) @ b)
     density = spectral_density(regular, num_steps=10, num_probes=3, generator=generator())
@@ -307,25 +316,25 @@ def record_linalg():
 
 
 def records():
-    """Names of the records, and what computes each."""
-    every = {name: (record_fit, arguments) for name, *arguments in fits()}
+    """Return the function that computes each record, and its arguments, by the record's name."""
+    recorders = {name: (record_fit, arguments) for name, *arguments in fits()}
     for curvature, mode, shared in itertools.product(
         CURVATURES, ("full", "debiased", "crossfit"), ("expand", "reduce")
     ):
         name = f"tokens {curvature} {mode} {shared}"
-        every[name] = (record_tokens, (curvature, mode, shared))
+        recorders[name] = (record_tokens, (curvature, mode, shared))
     for mode, likelihood, inducing in itertools.product(
         ("full", "mini", "debiased"), LIKELIHOODS, (None, 4)
     ):
         name = f"gp {mode} {likelihood} {inducing}"
-        every[name] = (record_function_space, (mode, likelihood, inducing))
-    every["operators"] = (record_operators, ())
-    every["linalg"] = (record_linalg, ())
-    return every
+        recorders[name] = (record_function_space, (mode, likelihood, inducing))
+    recorders["operators"] = (record_operators, ())
+    recorders["linalg"] = (record_linalg, ())
+    return recorders
 
 
 def compute(name):
-    """One record, by its name."""
+    """Compute one record."""
     function, arguments = records()[name]
     torch.manual_seed(0)
     return function(*arguments)

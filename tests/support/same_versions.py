@@ -1,12 +1,11 @@
-"""Compare what two versions compute, on one machine and to the last bit.
+"""Compare the results of two versions of the package on one machine, to the last bit.
 
-`git worktree add ../base REVISION`, then `python tests/support/same_versions.py ../base`: each
-version computes the records of its own `same_numbers.py`. Names that only one of them has are
-counted, and those that differ are listed with the relative difference of a projection.
+Run `git worktree add ../base REVISION`, then `python tests/support/same_versions.py ../base`. Each
+version computes the records of its own `same_numbers.py`. Numbers that differ are listed with the
+relative difference of a projection. Records that only one version has are listed at the end.
 """
 
 import argparse
-import fnmatch
 import json
 import os
 import subprocess
@@ -22,32 +21,32 @@ import torch
 import same_numbers
 torch.set_num_threads(1)
 names = [name for name in same_numbers.records() if fnmatch.fnmatch(name, sys.argv[2])]
-found = {name: same_numbers.compute(name) for name in names}
-pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
+records = {name: same_numbers.compute(name) for name in names}
+pathlib.Path(sys.argv[1]).write_text(json.dumps(records))
 """
 
 
-def computed(checkout, only, path):
-    """The records of one version, in a process of its own."""
-    places = [str(checkout), str(checkout / "tests" / "support")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "PYTHONWARNINGS": "ignore"}
+def compute_records(checkout, only, path):
+    """Compute the records of one version in a separate process."""
+    folders = [str(checkout), str(checkout / "tests" / "support")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", COMPUTE, str(path), only]
     subprocess.run(command, check=True, cwd=checkout, env=environment)
     return json.loads(path.read_text())
 
 
-def differences(before, after):
-    """Rows `(record, number, relative difference of the projections or None)`."""
-    for name in before.keys() & after.keys():
-        for key in before[name].keys() & after[name].keys():
-            (digest, projected), (other_digest, other) = before[name][key], after[name][key]
-            if digest != other_digest:
-                is_known = projected is not None and other is not None
-                yield (
-                    name,
-                    key,
-                    abs(other - projected) / max(abs(projected), 1e-300) if is_known else None,
-                )
+def differences(base_records, new_records):
+    """Yield rows `(record, number, relative difference of the projections or None)`."""
+    for name in base_records.keys() & new_records.keys():
+        for key in base_records[name].keys() & new_records[name].keys():
+            base_digest, base_projection = base_records[name][key]
+            new_digest, new_projection = new_records[name][key]
+            if base_digest != new_digest:
+                difference = None
+                if base_projection is not None and new_projection is not None:
+                    scale = max(abs(base_projection), 1e-300)
+                    difference = abs(new_projection - base_projection) / scale
+                yield name, key, difference
 
 
 def main():
@@ -58,20 +57,20 @@ def main():
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        before = computed(arguments.base.resolve(), arguments.only, Path(folder) / "before.json")
-        after = computed(ROOT, arguments.only, Path(folder) / "after.json")
-    rows = sorted(differences(before, after), key=lambda row: row[:2])
+        base_path = Path(folder) / "base.json"
+        new_path = Path(folder) / "new.json"
+        base_records = compute_records(arguments.base.resolve(), arguments.only, base_path)
+        new_records = compute_records(ROOT, arguments.only, new_path)
+    rows = sorted(differences(base_records, new_records), key=lambda row: row[:2])
     for name, key, difference in rows:
         print(f"{name} | {key} | {'not compared' if difference is None else f'{difference:.1e}'}")
-    alone = {name for name in before.keys() ^ after.keys() if fnmatch.fnmatch(name, arguments.only)}
+    common_names = base_records.keys() & new_records.keys()
     num_numbers = sum(
-        len(before[name].keys() & after[name].keys()) for name in before.keys() & after.keys()
+        len(base_records[name].keys() & new_records[name].keys()) for name in common_names
     )
-    print(
-        f"{len(before.keys() & after.keys())} records, {num_numbers} numbers, {len(rows)} differ."
-    )
+    print(f"{len(common_names)} records, {num_numbers} numbers, {len(rows)} differ.")
     print("By number:", dict(Counter(key for _, key, _ in rows)))
-    print("In one version alone:", sorted(alone))
+    print("In one version alone:", sorted(base_records.keys() ^ new_records.keys()))
     return 1 if rows else 0
 
 

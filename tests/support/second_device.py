@@ -1,8 +1,8 @@
-"""A second device on the CPU: counts what would make the host wait for an accelerator.
+"""A pretended second device, which counts the operations that make the host wait for it.
 
-Tensors on it hold a tensor of the CPU and say that they are elsewhere. As on an accelerator, what
-goes to the host, a shape that depends on values, or a blocking copy is something to wait for; and
-an operation between the two devices is an error.
+A tensor on this device contains a tensor on the CPU, but has a different device. As with an
+accelerator, the host waits for values that it reads, for shapes that depend on values, and for
+blocking copies. An operation with tensors of both devices is an error.
 """
 
 import sys
@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 aten = torch.ops.aten
-# A device that automatic differentiation treats as the CPU.
+# A device type that automatic differentiation treats like the CPU.
 NAME = "lazy"
 GENERATOR = torch.Generator
 DEVICE = torch.device(NAME, 0)
-# A number or a truth value that goes to the host.
+# Operations that return a number or a truth value to the host.
 _VALUES = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose}
-# Results whose shape depends on values.
+# Operations whose result has a shape that depends on values.
 _SHAPES = {
     *(aten.nonzero, aten.nonzero_numpy, aten.argwhere, aten.masked_select, aten.bincount),
     *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),
@@ -30,29 +30,33 @@ _SHAPES = {
 }
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 _COPIES = {aten._to_copy, aten.copy_}
-# What may take tensors of both devices.
+# Operations that may have tensors of both devices.
 _MIXED = _COPIES | _INDEXED
 
 
 class Elsewhere(Tensor):
-    """A tensor on the second device; `there` is what it holds."""
+    """A tensor on the second device.
+
+    Attributes:
+        contents: The tensor on the CPU that contains its values.
+    """
 
     @staticmethod
-    def __new__(cls, there):
+    def __new__(cls, contents):
         return Tensor._make_wrapper_subclass(
             cls,
-            there.size(),
-            strides=there.stride(),
-            storage_offset=there.storage_offset(),
-            dtype=there.dtype,
+            contents.size(),
+            strides=contents.stride(),
+            storage_offset=contents.storage_offset(),
+            dtype=contents.dtype,
             device=DEVICE,
         )
 
-    def __init__(self, there):
-        self.there = there
+    def __init__(self, contents):
+        self.contents = contents
 
     def __repr__(self):
-        return f"Elsewhere({self.there!r})"
+        return f"Elsewhere({self.contents!r})"
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
@@ -60,10 +64,10 @@ class Elsewhere(Tensor):
 
 
 class SecondDevice(TorchDispatchMode):
-    """While entered, the device can be made use of, and waiting for it is counted.
+    """A context in which the device can be used, and in which waiting for it is counted.
 
     Attributes:
-        places: How often each line of the package waited, under `"file:line operation"`.
+        places: How often each line of the package waited, by `"file:line operation"`.
     """
 
     def __init__(self):
@@ -71,20 +75,22 @@ class SecondDevice(TorchDispatchMode):
         self.places = Counter()
 
     def __enter__(self):
-        # Numbers are drawn on the CPU, and torch knows no autocast of the device.
-        self._left = ExitStack()
-        self._left.enter_context(patch.object(torch, "Generator", lambda device=None: GENERATOR()))
-        self._left.enter_context(patch.object(torch, "is_autocast_enabled", lambda kind: False))
-        self._left.enter_context(_Factories(self))
+        # Random numbers are drawn on the CPU, and torch has no autocast for the device.
+        self._patches = ExitStack()
+        self._patches.enter_context(
+            patch.object(torch, "Generator", lambda device=None: GENERATOR())
+        )
+        self._patches.enter_context(patch.object(torch, "is_autocast_enabled", lambda kind: False))
+        self._patches.enter_context(_Factories(self))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._left.close()
+        self._patches.close()
 
-    def note(self, what):
+    def note(self, operation):
         """Count that a line of the package waited."""
-        self.places[f"{_line_of_package()} {what}"] += 1
+        self.places[f"{_line_of_package()} {operation}"] += 1
 
     @property
     def total(self):
@@ -99,7 +105,7 @@ class SecondDevice(TorchDispatchMode):
 
 
 class _Factories(TorchFunctionMode):
-    """Tensors made of numbers, which torch copies past the dispatcher."""
+    """Functions that make tensors from numbers, which torch copies without the dispatcher."""
 
     def __init__(self, device):
         super().__init__()
@@ -109,7 +115,7 @@ class _Factories(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is Tensor.tolist and isinstance(args[0], Elsewhere):
             self._device.note("tolist")
-            return args[0].there.tolist()
+            return args[0].contents.tolist()
         if function not in (torch.tensor, torch.as_tensor) or not _is_there(kwargs.get("device")):
             return function(*args, **kwargs)
         if isinstance(args[0], Tensor):
@@ -119,12 +125,12 @@ class _Factories(TorchFunctionMode):
 
 
 def moved(model):
-    """The model, its parameters and buffers moved to the device."""
+    """Move the parameters and buffers of a model to the device, and return the model."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                there = Elsewhere(parameter.detach().clone())
-                module._parameters[name] = nn.Parameter(there, parameter.requires_grad)
+                moved_values = Elsewhere(parameter.detach().clone())
+                module._parameters[name] = nn.Parameter(moved_values, parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = Elsewhere(buffer.clone())
@@ -136,16 +142,18 @@ def _is_there(device):
 
 
 def _tensors(x):
-    """Those in what an operation takes; torch's own trees take most of a test's time."""
+    """Return the tensors in the arguments of an operation; torch's pytrees would be slower."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, dict):
         return _tensors(list(x.values()))
-    return [t for entry in x for t in _tensors(entry)] if isinstance(x, (list, tuple)) else []
+    if isinstance(x, (list, tuple)):
+        return [tensor for entry in x for tensor in _tensors(entry)]
+    return []
 
 
 def _mapped(kind, function, x):
-    """The same with a function of each tensor of a kind."""
+    """Apply a function to each tensor of a type in nested lists, tuples and dictionaries."""
     if isinstance(x, kind):
         return function(x)
     if isinstance(x, dict):
@@ -159,24 +167,25 @@ def _run(operation, args, kwargs):
     leaves = _tensors((args, kwargs))
     are_there = [isinstance(x, Elsewhere) for x in leaves]
     packet = operation.overloadpacket
-    # As in torch: a number may lie anywhere.
-    strangers = [x for x in leaves if not isinstance(x, Elsewhere) and x.ndim > 0]
-    if any(are_there) and strangers and packet not in _MIXED:
-        shapes = [tuple(x.shape) for x in strangers]
+    # As in torch, a tensor without dimensions may be on any device.
+    cpu_tensors = [x for x in leaves if not isinstance(x, Elsewhere) and x.ndim > 0]
+    if any(are_there) and cpu_tensors and packet not in _MIXED:
+        shapes = [tuple(x.shape) for x in cpu_tensors]
         raise RuntimeError(f"{operation} mixes devices: on the CPU are {shapes}.")
-    inner_args, inner = _mapped(Elsewhere, lambda x: x.there, (args, kwargs))
+    cpu_args, cpu_kwargs = _mapped(Elsewhere, lambda x: x.contents, (args, kwargs))
     goes_there = any(are_there)
-    if "device" in inner and inner["device"] is not None:
-        goes_there = _is_there(inner["device"])
-        inner = {**inner, "device": torch.device("cpu")}
+    if cpu_kwargs.get("device") is not None:
+        goes_there = _is_there(cpu_kwargs["device"])
+        cpu_kwargs = {**cpu_kwargs, "device": torch.device("cpu")}
     if packet is aten.copy_:
         goes_there = are_there[0]
-    found = operation(*inner_args, **inner)
+    result = operation(*cpu_args, **cpu_kwargs)
     if not goes_there:
-        # A copy to the same device as far as torch sees: it must not be one tensor.
-        return found
-    found = _mapped(Tensor, Elsewhere, found)
-    return return_and_correct_aliasing(operation, args, kwargs, found) if any(are_there) else found
+        return result
+    result = _mapped(Tensor, Elsewhere, result)
+    if not any(are_there):
+        return result
+    return return_and_correct_aliasing(operation, args, kwargs, result)
 
 
 def _waits(packet, args, kwargs):
@@ -184,7 +193,7 @@ def _waits(packet, args, kwargs):
     is_any_there = any(isinstance(x, Elsewhere) for x in leaves)
     if packet is aten._to_copy:
         crosses = is_any_there != _is_there(kwargs.get("device") or leaves[0].device)
-        # To the host a copy that does not block is not there when it is read.
+        # A copy to the host is waited for even if it does not block, because it is read next.
         return crosses and (is_any_there or not kwargs.get("non_blocking"))
     if packet is aten.copy_:
         crosses = isinstance(args[0], Elsewhere) != isinstance(args[1], Elsewhere)
@@ -193,7 +202,7 @@ def _waits(packet, args, kwargs):
     if not is_any_there:
         return False
     if packet in _INDEXED:
-        # A mask of bools is turned into indices, and indices of the host are copied.
+        # A boolean mask is turned into indices, and indices on the host are copied.
         indices = [i for i in args[1] if isinstance(i, Tensor)]
         return any(i.dtype in (torch.bool, torch.uint8) or not _is_there(i.device) for i in indices)
     return packet in _VALUES or packet in _SHAPES

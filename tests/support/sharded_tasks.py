@@ -1,6 +1,7 @@
-"""What the processes of `processes.py` do with a model that `fully_shard` has split."""
+"""Tasks for the processes of `processes.py`, with a model that `fully_shard` has split."""
 
 import gc
+import itertools
 from pathlib import Path
 
 import torch
@@ -65,8 +66,8 @@ def sharded(num_ranks, dtype=torch.float64):
     mesh = init_device_mesh("cpu", (num_ranks,))
     model = whole_network(dtype)
     replicated = {p for name, p in model.named_parameters() if is_bayesian(name)}
-    for part in (model[2], model[3], model):
-        fully_shard(part, mesh=mesh, ignored_params=replicated)
+    for module in (model[2], model[3], model):
+        fully_shard(module, mesh=mesh, ignored_params=replicated)
     return model
 
 
@@ -76,7 +77,7 @@ def examples(dtype=torch.float64):
 
 
 def numbers(la, x, folder, name):
-    """What a fit, its tuning, its predictions and its file have."""
+    """Return the numbers of a fit and of its predictions, also after saving and loading."""
     la.save(Path(folder) / f"{name}.safetensors")
     again = Laplace.load(Path(folder) / f"{name}.safetensors", la.model)
     mean, covariance = la.functional(x)
@@ -109,34 +110,39 @@ def verbs(rank, num_ranks, curvature, mode, folder, dtype=torch.float64):
     result["fingerprint"] = la._state.fitted_model.frozen_fingerprint
     result["nll"] = torch.tensor(la.evaluate(loader)["nll"].value)
     if num_ranks:
-        # Of the same file: fits of several processes have other vectors in a common eigenspace.
-        file = Path(folder) / f"{curvature}.safetensors"
-        whole = Laplace.load(file, whole_network(dtype))
+        # Samples are compared with those of a posterior from the same file, because a fit by one
+        # process may have other vectors in a common eigenspace.
+        path = Path(folder) / f"{curvature}.safetensors"
+        unsharded = Laplace.load(path, whole_network(dtype))
         tolerance = 1e-10 if dtype == torch.float64 else 1e-4
-        drawn = {"method": "nn", "samples": 3}
-        samples = [
-            m.predict(data[:3][0], generator=generator(1), **drawn).probs for m in (la, whole)
-        ]
-        torch.testing.assert_close(samples[0], samples[1], rtol=tolerance, atol=tolerance)
+        x = data[:3][0]
+        probs, unsharded_probs = (
+            posterior.predict(x, method="nn", samples=3, generator=generator(1)).probs
+            for posterior in (la, unsharded)
+        )
+        torch.testing.assert_close(probs, unsharded_probs, rtol=tolerance, atol=tolerance)
         assert {name: id(p) for name, p in model.named_parameters()} == parameters
         assert torch.equal(model(data[:2][0]), outputs)
     return result
 
 
 def unequal_parts(rank, num_ranks):
-    """A fit in which the last process has a batch less, and the first one other sizes."""
+    """A fit in which the processes have different numbers and sizes of batches."""
     data = examples()
-    parts = [[(0, 1), (1, 6), (6, 7)], [(7, 12), (12, 16)], [(16, 19)]]
+    batches_by_rank = [
+        [data[0:1], data[1:6], data[6:7]],
+        [data[7:12], data[12:16]],
+        [data[16:19]],
+    ]
     if num_ranks == 0:
-        batches = [data[a:b] for part in parts for a, b in part]
-        la = Laplace(whole_network()).fit(batches)
+        la = Laplace(whole_network()).fit(list(itertools.chain.from_iterable(batches_by_rank)))
     else:
-        la = Laplace(sharded(num_ranks)).fit([data[a:b] for a, b in parts[rank]])
+        la = Laplace(sharded(num_ranks)).fit(batches_by_rank[rank])
     return la.posterior.precision.to_dense()
 
 
 def count_whole_weights():
-    """How many tensors have the shape of a whole weight, and memory of their own."""
+    """Count the tensors in memory that have the shape of a whole weight."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
     shape = (WIDTH, WIDTH)
@@ -144,15 +150,15 @@ def count_whole_weights():
 
 
 def whole_weights_in_graph(rank, num_ranks):
-    """How many whole weights of the base are alive between the forward and the backward pass."""
+    """Count the whole frozen weights that exist between the forward and the backward pass."""
     la = Laplace(sharded(num_ranks))
     network = la._state.spec.network(la.param_names)
     for name, parameter in network.named_parameters():
         if is_bayesian(name):
             parameter.requires_grad_()
-    before = count_whole_weights()
+    count_before_pass = count_whole_weights()
     outputs = network(examples()[:3][0])
-    count = count_whole_weights() - before
+    count = count_whole_weights() - count_before_pass
     outputs.sum().backward()
     plain = whole_network()
     plain(examples()[:3][0]).sum().backward()

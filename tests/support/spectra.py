@@ -1,4 +1,4 @@
-"""Matrices of prescribed spectrum, known to the algorithms by their products alone."""
+"""Matrices of prescribed spectrum, of which algorithms can only compute products."""
 
 import torch
 
@@ -54,16 +54,18 @@ class Counted(Matrix):
 
 
 class _Adjoint(Matrix):
-    def __init__(self, of):
-        super().__init__(of.matrix.T)
-        self._of = of
+    """The adjoint of a matrix; its products count as products of the matrix."""
+
+    def __init__(self, original):
+        super().__init__(original.matrix.T)
+        self._original = original
 
     @property
     def T(self):  # noqa: N802
-        return self._of
+        return self._original
 
     def _matmat(self, matrix):
-        self._of.columns += matrix.shape[1]
+        self._original.columns += matrix.shape[1]
         return self.matrix @ matrix
 
 

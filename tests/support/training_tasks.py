@@ -1,4 +1,4 @@
-"""What the processes of `processes.py` do with `laplace_debias.training`."""
+"""Tasks for the processes of `processes.py`, with `laplace_debias.training`."""
 
 import torch
 from spectra import generator
@@ -14,17 +14,17 @@ def network():
 
 
 def batches(rank):
-    """Those of one process, as many as its rank and three."""
-    made = []
+    """Return the batches of one process; their number is three plus its rank."""
+    drawn = []
     for number in range(rank + 3):
         g = generator(10 * rank + number)
         x = torch.randn(6, 4, generator=g, dtype=torch.float64)
-        made.append((x, torch.randint(3, (6,), generator=g)))
-    return made
+        drawn.append((x, torch.randint(3, (6,), generator=g)))
+    return drawn
 
 
 def online(rank, folder, fisher):
-    """The posterior of a process's own batches, and that of its saved and loaded state."""
+    """Return the precision of a training run's posterior, also after saving and loading."""
     model = network()
     options = {"fisher": fisher, "refresh": 2, "every": 1}
     collected = OnlineCurvature(model, **options, generator=generator(rank))

@@ -12,7 +12,8 @@ class ClassToken(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.embed = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 3)
         self.token = nn.Parameter(torch.randn(1, 1, 4))
         self.positions = nn.Parameter(torch.randn(1, 5, 4))
         self.gamma = nn.Parameter(torch.randn(4))
@@ -27,7 +28,9 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
         self.b.weight = self.a.weight
 
     def forward(self, x):
@@ -40,7 +43,8 @@ class TiedHead(nn.Module):
 
     def __init__(self, is_layer):
         super().__init__()
-        self.embedding, self.mix = nn.Embedding(6, 3), nn.Linear(3, 3)
+        self.embedding = nn.Embedding(6, 3)
+        self.mix = nn.Linear(3, 3)
         self.is_layer = is_layer
         if is_layer:
             self.head = nn.Linear(3, 6, bias=False)
@@ -68,7 +72,8 @@ class Recurrent(nn.Module):
     def __init__(self, kind, batch_first):
         super().__init__()
         self.batch_first = batch_first
-        self.rnn, self.head = kind(3, 4, batch_first=batch_first), nn.Linear(4, 3)
+        self.rnn = kind(3, 4, batch_first=batch_first)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         _, state = self.rnn(x if self.batch_first else x.transpose(0, 1))
@@ -81,7 +86,8 @@ class RelativePositions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.table = nn.Linear(3, 9), nn.Parameter(torch.randn(7))
+        self.qkv = nn.Linear(3, 9)
+        self.table = nn.Parameter(torch.randn(7))
         self.register_buffer("index", torch.arange(4)[:, None] - torch.arange(4) + 3)
 
     def forward(self, x):
@@ -125,7 +131,8 @@ class Frames(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.head = nn.Conv1d(1, 2, 2), nn.Linear(4, 3)
+        self.conv = nn.Conv1d(1, 2, 2)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         return self.head(self.conv(x.reshape(-1, 1, 3)).view(len(x), -1, 4).mean(1))
@@ -148,7 +155,8 @@ class TimeFirst(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(3, 1), nn.Linear(3, 3)
+        self.attention = nn.MultiheadAttention(3, 1)
+        self.head = nn.Linear(3, 3)
 
     def forward(self, x):
         x = x.transpose(0, 1)
@@ -160,7 +168,8 @@ class Prototypes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.points = nn.Linear(3, 3), nn.Parameter(torch.randn(3, 3))
+        self.embed = nn.Linear(3, 3)
+        self.points = nn.Parameter(torch.randn(3, 3))
 
     def forward(self, x):
         return torch.cdist(x1=self.embed(x), x2=self.points, p=2).mean(1)

@@ -1,4 +1,4 @@
-"""What a new user brings: folders of images, archives, tables, modules of their own."""
+"""Files of a new user: folders of images, archives, tables, and modules with networks."""
 
 from pathlib import Path
 
@@ -48,12 +48,18 @@ def asks(for_something):
 """
 
 
-def image_folder(root: Path, parts=(("train", 8), ("val", 4), ("test", 3)), size=(20, 16)) -> Path:
-    """Images of three classes, `(width, height)` pixels, brighter from class to class."""
+def image_folder(root: Path, splits=(("train", 8), ("val", 4), ("test", 3)), size=(20, 16)) -> Path:
+    """Write images of three classes; a class is brighter than the class before.
+
+    Args:
+        root: The folder to write.
+        splits: The name of each split, and its number of images per class.
+        size: The width and the height in pixels.
+    """
     rng = np.random.default_rng(0)
-    for part, number in parts:
+    for split, number in splits:
         for label, name in enumerate(CLASSES):
-            folder = root / part / name
+            folder = root / split / name
             folder.mkdir(parents=True)
             for n in range(number):
                 pixels = rng.integers(60 * label, 60 * label + 90, (size[1], size[0], 3), np.uint8)
@@ -62,7 +68,7 @@ def image_folder(root: Path, parts=(("train", 8), ("val", 4), ("test", 3)), size
 
 
 def loose_images(root: Path, number=5, size=(12, 9)) -> Path:
-    """Grey images in no class."""
+    """Write grey images without classes."""
     root.mkdir(parents=True)
     rng = np.random.default_rng(1)
     for n in range(number):
@@ -72,17 +78,23 @@ def loose_images(root: Path, number=5, size=(12, 9)) -> Path:
 
 
 def arrays(targets="classes", sizes=(("train", 30), ("val", 12), ("test", 9)), classes=3):
-    """Rows of four numbers with targets of a kind."""
+    """Return rows of four numbers and targets, by the names `x_train`, `y_train` and so on.
+
+    Args:
+        targets: The kind of targets: `classes`, `numbers` or `labels`.
+        sizes: The name of each split, and its number of rows.
+        classes: The number of classes.
+    """
     rng = np.random.default_rng(0)
-    found = {}
-    for part, number in sizes:
-        found[f"x_{part}"] = rng.normal(size=(number, 4))
-        found[f"y_{part}"] = {
+    content = {}
+    for split, number in sizes:
+        content[f"x_{split}"] = rng.normal(size=(number, 4))
+        content[f"y_{split}"] = {
             "classes": np.arange(number) % classes,
             "numbers": rng.normal(size=number),
             "labels": rng.integers(2, size=(number, 3)),
         }[targets]
-    return found
+    return content
 
 
 def archive(path: Path, **content) -> Path:
@@ -91,7 +103,7 @@ def archive(path: Path, **content) -> Path:
 
 
 def networks(folder: Path, monkeypatch) -> Path:
-    """The module `nets` in the working directory; its name is free again for the next test."""
+    """Write the module `nets` in the working directory, and forget it after the test."""
     (folder / "nets.py").write_text(NETWORKS)
     monkeypatch.chdir(folder)
     forget(monkeypatch, "nets")
@@ -99,7 +111,7 @@ def networks(folder: Path, monkeypatch) -> Path:
 
 
 def forget(monkeypatch, *modules: str) -> None:
-    """Modules of the working directory are imported anew, and the path is as before, at the end."""
+    """Import modules of the working directory again; restore the import path after the test."""
     import sys
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -114,6 +126,6 @@ def weights(path: Path, model: torch.nn.Module, prefix="", nest=None) -> Path:
 
 
 def every(batches):
-    """All inputs and all targets."""
+    """Return all inputs and all targets of some batches."""
     x, y = zip(*batches, strict=True)
     return torch.cat(x), torch.cat(y)
