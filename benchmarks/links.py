@@ -202,10 +202,10 @@ def compare_methods(runs: Sequence[Run]) -> list[dict]:
             else:
                 losses = concatenate_losses(runs, name, settings)
                 difference = losses - concatenate_losses(runs, name, references)
-                standard_error = float(difference.std()) / len(difference) ** 0.5
+                half_width = 1.96 * float(difference.std()) / len(difference) ** 0.5
                 row[f"nll {name}"] = float(losses.mean())
                 row[f"behind {name}"] = float(difference.mean())
-                row[f"half width {name}"] = 1.96 * standard_error
+                row[f"half width {name}"] = half_width
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""What the processes of `processes.py` do with likelihoods, links, entries, weights and operators.
+"""Tasks for the processes of `processes.py`: likelihoods, links, entries, weights and operators.
 
 Each task fits, tunes and evaluates data that the processes share, and returns its numbers.
 """
