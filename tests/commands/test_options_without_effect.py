@@ -132,7 +132,7 @@ def test_a_file_that_names_joint_blocks_is_read_as_it_was_written(curvature, tmp
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
     x, y = torch.randn(9, 4), torch.arange(9) % 3
-    la = same_numbers.of_joint_blocks(model, curvature, joint=True)
+    la = same_numbers.make_laplace(model, curvature, joint=True)
     la.fit([(x, y)]).save(tmp_path / "file")
     assert la.posterior.order is not None
     loaded = Laplace.load(tmp_path / "file", model)
