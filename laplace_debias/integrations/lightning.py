@@ -93,7 +93,7 @@ class LaplaceCallback(Callback):
         checkpoint = _best_checkpoint(trainer)
         path = Path(trainer.default_root_dir) / "posterior.safetensors"
         if checkpoint is not None:
-            network = _with_state(network, checkpoint, self._network_name, pl_module.device)
+            network = _with_state(network, checkpoint, self._network_name, pl_module)
             path = checkpoint.with_suffix(".posterior.safetensors")
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
         la = self._settings.unfitted(network)
@@ -217,11 +217,11 @@ def _best_checkpoint(trainer: Trainer) -> Path | None:
 
 
 def _with_state(
-    network: nn.Module, checkpoint: Path, name: str | None, device: torch.device
+    network: nn.Module, checkpoint: Path, name: str | None, pl_module: LightningModule
 ) -> nn.Module:
-    """Return a copy of a network with the tensors of a checkpoint."""
+    """Return a copy of a network of the module with the tensors of a checkpoint."""
     # The run has written this file itself, so its pickled objects are trusted.
-    content = torch.load(checkpoint, map_location=device, weights_only=False)
+    content = torch.load(checkpoint, map_location=pl_module.device, weights_only=False)
     prefix = "" if name is None else f"{name}."
     state = {
         key.removeprefix(prefix): value
@@ -231,5 +231,6 @@ def _with_state(
     # The values are copied into tensors that only this network has. With `assign=True`, weights
     # that are tied would become different parameters.
     separate = copy.deepcopy(network)
-    separate.load_state_dict(state)
+    # With `strict_loading=False`, a module may leave frozen tensors out of its checkpoints.
+    separate.load_state_dict(state, strict=pl_module.strict_loading)
     return separate

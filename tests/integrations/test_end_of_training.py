@@ -184,6 +184,36 @@ def test_lightning_has_the_posterior_of_the_best_checkpoint(
         assert in_tensorboard[name] == pytest.approx(number, rel=1e-5), name
 
 
+@pytest.mark.parametrize("network", [None, "inner"])
+def test_lightning_has_frozen_weights_that_the_checkpoint_leaves_out(
+    lightning, network, tmp_path, unchecked
+):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    trained = module(lightning, network)
+    trained.inner[0].requires_grad_(False)
+    trained.strict_loading = False
+    trained.on_save_checkpoint = lambda checkpoint: [
+        checkpoint["state_dict"].pop(f"inner.0.{name}") for name in ("weight", "bias")
+    ]
+    callback = LaplaceCallback(network=network, curvature="diag", tune=False)
+    checkpoints = ModelCheckpoint(tmp_path, monitor="score", mode="max")
+    options = {"enable_checkpointing": True}
+    trainer(lightning, tmp_path, [callback, checkpoints], **options).fit(trained, TRAIN, VALIDATION)
+
+    state = torch.load(checkpoints.best_model_path, weights_only=False)["state_dict"]
+    assert list(state) == ["inner.3.weight", "inner.3.bias"]
+    best = mlp().eval()
+    best[0].requires_grad_(False)
+    best[3].load_state_dict({"weight": state["inner.3.weight"], "bias": state["inner.3.bias"]})
+    expected = Laplace(best, curvature="diag").fit(DataLoader(TRAIN.dataset, batch_size=50))
+    assert torch.equal(callback.laplace.mean, expected.mean)
+    x, _ = VALIDATION.dataset.tensors
+    close(callback.laplace.predict(x).probs, expected.predict(x).probs, 1e-5)
+
+
 def test_lightning_without_checkpoints_has_the_posterior_of_the_last_weights(
     lightning, tmp_path, unchecked
 ):
