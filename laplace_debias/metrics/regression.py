@@ -2,7 +2,8 @@
 
 Targets are `[n]` or `[n, outputs]`. A predictive is given by its mean and its standard deviation,
 both in the shape of the targets; the standard deviation includes the noise. Functions return a
-scalar over all targets, or one value per target if `reduction="none"`.
+scalar over all targets, or one value per target if `reduction="none"`. Half-precision inputs are
+converted to float32.
 """
 
 import math
@@ -39,6 +40,7 @@ def gaussian_nll(
             deviation is not positive.
     """
     check_gaussian(mean, standard_deviation, targets)
+    mean, standard_deviation, targets = _at_least_float32(mean, standard_deviation, targets)
     scaled = (targets - mean) / standard_deviation
     terms = scaled.square() / 2 + standard_deviation.log() + math.log(2 * math.pi) / 2
     return reduced(terms, reduction)
@@ -56,10 +58,8 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
         ValueError: If an argument is empty or not finite, or shapes or devices differ.
     """
     check_real({"mean": mean, "targets": targets})
-    errors = mean - targets
-    # In half precision, the square of an error above 256 would overflow.
-    errors = errors.to(torch.promote_types(errors.dtype, torch.float32))
-    return errors.square().mean().sqrt()
+    mean, targets = _at_least_float32(mean, targets)
+    return (mean - targets).square().mean().sqrt()
 
 
 def crps(
@@ -76,6 +76,7 @@ def crps(
         equation 21.
     """
     check_gaussian(mean, standard_deviation, targets)
+    mean, standard_deviation, targets = _at_least_float32(mean, standard_deviation, targets)
     z = (targets - mean) / standard_deviation
     density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
     terms = z * (2 * ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi)
@@ -98,6 +99,7 @@ def gaussian_interval(
     """
     check_level(level)
     check_gaussian(mean, standard_deviation)
+    mean, standard_deviation = _at_least_float32(mean, standard_deviation)
     quantile = ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
     half_width = standard_deviation * quantile
     return mean - half_width, mean + half_width
@@ -122,6 +124,7 @@ def interval_coverage(
             is below its lower end.
     """
     check_intervals(low, high, targets)
+    low, high, targets = _at_least_float32(low, high, targets)
     return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
 
 
@@ -132,6 +135,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
     Arguments and errors are the same as for `interval_coverage`.
     """
     check_intervals(low, high)
+    low, high = _at_least_float32(low, high)
     return reduced(high - low, reduction)
 
 
@@ -162,6 +166,7 @@ def interval_score(
     """
     check_level(level)
     check_intervals(low, high, targets)
+    low, high, targets = _at_least_float32(low, high, targets)
     distance_outside = (low - targets).clamp(min=0) + (targets - high).clamp(min=0)
     return reduced(high - low + 2 / (1 - level) * distance_outside, reduction)
 
@@ -191,6 +196,7 @@ def pinball(
     """
     check_level(level)
     check_real({"quantile": quantile, "targets": targets})
+    quantile, targets = _at_least_float32(quantile, targets)
     error = targets - quantile
     return reduced(torch.maximum(level * error, (level - 1) * error), reduction)
 
@@ -202,6 +208,7 @@ def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
     as for `gaussian_nll`.
     """
     check_gaussian(mean, standard_deviation, targets)
+    mean, standard_deviation, targets = _at_least_float32(mean, standard_deviation, targets)
     return ndtr((targets - mean) / standard_deviation)
 
 
@@ -268,3 +275,8 @@ def check_pit(pit: Real) -> None:
             "and 1. Pass the cumulative distribution function of the predictive "
             "distribution, evaluated at the targets."
         )
+
+
+def _at_least_float32(*tensors: Real) -> tuple[Real, ...]:
+    """Convert half precision, in which squares may overflow and means are rounded, to float32."""
+    return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)

@@ -32,6 +32,32 @@ def test_rmse_equals_torchmetrics():
     torch.testing.assert_close(metrics.rmse(mean, y), mean_squared_error(mean, y, squared=False))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "metric",
+    [
+        metrics.gaussian_nll,
+        metrics.crps,
+        metrics.gaussian_pit,
+        lambda mean, deviation, y: metrics.rmse(mean, y),
+        lambda mean, deviation, y: metrics.interval_coverage(mean - deviation, mean + deviation, y),
+        lambda mean, deviation, y: metrics.interval_width(-deviation, mean.abs() + deviation),
+        lambda mean, deviation, y: metrics.interval_score(mean, mean + deviation, y, 0.99),
+        lambda mean, deviation, y: metrics.pinball(mean, y, 0.95),
+        lambda mean, deviation, y: metrics.gaussian_interval(mean, deviation)[1],
+    ],
+)
+def test_half_precision_is_computed_in_single_precision(metric, dtype):
+    """In half precision, squares above 65504 overflow, and a share such as 0.954 is rounded."""
+    mean, deviation, y = (values.to(dtype) for values in predictive((1000,)))
+    y[0] = 2000
+    mean = torch.zeros_like(mean)
+    value = metric(mean, deviation, y)
+    assert value.dtype == torch.float32
+    expected = metric(mean.double(), deviation.double(), y.double())
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_crps_equals_the_integral_of_its_definition():
     mean, deviation, y = predictive((5,))
     t = np.linspace(-15, 15, 400_001)
