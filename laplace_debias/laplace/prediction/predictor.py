@@ -267,8 +267,8 @@ class Predictor(ABC):
         treats the targets as independent.
 
         Args:
-            loader: Labelled batches `(x, y)`, or `(x, y, w)` with integer weights of the examples:
-                an example of weight w counts as w examples.
+            loader: Labelled batches `(x, y)`, or `(x, y, w)`, where the weights of the examples are
+                whole numbers: an example of weight w counts as w examples.
             ood: Out-of-distribution batches by name. Targets are optional and ignored. A pair
                 always means inputs and targets, so pass several inputs without targets as
                 `((a, b), None)`. The report has OOD metrics, such as `auroc_<name>`, for each name
