@@ -16,9 +16,11 @@ ALL_KINDS = {**KINDS, **BENCHMARK_KINDS}
 
 
 def corrupt(images, severity, kinds=None, seed=0, offset=0):
-    """By one kind, or several, by name."""
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    kinds = kinds if kinds is None else {kind: ALL_KINDS[kind] for kind in kinds}
+    """Corrupt images by the kind, or the kinds, of these names; None stands for the default."""
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if kinds is not None:
+        kinds = {kind: ALL_KINDS[kind] for kind in kinds}
     return corruptions.corrupt(images, severity, kinds, seed, offset)
 
 
@@ -45,9 +47,12 @@ COLOUR = smooth_colour_images(40)
 @pytest.mark.parametrize("kind", [None, *ALL_KINDS])
 @pytest.mark.parametrize("images", [GREY[:12], COLOUR[:12]], ids=["grey", "colour"])
 def test_corruption_does_not_depend_on_the_batch(images, kind):
-    whole = corrupt(images, 3, kind, seed=7)
-    parts = [corrupt(images[a : a + 5], 3, kind, seed=7, offset=a) for a in range(0, 12, 5)]
-    assert torch.equal(whole, torch.cat(parts))
+    all_at_once = corrupt(images, 3, kind, seed=7)
+    batches = [
+        corrupt(images[start : start + 5], 3, kind, seed=7, offset=start)
+        for start in range(0, 12, 5)
+    ]
+    assert torch.equal(all_at_once, torch.cat(batches))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +67,7 @@ def test_severity_raises_the_distance_to_the_clean_image(images, kind):
     # Two kinds have near ties: motion blur 3 and 4 differ in a negligible tail alone, and eight
     # pixels leave `pixelate` three levels.
     slack = 0.9 if kind == "pixelate" else 0.99
-    assert all(b > slack * a for a, b in pairwise(distances))
+    assert all(stronger > slack * weaker for weaker, stronger in pairwise(distances))
 
 
 @pytest.mark.slow
@@ -108,21 +113,25 @@ def test_corruption_takes_one_of_several_kinds_whatever_the_batch_and_severity()
     alone = {kind: corrupt(images, 2, kind, seed=4) for kind in BENCHMARK_KINDS}
     harder = {kind: corrupt(images, 5, kind, seed=4) for kind in BENCHMARK_KINDS}
 
-    def kinds_of(mixed, single) -> list[set[str]]:
-        return [{k for k, v in single.items() if torch.equal(v[n], mixed[n])} for n in range(150)]
+    def kinds_of(mixed, images_by_kind) -> list[set[str]]:
+        """The kinds of corruption that give each of the mixed images."""
+        return [
+            {kind for kind, images in images_by_kind.items() if torch.equal(images[n], mixed[n])}
+            for n in range(150)
+        ]
 
     mixed = corrupt(images, 2, BENCHMARK_KINDS, seed=4)
-    found = kinds_of(mixed, alone)
-    assert all(len(kinds) == 1 for kinds in found)
-    assert set.union(*found) == set(BENCHMARK_KINDS)
-    assert kinds_of(corrupt(images, 5, BENCHMARK_KINDS, seed=4), harder) == found
-    assert kinds_of(corrupt(images, 2, BENCHMARK_KINDS, seed=5), alone) != found
-    parts = [
-        corrupt(images[a : a + 64], 2, BENCHMARK_KINDS, 4, offset=a) for a in range(0, 150, 64)
+    kinds_per_image = kinds_of(mixed, alone)
+    assert all(len(kinds) == 1 for kinds in kinds_per_image)
+    assert set.union(*kinds_per_image) == set(BENCHMARK_KINDS)
+    assert kinds_of(corrupt(images, 5, BENCHMARK_KINDS, seed=4), harder) == kinds_per_image
+    assert kinds_of(corrupt(images, 2, BENCHMARK_KINDS, seed=5), alone) != kinds_per_image
+    batches = [
+        corrupt(images[start : start + 64], 2, BENCHMARK_KINDS, 4, offset=start)
+        for start in range(0, 150, 64)
     ]
-    assert torch.equal(torch.cat(parts), mixed)
-    one = corrupt(images, 2, ["fog"], seed=4)
-    assert torch.equal(one, alone["fog"])
+    assert torch.equal(torch.cat(batches), mixed)
+    assert torch.equal(corrupt(images, 2, ["fog"], seed=4), alone["fog"])
 
 
 def test_glass_blur_moves_pixels_by_one_and_invents_none():

@@ -9,7 +9,8 @@ from laplace_debias.curvature.network.batch_reader import BatchReader
 from laplace_debias.sources import shares
 from laplace_debias.system.ranks import Ranks
 
-X, Y = torch.arange(11.0).view(-1, 1), torch.arange(11)
+X = torch.arange(11.0).view(-1, 1)
+Y = torch.arange(11)
 DATA = TensorDataset(X, Y)
 
 
@@ -36,38 +37,43 @@ SOURCES = {
 }
 
 
-def of_ranks(monkeypatch, num_ranks, call):
-    found = []
+def batches_of_each_rank(monkeypatch, num_ranks, call):
+    """Call a function once as each rank; list the batches that it returns to each."""
+    batches_per_rank = []
     for rank in range(num_ranks):
-        one = Ranks()
-        one.rank, one.size = rank, num_ranks
-        monkeypatch.setattr(shares, "process_group", lambda one=one: one)
-        found.append(list(call()))
-    return found
+        group = Ranks()
+        group.rank = rank
+        group.size = num_ranks
+        monkeypatch.setattr(shares, "process_group", lambda group=group: group)
+        batches_per_rank.append(list(call()))
+    return batches_per_rank
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_parts_of_a_batch_are_the_batch(name, num_ranks, monkeypatch):
     source = SOURCES[name]
-    parts = of_ranks(monkeypatch, num_ranks, lambda: shares.share(source, nn.Identity()))
+    batches_per_rank = batches_of_each_rank(
+        monkeypatch, num_ranks, lambda: shares.share(source, nn.Identity())
+    )
     for number, (x, y) in enumerate(source):
-        of_batch = [part[number] for part in parts if number < len(part)]
-        for which, whole in enumerate((x, y)):
-            assert torch.cat([one[which] for one in of_batch]).equal(whole)
-    assert max(map(len, parts)) == len(list(source))
+        shares_of_batch = [batches[number] for batches in batches_per_rank if number < len(batches)]
+        assert torch.cat([x_share for x_share, _ in shares_of_batch]).equal(x)
+        assert torch.cat([y_share for _, y_share in shares_of_batch]).equal(y)
+    assert max(map(len, batches_per_rank)) == len(list(source))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", SOURCES)
 def test_whole_batches_are_dealt_out_with_their_places(name, num_ranks, monkeypatch):
-    source, read = SOURCES[name], BatchReader(nn.Identity())
-    dealt = of_ranks(monkeypatch, num_ranks, lambda: shares.dealt(source, read))
-    first = 0
+    source = SOURCES[name]
+    read = BatchReader(nn.Identity())
+    dealt = batches_of_each_rank(monkeypatch, num_ranks, lambda: shares.dealt(source, read))
+    first_index = 0
     for number, (x, y) in enumerate(source):
-        own = dealt[number % num_ranks][number // num_ranks]
-        assert own.first_index == first
-        assert own.inputs.equal(x)
-        assert own.targets.equal(y)
-        first += len(y)
+        batch = dealt[number % num_ranks][number // num_ranks]
+        assert batch.first_index == first_index
+        assert batch.inputs.equal(x)
+        assert batch.targets.equal(y)
+        first_index += len(y)
     assert sum(map(len, dealt)) == number + 1

@@ -12,7 +12,7 @@ from laplace_debias.sources.table_files import read_table
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     return user_files.networks(tmp_path, monkeypatch)
 
 
@@ -29,98 +29,99 @@ def table(rows=40):
     )
 
 
-def loaded(**options):
+def load_on_cpu(**options):
     options = {"model": "nets:rows", "device": "cpu", "progress": False} | options
     return load(SourceSettings(**options))
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_features_are_standardised_by_the_training_rows(here, suffix):
+def test_features_are_standardised_by_the_training_rows(folder, suffix):
     data = table()
-    path = here / f"t.{suffix}"
-    data.to_csv(path, index=False) if suffix == "csv" else data.to_parquet(path)
-    found = loaded(
-        data=path,
-        target="price",
-        features=("height", "age", "constant"),
-        model_args={"inputs": 3, "outputs": 1},
-    )
-    train, _, test = (part.numpy() for part in split_by_seed(40))
+    path = folder / f"t.{suffix}"
+    if suffix == "csv":
+        data.to_csv(path, index=False)
+    else:
+        data.to_parquet(path)
+    options = {
+        "data": path,
+        "target": "price",
+        "features": ("height", "age", "constant"),
+        "model_args": {"inputs": 3, "outputs": 1},
+    }
+    loaded = load_on_cpu(**options)
+    train, _, test = (indices.numpy() for indices in split_by_seed(40))
     columns = data[["height", "age", "constant"]].to_numpy(float)
-    mean, std = columns[train].mean(0), columns[train].std(0)
+    mean = columns[train].mean(0)
+    std = columns[train].std(0)
     expected = (columns - mean) / np.where(std > 0, std, 1)
-    x, y = every(found.test)
+    x, y = every(loaded.test)
     np.testing.assert_allclose(x.numpy(), expected[test], atol=1e-5)
     np.testing.assert_allclose(y[:, 0].numpy(), data["price"].to_numpy()[test], rtol=1e-6)
-    assert (found.task, found.input_name, found.num_train) == ("regression", "row", 24)
-    # What the page shows are the columns in their own units.
-    shown = [found.row(row) for row in x]
+    assert (loaded.task, loaded.input_name, loaded.num_train) == ("regression", "row", 24)
+    # The page shows the columns in their own units.
+    shown = [loaded.row(row) for row in x]
     assert [list(row) for row in shown] == [["height", "age", "constant"]] * len(x)
     values = [list(row.values()) for row in shown]
     np.testing.assert_allclose(values, columns[test], rtol=1e-4, atol=1e-4)
-    assert found.target == "price"
-    raw, _ = every(
-        loaded(
-            data=path,
-            target="price",
-            features=("height", "age", "constant"),
-            model_args={"inputs": 3, "outputs": 1},
-            standardise=False,
-        ).test
-    )
+    assert loaded.target == "price"
+    raw, _ = every(load_on_cpu(**options, standardise=False).test)
     np.testing.assert_allclose(raw.numpy(), columns[test], rtol=1e-6)
 
 
-def test_parts_in_a_folder_and_text_as_classes(here):
+def test_parts_in_a_folder_and_text_as_classes(folder):
     data = table().drop(columns="price")
-    folder = here / "parts"
-    folder.mkdir()
-    for part, rows in (("train", data[:20]), ("val", data[20:30]), ("test", data[30:])):
-        rows.to_csv(folder / f"{part}.csv", index=False)
-    found = loaded(data=folder, target="kind", model_args={"inputs": 3, "outputs": 2})
-    assert found.classes == ("green", "red")
-    assert found.task == "classification"
-    _, y = every(found.test)
-    assert [found.classes[label] for label in y] == data["kind"][30:].tolist()
-    one = loaded(data=folder, target="kind", model_args={"inputs": 3, "outputs": 1})
-    assert one.task == "binary"
+    data_folder = folder / "parts"
+    data_folder.mkdir()
+    for split, rows in (("train", data[:20]), ("val", data[20:30]), ("test", data[30:])):
+        rows.to_csv(data_folder / f"{split}.csv", index=False)
+    loaded = load_on_cpu(data=data_folder, target="kind", model_args={"inputs": 3, "outputs": 2})
+    assert loaded.classes == ("green", "red")
+    assert loaded.task == "classification"
+    _, y = every(loaded.test)
+    assert [loaded.classes[label] for label in y] == data["kind"][30:].tolist()
+    one_output = load_on_cpu(
+        data=data_folder, target="kind", model_args={"inputs": 3, "outputs": 1}
+    )
+    assert one_output.task == "binary"
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_validation_rows_of_a_folder_are_found_by_any_usual_name(here, name):
-    folder = here / "parts"
-    folder.mkdir()
+def test_validation_rows_of_a_folder_are_found_by_any_usual_name(folder, name):
+    data_folder = folder / "parts"
+    data_folder.mkdir()
     for split, rows in {"train": slice(0, 20), name: slice(20, 29), "test": slice(29, 40)}.items():
-        table().iloc[rows].drop(columns="kind").to_csv(folder / f"{split}.csv", index=False)
-    found = loaded(data=folder, target="price", model_args={"inputs": 3, "outputs": 1})
-    assert len(every(found.validation)[0]) == 9
+        table().iloc[rows].drop(columns="kind").to_csv(data_folder / f"{split}.csv", index=False)
+    loaded = load_on_cpu(data=data_folder, target="price", model_args={"inputs": 3, "outputs": 1})
+    assert len(every(loaded.validation)[0]) == 9
 
 
-def test_the_first_usual_name_of_validation_rows_counts(here):
-    folder = here / "both"
-    folder.mkdir()
-    parts = {"train": (0, 20), "val": (20, 25), "validation": (25, 32), "test": (32, 40)}
-    for split, (start, stop) in parts.items():
-        table().iloc[start:stop].drop(columns="kind").to_csv(folder / f"{split}.csv", index=False)
-    found = loaded(data=folder, target="price", model_args={"inputs": 3, "outputs": 1})
-    assert len(every(found.validation)[0]) == 5
+def test_the_first_usual_name_of_validation_rows_counts(folder):
+    data_folder = folder / "both"
+    data_folder.mkdir()
+    splits = {"train": (0, 20), "val": (20, 25), "validation": (25, 32), "test": (32, 40)}
+    for split, (start, stop) in splits.items():
+        table().iloc[start:stop].drop(columns="kind").to_csv(
+            data_folder / f"{split}.csv", index=False
+        )
+    loaded = load_on_cpu(data=data_folder, target="price", model_args={"inputs": 3, "outputs": 1})
+    assert len(every(loaded.validation)[0]) == 5
 
 
-def test_out_of_distribution_rows_need_no_target(here):
+def test_out_of_distribution_rows_need_no_target(folder):
     data = table().drop(columns="kind")
-    data.to_csv(here / "t.csv", index=False)
-    data[["age", "height", "constant"]][:7].to_csv(here / "o.csv", index=False)
-    found = loaded(
+    data.to_csv(folder / "t.csv", index=False)
+    data[["age", "height", "constant"]][:7].to_csv(folder / "o.csv", index=False)
+    loaded = load_on_cpu(
         data="t.csv",
         target="price",
         model_args={"inputs": 3, "outputs": 1},
         ood={"old": "o.csv"},
     )
-    x, _ = every(found.ood["old"])
-    rows, _ = every(found.train)
-    everything = torch.cat([rows, every(found.validation)[0], every(found.test)[0]])
+    x, _ = every(loaded.ood["old"])
+    x_train, _ = every(loaded.train)
+    all_x = torch.cat([x_train, every(loaded.validation)[0], every(loaded.test)[0]])
     assert x.shape == (7, 3)
-    distances = torch.cdist(x, everything).min(1).values
+    distances = torch.cdist(x, all_x).min(1).values
     assert float(distances.max()) < 1e-3
 
 
@@ -149,51 +150,51 @@ def test_out_of_distribution_rows_need_no_target(here):
         ({}, {"features": ("age",), "image_size": 3}, "image_size cannot be used with a table"),
     ],
 )
-def test_tables_that_cannot_be_used(here, change, options, message):
+def test_tables_that_cannot_be_used(folder, change, options, message):
     table().assign(**change).to_csv("t.csv", index=False)
     with pytest.raises(ValueError, match=message):
-        loaded(**{"data": "t.csv", "target": "price", **options})
+        load_on_cpu(**{"data": "t.csv", "target": "price", **options})
 
 
-def test_missing_values_of_all_rows_and_columns_are_counted(here):
-    """Those of the rows that are held out, too, and rows are numbered as a person counts them."""
+def test_missing_values_of_all_rows_and_columns_are_counted(folder):
+    """Held-out rows count, too, and rows are numbered from 1, as a person counts them."""
     data = table(60)
     data.loc[4:39, "age"] = np.nan
     data.loc[2:59:3, "price"] = np.inf
     data.to_csv("t.csv", index=False)
     with pytest.raises(ValueError, match=r"36 in age, 20 in price. The first is in data row 3"):
-        loaded(data="t.csv", target="price", features=("age", "height"))
+        load_on_cpu(data="t.csv", target="price", features=("age", "height"))
     # In a table of further inputs likewise.
     table().to_csv("whole.csv", index=False)
-    found = loaded(
+    loaded = load_on_cpu(
         data="whole.csv",
         target="price",
         features=("age", "height"),
         model_args={"inputs": 2, "outputs": 1},
     )
     with pytest.raises(ValueError, match=r"t\.csv has missing .* 36 in age\. .* data row 5"):
-        found.read("t.csv", "inputs")
+        loaded.read("t.csv", "inputs")
 
 
-def test_a_class_that_no_training_row_has(here):
-    folder = here / "parts"
-    folder.mkdir()
+def test_a_class_that_no_training_row_has(folder):
+    data_folder = folder / "parts"
+    data_folder.mkdir()
     data = table()[["age", "kind"]]
-    data[:20].to_csv(folder / "train.csv", index=False)
-    data[20:].replace("red", "blue").to_csv(folder / "test.csv", index=False)
+    data[:20].to_csv(data_folder / "train.csv", index=False)
+    data[20:].replace("red", "blue").to_csv(data_folder / "test.csv", index=False)
     with pytest.raises(
         ValueError, match=r"test\.csv contains the value 'blue', which does not occur"
     ):
-        loaded(data=folder, target="kind")
+        load_on_cpu(data=data_folder, target="kind")
 
 
-def test_files_that_are_no_tables(here):
-    (here / "t.parquet").write_bytes(b"no table")
+def test_files_that_are_no_tables(folder):
+    (folder / "t.parquet").write_bytes(b"no table")
     with pytest.raises(ValueError, match=r"t\.parquet is damaged"):
-        loaded(data="t.parquet", target="y")
-    (here / "t.csv").write_text("a,b\n")
+        load_on_cpu(data="t.parquet", target="y")
+    (folder / "t.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="has no rows"):
-        loaded(data="t.csv", target="b")
+        load_on_cpu(data="t.csv", target="b")
 
 
 def test_a_table_in_another_encoding_is_refused_with_the_one_that_is_read(tmp_path):
@@ -205,38 +206,37 @@ def test_a_table_in_another_encoding_is_refused_with_the_one_that_is_read(tmp_pa
     assert list(read_table(path)) == ["größe", "y"]
 
 
-def test_arrays_of_further_inputs_are_in_the_units_of_the_table(here):
+def test_arrays_of_further_inputs_are_in_the_units_of_the_table(folder):
     data = table().drop(columns="kind")
-    data.to_csv(here / "t.csv", index=False)
+    data.to_csv(folder / "t.csv", index=False)
     features = data[["age", "height", "constant"]][:7]
-    features.to_csv(here / "rows.csv", index=False)
-    np.savez(here / "rows.npz", x=features.to_numpy(np.float32))
-    found = loaded(
+    features.to_csv(folder / "rows.csv", index=False)
+    np.savez(folder / "rows.npz", x=features.to_numpy(np.float32))
+    loaded = load_on_cpu(
         data="t.csv",
         target="price",
         model_args={"inputs": 3, "outputs": 1},
         ood={"csv": "rows.csv", "npz": "rows.npz"},
     )
-    torch.testing.assert_close(every(found.ood["npz"])[0], every(found.ood["csv"])[0])
-    assert any("in the same units" in note for note in found.notes)
+    torch.testing.assert_close(every(loaded.ood["npz"])[0], every(loaded.ood["csv"])[0])
+    assert any("in the same units" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_names_of_classes_may_all_be_numbers_in_one_of_the_files(here, suffix):
+def test_names_of_classes_may_all_be_numbers_in_one_of_the_files(folder, suffix):
     data = table().drop(columns=["price", "kind"])
     data["group"] = np.array(["1", "2", "3a"])[np.arange(40) % 3]
-    folder = here / "parts"
-    folder.mkdir()
-    parts = {"train": data[:20], "test": data[20:].query("group != '3a'")}
-    for part, rows in parts.items():
+    data_folder = folder / "parts"
+    data_folder.mkdir()
+    splits = {"train": data[:20], "test": data[20:].query("group != '3a'")}
+    for split, rows in splits.items():
         if suffix == "csv":
-            rows.to_csv(folder / f"{part}.csv", index=False)
+            rows.to_csv(data_folder / f"{split}.csv", index=False)
         else:
-            is_number = part == "test"
-            rows.assign(group=rows["group"].astype(int) if is_number else rows["group"]).to_parquet(
-                folder / f"{part}.parquet"
-            )
-    found = loaded(data=folder, target="group", model_args={"inputs": 3, "outputs": 3})
-    assert found.classes == ("1", "2", "3a")
-    _, y = every(found.test)
-    assert [found.classes[label] for label in y] == parts["test"]["group"].tolist()
+            if split == "test":
+                rows = rows.assign(group=rows["group"].astype(int))
+            rows.to_parquet(data_folder / f"{split}.parquet")
+    loaded = load_on_cpu(data=data_folder, target="group", model_args={"inputs": 3, "outputs": 3})
+    assert loaded.classes == ("1", "2", "3a")
+    _, y = every(loaded.test)
+    assert [loaded.classes[label] for label in y] == splits["test"]["group"].tolist()

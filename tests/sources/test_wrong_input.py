@@ -1,4 +1,4 @@
-"""What a new user gets wrong: a line that says what to do, before anything is written."""
+"""Mistakes of a new user end in one line that says what to do, before anything is written."""
 
 import shutil
 from pathlib import Path
@@ -13,16 +13,16 @@ from laplace_debias.sources import SourceSettings
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     user_files.networks(tmp_path, monkeypatch)
     user_files.image_folder(tmp_path / "images")
     user_files.archive(tmp_path / "d.npz")
     torch.manual_seed(0)
-    other = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    user_files.weights(tmp_path / "narrow.pt", other)
-    user_files.weights(tmp_path / "deep.pt", torch.nn.Sequential(*other, torch.nn.Linear(3, 3)))
-    user_files.weights(tmp_path / "foreign.pt", torch.nn.ModuleDict({"body": other}))
-    torch.save(other, tmp_path / "whole.pt")
+    narrow = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    user_files.weights(tmp_path / "narrow.pt", narrow)
+    user_files.weights(tmp_path / "deep.pt", torch.nn.Sequential(*narrow, torch.nn.Linear(3, 3)))
+    user_files.weights(tmp_path / "foreign.pt", torch.nn.ModuleDict({"body": narrow}))
+    torch.save(narrow, tmp_path / "whole.pt")
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
     (tmp_path / "text.pt").write_text("no weights")
     (tmp_path / "words.pt").write_text("epoch 3\nloss 0.2\n")
@@ -135,14 +135,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_line_says_what_to_do(here, case, capsys):
+def test_a_line_says_what_to_do(folder, case, capsys):
     arguments, message = WRONG[case]
     assert main(["fit", *arguments, "--output=posterior.safetensors", "--progress=false"]) == 2
     captured = capsys.readouterr()
     line = captured.err.splitlines()[-1]
     assert line.startswith("laplace-debias: error: ")
     assert message in line
-    assert not (here / "posterior.safetensors").exists()
+    assert not (folder / "posterior.safetensors").exists()
 
 
 ARCHIVES = {
@@ -171,9 +171,9 @@ ARCHIVES = {
 
 
 @pytest.mark.parametrize("case", ARCHIVES)
-def test_archives_that_cannot_be_used(here, case, capsys):
+def test_archives_that_cannot_be_used(folder, case, capsys):
     content, message = ARCHIVES[case]
-    user_files.archive(here / "bad.npz", **content)
+    user_files.archive(folder / "bad.npz", **content)
     arguments = ["--model=nets:rows", "--data=bad.npz", "--output=p.safetensors"]
     assert main(["fit", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -203,15 +203,15 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_folders_that_cannot_be_used(here, case, capsys):
+def test_folders_that_cannot_be_used(folder, case, capsys):
     spoil, message = FOLDERS[case]
-    spoil(here / "images")
+    spoil(folder / "images")
     arguments = ["--model=nets:build", "--data=images", "--output=p.safetensors"]
     assert main(["fit", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_error_nobody_foresaw_is_a_line_too(here, capsys, monkeypatch):
+def test_an_error_nobody_foresaw_is_a_line_too(folder, capsys, monkeypatch):
     from laplace_debias.commands import fit
 
     def breaks(settings):
