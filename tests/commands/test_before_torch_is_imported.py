@@ -1,6 +1,6 @@
-"""What is answered before torch is imported: help, mistyped options, files that do not exist.
+"""Help, mistyped options and files that do not exist are answered before torch is imported.
 
-The processes here find a module in the place of torch, whose import fails or takes forever.
+The processes of these tests import a module instead of torch, which fails or takes forever.
 """
 
 import os
@@ -72,7 +72,7 @@ ANSWERED = [
 )
 def test_these_need_no_torch(arguments, status, text, tmp_path):
     (tmp_path / "mine.py").touch()
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "laplace_debias", *arguments],
         cwd=tmp_path,
         env=environment(tmp_path, "raise RuntimeError('imported too early')\n"),
@@ -80,9 +80,9 @@ def test_these_need_no_torch(arguments, status, text, tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == status, done.stderr
-    assert text in (done.stderr if status else done.stdout)
-    assert "Traceback" not in done.stderr
+    assert completed.returncode == status, completed.stderr
+    assert text in (completed.stderr if status else completed.stdout)
+    assert "Traceback" not in completed.stderr
 
 
 def test_ctrl_c_while_torch_is_imported_ends_in_one_line(tmp_path):

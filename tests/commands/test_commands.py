@@ -63,14 +63,14 @@ def printed_config(arguments, capsys) -> str:
 
 
 def test_printed_config_can_be_read_again(capsys, tmp_path):
-    once = printed_config([*FIT, "--batch_size=7"], capsys)
-    (tmp_path / "again.yaml").write_text(once)
-    assert "batch_size: 7" in once
-    assert printed_config(["fit", f"--config={tmp_path / 'again.yaml'}"], capsys) == once
+    config = printed_config([*FIT, "--batch_size=7"], capsys)
+    (tmp_path / "again.yaml").write_text(config)
+    assert "batch_size: 7" in config
+    assert printed_config(["fit", f"--config={tmp_path / 'again.yaml'}"], capsys) == config
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("--examples=all", "--examples: expected a whole number, got 'all'. Use --examples N."),
         ("--workers=1.5", "--workers: expected a whole number, got '1.5'"),
@@ -78,9 +78,9 @@ def test_printed_config_can_be_read_again(capsys, tmp_path):
         ("--task=foo", "task is foo. Use classification, regression"),
     ],
 )
-def test_a_value_of_another_kind_is_told_in_a_sentence(option, told, capsys):
+def test_a_value_of_another_kind_is_told_in_a_sentence(option, message, capsys):
     assert main(["report", "--model=a:b", option]) == 2
-    assert f"error: {told}" in capsys.readouterr().err
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         (["--corruptions", "1,3,5"], (1, 3, 5)),
         (["--corruptions=2"], (2,)),
@@ -100,11 +100,11 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
         (["--corruptions", "[]"], ()),
     ],
 )
-def test_several_values_need_no_brackets(given, expected, capsys):
-    assert main(["report", "--model=a:b", *given, "--mean", "-0.5", "--print_config"]) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert tuple(found["corruptions"]) == expected
-    assert found["mean"] == [-0.5]
+def test_several_values_need_no_brackets(options, expected, capsys):
+    assert main(["report", "--model=a:b", *options, "--mean", "-0.5", "--print_config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert tuple(config["corruptions"]) == expected
+    assert config["mean"] == [-0.5]
 
 
 REPORT = ["report", "--model=a:b"]
@@ -130,8 +130,8 @@ REPORT = ["report", "--model=a:b"]
     ],
 )
 def test_words_of_the_command_line_set_fields(words, expected, capsys):
-    found = yaml.safe_load(printed_config([*REPORT, *words], capsys))
-    assert {name: found[name] for name in expected} == expected
+    config = yaml.safe_load(printed_config([*REPORT, *words], capsys))
+    assert {name: config[name] for name in expected} == expected
 
 
 def test_options_add_to_the_entries_of_files_and_replace_other_values(capsys, tmp_path):
@@ -141,13 +141,13 @@ def test_options_add_to_the_entries_of_files_and_replace_other_values(capsys, tm
     for name, content in (("first.yaml", first), ("second.yaml", second)):
         (tmp_path / name).write_text(yaml.safe_dump(content))
         words += ["--config", str(tmp_path / name)]
-    found = yaml.safe_load(printed_config([*REPORT, *words], capsys))
-    assert found["seed"] == 1
-    assert found["workers"] == 2
-    assert found["ood"] == {"x": "y", "z": "a"}
-    assert found["corruptions"] == [5]
-    assert found["checkpoint"] == "a.pt"
-    assert found["more_checkpoints"] == ["b.pt", "c.pt"]
+    config = yaml.safe_load(printed_config([*REPORT, *words], capsys))
+    assert config["seed"] == 1
+    assert config["workers"] == 2
+    assert config["ood"] == {"x": "y", "z": "a"}
+    assert config["corruptions"] == [5]
+    assert config["checkpoint"] == "a.pt"
+    assert config["more_checkpoints"] == ["b.pt", "c.pt"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""A table of counts from end to end, `--task=poisson`; and one of successes, by a user's own class.
+"""Every command on a table of counts (`--task=poisson`) and on one of successes (a user's class).
 
-The user's class is that of `docs/how-to-add.md`: the command line has only its import path.
+The class is that of `docs/how-to-add.md`; the command line gets its import path.
 """
 
 import json
@@ -19,7 +19,7 @@ from laplace_debias.cli import main
 from laplace_debias.sources import SourceSettings, load
 
 TRIALS = 6
-OWN = '''
+USER_LIKELIHOOD = '''
 import torch
 from torch.distributions import Binomial as BinomialDistribution
 from torch.distributions import Categorical, Independent, MixtureSameFamily
@@ -68,18 +68,18 @@ class Binomial(Likelihood):
 
 
 def table(path, draw):
-    """Rows of four numbers and a target drawn for their score."""
+    """Write rows of four numbers, and a target that is drawn from a score of them."""
     rng = np.random.default_rng(0)
     path.mkdir()
-    for part, rows in (("train", 200), ("val", 100), ("test", 160)):
+    for split, rows in (("train", 200), ("val", 100), ("test", 160)):
         x = rng.normal(size=(rows, 4))
         columns = {f"x{n}": x[:, n] for n in range(4)}
         columns["y"] = draw(rng, 1 + x[:, 0] + 0.5 * x[:, 1])
-        pandas.DataFrame(columns).to_csv(path / f"{part}.csv", index=False)
+        pandas.DataFrame(columns).to_csv(path / f"{split}.csv", index=False)
 
 
-def trained(here, task, loss):
-    """Train the network of the table, leave its weights in `net.pt`, and load it with its data."""
+def trained(folder, task, loss):
+    """Train the network of the table, save its weights in `net.pt`, and load it with its data."""
     options = {
         "model": "nets:rows",
         "model_args": {"outputs": 1},
@@ -96,7 +96,7 @@ def trained(here, task, loss):
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
-    user_files.weights(here / "net.pt", model)
+    user_files.weights(folder / "net.pt", model)
     return load(SourceSettings(**options, checkpoint=Path("net.pt")))
 
 
@@ -116,7 +116,7 @@ def counts(tmp_path, monkeypatch):
 def successes(tmp_path, monkeypatch):
     user_files.networks(tmp_path, monkeypatch)
     user_files.forget(monkeypatch, "own_likelihoods")
-    (tmp_path / "own_likelihoods.py").write_text(OWN)
+    (tmp_path / "own_likelihoods.py").write_text(USER_LIKELIHOOD)
     table(tmp_path / "data", lambda rng, score: rng.binomial(TRIALS, 1 / (1 + np.exp(-score))))
 
     def loss(outputs, targets):
@@ -125,8 +125,8 @@ def successes(tmp_path, monkeypatch):
     return trained(tmp_path, "own_likelihoods:Binomial", loss)
 
 
-def result(capsys, *arguments):
-    """What a command prints as JSON."""
+def run_json(capsys, *arguments):
+    """Run a command, and read what it prints as JSON."""
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -139,29 +139,29 @@ def metrics_on_set(results, method, set_name="test"):
 
 def test_counts_go_through_every_command(counts, capsys):
     task = "--task=poisson"
-    result(capsys, "fit", *COMMON, task, "--output=p.safetensors")
-    tuned = result(capsys, "tune", *COMMON, task, POSTERIOR)
+    run_json(capsys, "fit", *COMMON, task, "--output=p.safetensors")
+    tuned = run_json(capsys, "tune", *COMMON, task, POSTERIOR)
     assert tuned["metric"] == "nll"
-    result(capsys, "predict", *COMMON, task, POSTERIOR, "--output=p.csv")
-    evaluated = result(capsys, "evaluate", *COMMON, task, POSTERIOR)
-    reported = result(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
+    run_json(capsys, "predict", *COMMON, task, POSTERIOR, "--output=p.csv")
+    evaluated = run_json(capsys, "evaluate", *COMMON, task, POSTERIOR)
+    reported = run_json(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
 
     x, y = user_files.every(counts.test)
     y = y[:, 0].double().numpy()
     with torch.no_grad():
         rates = counts.model(x)[:, 0].double().exp().numpy()
-    found = metrics_on_set(reported, "network")
-    assert found["nll"] == pytest.approx(-stats.poisson.logpmf(y, rates).mean(), rel=1e-6)
-    assert found["mae"] == pytest.approx(np.abs(y - rates).mean(), rel=1e-6)
-    assert found["rmse"] == pytest.approx(np.sqrt(((y - rates) ** 2).mean()), rel=1e-6)
-    assert found["scaled_error"] == pytest.approx(
+    network_metrics = metrics_on_set(reported, "network")
+    assert network_metrics["nll"] == pytest.approx(-stats.poisson.logpmf(y, rates).mean(), rel=1e-6)
+    assert network_metrics["mae"] == pytest.approx(np.abs(y - rates).mean(), rel=1e-6)
+    assert network_metrics["rmse"] == pytest.approx(np.sqrt(((y - rates) ** 2).mean()), rel=1e-6)
+    assert network_metrics["scaled_error"] == pytest.approx(
         np.sqrt(((y - rates) ** 2 / rates).mean()), rel=1e-6
     )
     low = stats.poisson.ppf(0.025, rates)
     high = stats.poisson.ppf(0.975, rates)
-    assert found["coverage"] == pytest.approx(((low <= y) & (y <= high)).mean(), abs=1e-9)
-    assert found["width"] == pytest.approx((high - low).mean(), abs=1e-9)
-    assert metrics_on_set(evaluated, "network") == found
+    assert network_metrics["coverage"] == pytest.approx(((low <= y) & (y <= high)).mean(), abs=1e-9)
+    assert network_metrics["width"] == pytest.approx((high - low).mean(), abs=1e-9)
+    assert metrics_on_set(evaluated, "network") == network_metrics
 
     la = Laplace.load("p.safetensors", counts.model)
     log_prob = la.predict(x).log_prob(torch.from_numpy(y)[:, None])
@@ -170,20 +170,20 @@ def test_counts_go_through_every_command(counts, capsys):
     assert 0.9 <= posterior["coverage"] <= 1
     columns = pandas.read_csv("p.csv")
     moments = la.functional(x, diagonal=True)
-    mean, variance = (part[:, 0].double().numpy() for part in moments)
+    mean, variance = (moment[:, 0].double().numpy() for moment in moments)
     np.testing.assert_allclose(columns["mean"], np.exp(mean + variance / 2), rtol=1e-4)
     for quantile, name in ((0.025, "lower"), (0.975, "upper")):
         ends = columns[name][:20]
         for end, m, v in zip(ends, mean[:20], variance[:20], strict=True):
             assert _below(end - 1, m, v) < quantile <= _below(end, m, v) + 1e-6
 
-    result(capsys, "predict", *COMMON, task, POSTERIOR, "--method=map", "--output=map.csv")
+    run_json(capsys, "predict", *COMMON, task, POSTERIOR, "--method=map", "--output=map.csv")
     columns = pandas.read_csv("map.csv")
     np.testing.assert_array_equal(columns["lower"], low)
     np.testing.assert_array_equal(columns["upper"], high)
 
     options = ["--examples=40", "--eigenpairs=2", "--max_matvecs=60", "--tolerance=1e-6"]
-    spectrum = result(capsys, "spectrum", *COMMON, task, *options, "--output=spectrum")
+    spectrum = run_json(capsys, "spectrum", *COMMON, task, *options, "--output=spectrum")
     features = []
     for row in user_files.every(counts.train)[0][:40]:
         gradients = torch.autograd.grad(counts.model(row[None])[0, 0], counts.model.parameters())
@@ -226,22 +226,24 @@ def test_a_posterior_of_another_task_is_refused(counts, capsys):
 
 def test_a_likelihood_of_ones_own_goes_through_every_command(successes, capsys):
     task = "--task=own_likelihoods:Binomial"
-    result(capsys, "fit", *COMMON, task, "--output=p.safetensors")
-    result(capsys, "predict", *COMMON, task, POSTERIOR, "--output=p.csv")
-    evaluated = result(capsys, "evaluate", *COMMON, task, POSTERIOR)
-    reported = result(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
+    run_json(capsys, "fit", *COMMON, task, "--output=p.safetensors")
+    run_json(capsys, "predict", *COMMON, task, POSTERIOR, "--output=p.csv")
+    evaluated = run_json(capsys, "evaluate", *COMMON, task, POSTERIOR)
+    reported = run_json(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
     assert reported["task"] == "Binomial"
 
     x, y = user_files.every(successes.test)
     y = y[:, 0].double().numpy()
     with torch.no_grad():
         p = successes.model(x)[:, 0].double().sigmoid().numpy()
-    found = metrics_on_set(reported, "network")
-    assert found["nll"] == pytest.approx(-stats.binom.logpmf(y, TRIALS, p).mean(), rel=1e-6)
-    assert found["mae"] == pytest.approx(np.abs(y - TRIALS * p).mean(), rel=1e-6)
+    network_metrics = metrics_on_set(reported, "network")
+    assert network_metrics["nll"] == pytest.approx(
+        -stats.binom.logpmf(y, TRIALS, p).mean(), rel=1e-6
+    )
+    assert network_metrics["mae"] == pytest.approx(np.abs(y - TRIALS * p).mean(), rel=1e-6)
     # `torch.distributions.Binomial` has no distribution function, so there are no intervals.
-    assert "coverage" not in found
-    assert metrics_on_set(evaluated, "network") == found
+    assert "coverage" not in network_metrics
+    assert metrics_on_set(evaluated, "network") == network_metrics
     assert {row["metric"] for row in reported["rows"] if row["set"] == "far"} >= {"auroc"}
 
     likelihood = successes.likelihood

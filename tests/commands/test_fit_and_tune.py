@@ -37,7 +37,7 @@ def command(name: str, checkpoint: Path, *options: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "options", "seen"),
+    ("mode", "options", "ranges"),
     [
         ("debiased", ["--batch_size=6"], [(0, 6), (6, 12)]),
         ("mini", ["--batch_size=9"], [(0, 9)]),
@@ -45,23 +45,31 @@ def command(name: str, checkpoint: Path, *options: str) -> list[str]:
     ],
 )
 def test_fit_saves_what_laplace_fits_to_the_same_images(
-    checkpoint, tmp_path, mode, options, seen, capsys
+    checkpoint, tmp_path, mode, options, ranges, capsys
 ):
     output = tmp_path / "new folder" / "posterior.safetensors"
-    chosen = [f"--mode={mode}", "--params=weights", "--curvature=ekfac", "--prior_precision=3"]
-    found = command("fit", checkpoint, f"--output={output}", "--seed=1", *chosen, *options)
-    assert main(found) == 0
-    model, data = network(checkpoint), digits_parts()
+    posterior_options = [
+        f"--mode={mode}",
+        "--params=weights",
+        "--curvature=ekfac",
+        "--prior_precision=3",
+    ]
+    arguments = command(
+        "fit", checkpoint, f"--output={output}", "--seed=1", *posterior_options, *options
+    )
+    assert main(arguments) == 0
+    model = network(checkpoint)
+    data = digits_parts()
     order = torch.randperm(len(data["train"]), generator=torch.Generator().manual_seed(1))
-    batches = [[data["train"].batch(order[first:last])] for first, last in seen]
+    batches = [[data["train"].batch(order[start:stop])] for start, stop in ranges]
     la = Laplace(model, curvature="ekfac", params="weights", prior_precision=3.0)
-    number = len(data["train"])
-    la.fit_batches(*batches, num_data=number)
+    num_data = len(data["train"])
+    la.fit_batches(*batches, num_data=num_data)
     x = data["test"].batch(range(4))[0]
     loaded = Laplace.load(output, model)
-    assert loaded.num_data == number
+    assert loaded.num_data == num_data
     torch.testing.assert_close(loaded.predict(x).probs, la.predict(x).probs)
-    assert f"N = {number:,}" in " ".join(capsys.readouterr().out.split())
+    assert f"N = {num_data:,}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_fit_takes_a_number_of_inducing_inputs(checkpoint, tmp_path, capsys):
@@ -85,18 +93,19 @@ def posterior(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("metric", ["nll", "brier"])
 def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric, capsys):
-    before = posterior.read_bytes()
+    content = posterior.read_bytes()
     output = tmp_path / "tuned.safetensors"
     grid = "--prior_precisions=[0.1,10.0,1000.0]"
     options = [f"--posterior={posterior}", f"--output={output}", f"--metric={metric}", grid]
     assert main(command("tune", checkpoint, "--validation_examples=20", *options)) == 0
-    model, data = network(checkpoint), digits_parts()
+    model = network(checkpoint)
+    data = digits_parts()
     order = torch.randperm(len(data["validation"]), generator=torch.Generator().manual_seed(0))[:20]
     la = Laplace.load(posterior, model)
-    found = la.tune([data["validation"].batch(order)], metric, [0.1, 10.0, 1000.0])
-    assert float(Laplace.load(output, model).prior_precision) == found.prior_precision
-    assert posterior.read_bytes() == before
-    is_at_the_end = found.prior_precision != 10.0
+    tuned = la.tune([data["validation"].batch(order)], metric, [0.1, 10.0, 1000.0])
+    assert float(Laplace.load(output, model).prior_precision) == tuned.prior_precision
+    assert posterior.read_bytes() == content
+    is_at_the_end = tuned.prior_precision != 10.0
     assert ("that was tried" in capsys.readouterr().out) == is_at_the_end
 
 
@@ -117,21 +126,22 @@ def test_bad_options_are_told_in_one_line_and_nothing_is_written(
     checkpoint, posterior, tmp_path, name, options, message, capsys
 ):
     output = tmp_path / "out.safetensors"
-    given = [f"--posterior={posterior}"] if name == "tune" else []
-    assert main(command(name, checkpoint, f"--output={output}", *given, *options)) == 2
+    if name == "tune":
+        options = [f"--posterior={posterior}", *options]
+    assert main(command(name, checkpoint, f"--output={output}", *options)) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert message in printed
     assert not output.exists()
 
 
 def test_an_existing_posterior_is_kept_unless_told_otherwise(checkpoint, posterior, capsys):
-    before = posterior.read_bytes()
-    again = command("fit", checkpoint, f"--output={posterior}", "--mode=debiased")
-    assert main(again) == 2
+    content = posterior.read_bytes()
+    fit_again = command("fit", checkpoint, f"--output={posterior}", "--mode=debiased")
+    assert main(fit_again) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert posterior.read_bytes() == before
-    assert main([*again, "--overwrite"]) == 0
-    assert posterior.read_bytes() != before
+    assert posterior.read_bytes() == content
+    assert main([*fit_again, "--overwrite"]) == 0
+    assert posterior.read_bytes() != content
 
 
 def test_tune_keeps_another_file_unless_told_otherwise(checkpoint, posterior, tmp_path, capsys):

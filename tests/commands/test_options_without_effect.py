@@ -1,4 +1,4 @@
-"""Options that a command does not use: refused on its line, told of where a file has them."""
+"""Options that a command does not use: an error on its line, a note if a file contains them."""
 
 import pytest
 import same_numbers
@@ -15,7 +15,7 @@ SOURCE = ["--model=nets:rows", "--data=d.npz", "--device=cpu", "--progress=false
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     user_files.networks(tmp_path, monkeypatch)
     user_files.archive(tmp_path / "d.npz")
     return tmp_path
@@ -43,30 +43,31 @@ NEEDED = {
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [(c, options) for c, several in REFUSED.items() for options in several]
+    ("command", "options"),
+    [(command, options) for command, refused in REFUSED.items() for options in refused],
 )
-def test_on_the_line_of_a_command_they_are_refused(here, command, options, capsys):
+def test_on_the_line_of_a_command_they_are_refused(folder, command, options, capsys):
     assert main([command, *SOURCE, *NEEDED.get(command, []), *options.split()]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "has no effect here (" in line
     assert line.endswith("). Remove it.")
-    assert sorted(path.name for path in here.iterdir()) == ["d.npz", "nets.py"]
+    assert sorted(path.name for path in folder.iterdir()) == ["d.npz", "nets.py"]
 
 
-def test_values_that_are_called_like_options_are_none(here, capsys):
-    (here / "d.npz").rename(here / "ood.npz")
+def test_values_that_are_called_like_options_are_none(folder, capsys):
+    (folder / "d.npz").rename(folder / "ood.npz")
     source = ["--model=nets:rows", "--data", "ood.npz", "--device=cpu", "--progress=false"]
     assert main(["fit", *source, "--output=p.safetensors"]) == 0, capsys.readouterr().err
 
 
-def test_in_a_file_for_several_commands_they_are_told(here, capsys):
+def test_in_a_file_for_several_commands_they_are_told(folder, capsys):
     settings = {
         "ood": {"x": "nowhere"},
         "corruptions": [1, 2],
         "validation_examples": 5,
         "held_out": 0.3,
     }
-    (here / "all.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "all.yaml").write_text(yaml.safe_dump(settings))
     common = [*SOURCE, "--config=all.yaml"]
     assert main(["fit", *common, "--output=p.safetensors"]) == 0
     printed = capsys.readouterr().out
@@ -84,9 +85,9 @@ def test_in_a_file_for_several_commands_they_are_told(here, capsys):
     assert "ood x: the path nowhere does not exist" in capsys.readouterr().err
 
 
-def test_held_out_is_told_of_where_data_has_parts_alone(here):
+def test_held_out_is_told_of_where_data_has_parts_alone(folder):
     content = user_files.arrays()
-    user_files.archive(here / "whole.npz", x=content["x_train"], y=content["y_train"])
+    user_files.archive(folder / "whole.npz", x=content["x_train"], y=content["y_train"])
 
     def notes(data, held_out):
         options = {"model": "nets:rows", "device": "cpu", "held_out": held_out}
@@ -97,7 +98,7 @@ def test_held_out_is_told_of_where_data_has_parts_alone(here):
     assert "held_out is not used" not in notes("whole.npz", 0.3)
 
 
-def test_workers_of_batches_that_are_taken_as_they_are_are_refused(here, capsys):
+def test_workers_of_batches_that_are_taken_as_they_are_are_refused(folder, capsys):
     with open("nets.py", "a") as file:
         file.write(
             "\n\ndef batches():\n    part = [(torch.randn(9, 4), torch.arange(9) % 3)]\n"
@@ -128,18 +129,19 @@ def test_joint_blocks_of_one_block_are_refused(curvature):
 
 @pytest.mark.parametrize("curvature", ["lowrank", "full"])
 def test_a_file_that_names_joint_blocks_is_read_as_it_was_written(curvature, tmp_path):
-    """Earlier versions let it pass, and ordered the entries of the one block by it."""
+    """Earlier versions allowed `joint=True`, which ordered the entries of the single block."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
-    x, y = torch.randn(9, 4), torch.arange(9) % 3
+    x = torch.randn(9, 4)
+    y = torch.arange(9) % 3
     la = same_numbers.make_laplace(model, curvature, joint=True)
     la.fit([(x, y)]).save(tmp_path / "file")
     assert la.posterior.order is not None
     loaded = Laplace.load(tmp_path / "file", model)
-    for found, expected in zip(loaded.functional(x), la.functional(x), strict=True):
-        assert torch.equal(found, expected)
+    for moment, expected in zip(loaded.functional(x), la.functional(x), strict=True):
+        assert torch.equal(moment, expected)
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
-    # A later fit orders them so too, and is the same fit.
+    # A later fit orders the entries in the same way, and is the same fit.
     assert torch.equal(loaded.fit([(x, y)]).posterior.order, la.posterior.order)
     torch.testing.assert_close(loaded.functional(x)[1], la.functional(x)[1])

@@ -1,4 +1,4 @@
-"""fit, tune, predict and spectrum on a network and data that users user_files."""
+"""fit, tune, predict and spectrum on a network and data of a user."""
 
 import json
 
@@ -18,13 +18,13 @@ QUIET = ["--device=cpu", "--progress=false"]
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     user_files.networks(tmp_path, monkeypatch)
     user_files.archive(tmp_path / "d.npz")
     return tmp_path
 
 
-def loaded(**options):
+def load_on_cpu(**options):
     return load(SourceSettings(**{"device": "cpu", "progress": False, **options}))
 
 
@@ -32,17 +32,20 @@ ROWS_OF_NUMBERS = {"model": "nets:rows", "model_args": {"outputs": 1}, "data": "
 ROWS = ["--model=nets:rows", "--data=d.npz", *QUIET]
 
 
-def test_a_whole_session_on_images(here, capsys):
-    user_files.image_folder(here / "images")
-    user_files.loose_images(here / "loose")
-    (here / "loose" / "4.png").rename(here / "loose" / "@4.png")
+def test_a_whole_session_on_images(folder, capsys):
+    user_files.image_folder(folder / "images")
+    user_files.loose_images(folder / "loose")
+    (folder / "loose" / "4.png").rename(folder / "loose" / "@4.png")
     torch.manual_seed(5)
     trained = nn.Sequential(
-        *(nn.Conv2d(3, 5, 5, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Conv2d(3, 5, 5, stride=4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(5, 3),
     )
-    user_files.weights(here / "net.pt", trained, "module.", "state_dict")
-    (here / "all.yaml").write_text(
+    user_files.weights(folder / "net.pt", trained, "module.", "state_dict")
+    (folder / "all.yaml").write_text(
         "model: nets:build\nmodel_args: {width: 5}\ncheckpoint: net.pt\ndata: images\n"
         "mean: [0.5, 0.4, 0.3]\nstd: [0.2, 0.3, 0.4]\nood: {loose: loose}\n"
         "device: cpu\nprogress: false\n"
@@ -59,42 +62,44 @@ def test_a_whole_session_on_images(here, capsys):
     assert main([*predict, "--output=test.parquet"]) == 0
 
     options = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "ood": {"loose": "loose"}}
-    found = loaded(model="nets:build", model_args={"width": 5}, data="images", **options)
-    found.model.load_state_dict(trained.state_dict())
-    la = Laplace(found.model, params="last_layer").fit(list(found.train), num_data=24)
-    la.tune(list(found.validation), grid=[0.1, 1.0, 10.0])
+    loaded = load_on_cpu(model="nets:build", model_args={"width": 5}, data="images", **options)
+    loaded.model.load_state_dict(trained.state_dict())
+    la = Laplace(loaded.model, params="last_layer").fit(list(loaded.train), num_data=24)
+    la.tune(list(loaded.validation), grid=[0.1, 1.0, 10.0])
     table = pandas.read_csv("loose.csv")
-    assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes
-    x = torch.cat([x for x, _ in found.ood["loose"]])
+    assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in loaded.notes
+    x = torch.cat([x for x, _ in loaded.ood["loose"]])
     predictive = la.predict(x)
     columns = table[[f"probability_{name}" for name in user_files.CLASSES]].to_numpy()
     np.testing.assert_allclose(columns, predictive.probs.numpy(), atol=1e-5)
     np.testing.assert_allclose(table["entropy"], predictive.entropy(), atol=1e-5)
-    # No spreadsheet takes a name for a formula.
+    # A leading quote keeps spreadsheets from reading the name as a formula.
     assert table["name"].tolist() == [*(f"{n}.png" for n in range(4)), "'@4.png"]
     table = pandas.read_parquet("test.parquet")
     assert table["label"].tolist() == [name for name in user_files.CLASSES for _ in range(3)]
     assert table["row"].tolist() == list(range(9))
-    most = table[[f"probability_{name}" for name in user_files.CLASSES]].to_numpy().argmax(1)
-    assert [user_files.CLASSES[label] for label in most] == table["prediction"].tolist()
+    predicted_labels = (
+        table[[f"probability_{name}" for name in user_files.CLASSES]].to_numpy().argmax(1)
+    )
+    assert [user_files.CLASSES[label] for label in predicted_labels] == table["prediction"].tolist()
 
 
-def test_regression_with_its_noise(here):
-    user_files.archive(here / "r.npz", **user_files.arrays("numbers"))
+def test_regression_with_its_noise(folder):
+    user_files.archive(folder / "r.npz", **user_files.arrays("numbers"))
     common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
     assert main(["fit", *common, "--sigma=0.5", "--output=p.safetensors"]) == 0
     by_evidence = ["tune", *common, "--posterior=p.safetensors", "--method=marglik"]
     assert main([*by_evidence, "--sigma", "--per=kind", "--output=k.safetensors"]) == 0
-    tuned = Laplace.load("k.safetensors", loaded(**ROWS_OF_NUMBERS).model)
+    tuned = Laplace.load("k.safetensors", load_on_cpu(**ROWS_OF_NUMBERS).model)
     assert float(tuned.likelihood.sigma) != pytest.approx(0.5, rel=1e-3)
     assert len({float(delta) for delta in tuned.prior_precision}) > 1
     assert main(["tune", *common, "--posterior=p.safetensors", "--per=kind"]) == 2
     assert main(by_evidence) == 0
     predict = ["predict", *common, "--posterior=p.safetensors", "--output=p.csv"]
     assert main(predict) == 0
-    found = loaded(**ROWS_OF_NUMBERS)
-    la = Laplace.load(here / "p.safetensors", found.model)
-    x, y = (torch.cat(parts) for parts in zip(*found.test, strict=True))
+    loaded = load_on_cpu(**ROWS_OF_NUMBERS)
+    la = Laplace.load(folder / "p.safetensors", loaded.model)
+    x, y = user_files.every(loaded.test)
     mean, covariance = la.functional(x)
     table = pandas.read_csv("p.csv")
     np.testing.assert_allclose(table["mean"], mean[:, 0].numpy(), rtol=1e-5)
@@ -106,7 +111,7 @@ def test_regression_with_its_noise(here):
     np.testing.assert_allclose(table["upper"], table["mean"] + half, atol=1e-5)
     epistemic = covariance[:, 0, 0].sqrt().numpy()
     np.testing.assert_allclose(table["epistemic"], epistemic, rtol=1e-5)
-    # Of draws nearly the same, of the network alone none.
+    # From draws it is nearly the same; the network alone has none.
     assert main([*predict, "--method=glm-mc", "--samples=2000", "--overwrite"]) == 0
     np.testing.assert_allclose(pandas.read_csv("p.csv")["epistemic"], epistemic, rtol=0.1)
     assert main([*predict, "--method=map", "--overwrite"]) == 0
@@ -120,33 +125,37 @@ def test_regression_with_its_noise(here):
         ("two", 1, ["probability", "entropy"]),
     ],
 )
-def test_labels_that_may_apply_at_once_and_one_logit(here, targets, outputs, columns):
+def test_labels_that_may_apply_at_once_and_one_logit(folder, targets, outputs, columns):
     content = user_files.arrays(classes=2) if targets == "two" else user_files.arrays(targets)
-    user_files.archive(here / "m.npz", **content)
+    user_files.archive(folder / "m.npz", **content)
     common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=m.npz", *QUIET]
     assert main(["fit", *common, "--output=p.safetensors"]) == 0
     predict = ["predict", *common, "--posterior=p.safetensors", "--output=p.csv", "--method=map"]
     assert main(predict) == 0
     table = pandas.read_csv("p.csv")
     assert [name for name in table.columns if name in columns] == columns
-    found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="m.npz")
-    x = torch.cat([x for x, _ in found.test])
+    loaded = load_on_cpu(model="nets:rows", model_args={"outputs": outputs}, data="m.npz")
+    x = torch.cat([x for x, _ in loaded.test])
     with torch.no_grad():
-        expected = found.model(x).sigmoid().numpy()
-    first = [name for name in columns if name != "entropy"]
-    np.testing.assert_allclose(table[first].to_numpy(), expected, atol=1e-5)
+        expected = loaded.model(x).sigmoid().numpy()
+    probabilities = [name for name in columns if name != "entropy"]
+    np.testing.assert_allclose(table[probabilities].to_numpy(), expected, atol=1e-5)
 
 
-def test_a_table_has_the_scores_of_the_posterior(here):
-    """Against the moments of the logits and draws of them, written out here."""
+def entropy(probs):
+    return -(probs * probs.log()).sum(-1)
+
+
+def test_a_table_has_the_scores_of_the_posterior(folder):
+    """They are computed again from the moments of the logits and from draws of them."""
     fit = ["fit", *ROWS, "--prior_precision=0.01", "--params=all", "--output=p.safetensors"]
     assert main(fit) == 0
     predict = ["predict", *ROWS, "--posterior=p.safetensors", "--output=p.csv", "--overwrite"]
     assert main(predict) == 0
     table = pandas.read_csv("p.csv")
-    found = loaded(model="nets:rows", data="d.npz")
-    x = torch.cat([x for x, _ in found.test])
-    la = Laplace.load("p.safetensors", found.model)
+    loaded = load_on_cpu(model="nets:rows", data="d.npz")
+    x = torch.cat([x for x, _ in loaded.test])
+    la = Laplace.load("p.safetensors", loaded.model)
     mean, covariance = (moment.double() for moment in la.functional(x))
 
     # The variance of the logits without their common part, which no probability depends on.
@@ -154,27 +163,28 @@ def test_a_table_has_the_scores_of_the_posterior(here):
     variance = (centre @ covariance @ centre).diagonal(dim1=1, dim2=2).mean(1)
     np.testing.assert_allclose(table["variance"], variance, rtol=1e-4)
 
-    # The log-probability that the difference to another logit is negative, of the likeliest one.
+    # The largest log-probability that another logit exceeds that of the predicted class.
     expected = []
     for m, C in zip(mean, covariance, strict=True):
         top = int(m.argmax())
-        tails = []
-        for other in {0, 1, 2} - {top}:
-            spread = (C[top, top] + C[other, other] - 2 * C[top, other]).sqrt()
-            tails.append(float(torch.special.log_ndtr(-(m[top] - m[other]) / spread)))
-        expected.append(max(tails))
+        log_probabilities = []
+        for rival in {0, 1, 2} - {top}:
+            spread = (C[top, top] + C[rival, rival] - 2 * C[top, rival]).sqrt()
+            log_probability = torch.special.log_ndtr(-(m[top] - m[rival]) / spread)
+            log_probabilities.append(float(log_probability))
+        expected.append(max(log_probabilities))
     np.testing.assert_allclose(table["instability"], expected, rtol=1e-3)
 
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(20_000, len(x), 3, generator=generator, dtype=torch.float64)
     root = torch.linalg.cholesky(covariance + 1e-9 * torch.eye(3))
     probs = (mean + torch.einsum("bij,sbj->sbi", root, noise)).softmax(-1)
-    entropies = [-(p * p.log()).sum(-1) for p in (probs.mean(0), probs)]
-    mutual = entropies[0] - entropies[1].mean(0)
+    total = entropy(probs.mean(0))
+    mutual = total - entropy(probs).mean(0)
     assert float(mutual.max()) > 0.05
     np.testing.assert_allclose(table["mutual_information"], mutual, atol=0.01)
 
-    # By draws too: those of the predictions, so that their entropy is that of the column.
+    # With draws, too: the score comes from the draws that the predictions are the mean of.
     for method in ("glm-mc", "nn"):
         options = [f"--method={method}", "--samples=4000"]
         assert main([*predict, *options]) == 0
@@ -187,11 +197,11 @@ def test_a_table_has_the_scores_of_the_posterior(here):
     assert not {"mutual_information", "variance"} & set(pandas.read_csv("p.csv").columns)
 
 
-def test_a_network_that_predicts_its_noise(here, capsys):
+def test_a_network_that_predicts_its_noise(folder, capsys):
     """Means and log-variances: the noise is E[exp s] of normal log-variances s."""
     with open("nets.py", "a") as file:
         file.write("\n\ndef noisy():\n    torch.manual_seed(0)\n    return nn.Linear(4, 2)\n")
-    user_files.archive(here / "r.npz", **user_files.arrays("numbers"))
+    user_files.archive(folder / "r.npz", **user_files.arrays("numbers"))
     common = ["--model=nets:noisy", "--data=r.npz", "--task=heteroscedastic", *QUIET]
     assert main(["fit", *common, "--output=p.safetensors"]) == 0
     posterior = "--posterior=p.safetensors"
@@ -200,9 +210,9 @@ def test_a_network_that_predicts_its_noise(here, capsys):
     assert main(["spectrum", *common, "--examples=20", "--eigenpairs=3"]) == 0
     assert main(["predict", *common, posterior, "--output=p.csv"]) == 0
     table = pandas.read_csv("p.csv")
-    found = loaded(model="nets:noisy", data="r.npz", task="heteroscedastic")
-    x, y = (torch.cat(parts) for parts in zip(*found.test, strict=True))
-    la = Laplace.load("p.safetensors", found.model)
+    loaded = load_on_cpu(model="nets:noisy", data="r.npz", task="heteroscedastic")
+    x, y = user_files.every(loaded.test)
+    la = Laplace.load("p.safetensors", loaded.model)
     outputs, covariance = (moment.double() for moment in la.functional(x))
     noise = (outputs[:, 1] + covariance[:, 1, 1] / 2).exp()
     np.testing.assert_allclose(table["mean"], outputs[:, 0], rtol=1e-5)
@@ -214,14 +224,14 @@ def test_a_network_that_predicts_its_noise(here, capsys):
     assert main(["predict", *common, posterior, *draws]) == 0
     drawn = pandas.read_csv("q.csv")
     np.testing.assert_allclose(drawn["epistemic"], table["epistemic"], rtol=0.1)
-    # One output is no mean and log-variance.
+    # A network with one output does not predict a mean and a log-variance.
     capsys.readouterr()
     wrong = ["fit", "--model=nets:rows", "--model_args.outputs=1", *common[1:], "--output=w"]
     assert main(wrong) == 2
     assert "has 1 outputs, but the data has 2 means and log-variances" in capsys.readouterr().err
 
 
-def test_draws_of_predictions_follow_the_seed(here):
+def test_draws_of_predictions_follow_the_seed(folder):
     assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
     tables = []
     for number, options in enumerate((["--seed=1"], ["--seed=1"], ["--seed=2"], ["--samples=3"])):
@@ -235,30 +245,32 @@ def test_draws_of_predictions_follow_the_seed(here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
-def test_the_spectrum_of_each_task(here, task):
+def test_the_spectrum_of_each_task(folder, task):
     kinds = {"regression": "numbers", "multilabel": "labels"}
     content = user_files.arrays(kinds.get(task, "classes"), classes=2 if task == "binary" else 3)
-    user_files.archive(here / "s.npz", **content)
+    user_files.archive(folder / "s.npz", **content)
     outputs = 1 if task in ("binary", "regression") else 3
     common = ["--model=nets:rows", f"--model_args.outputs={outputs}", "--data=s.npz", *QUIET]
     options = ["--examples=20", "--eigenpairs=3", "--max_matvecs=60", "--tolerance=1e-6"]
     assert main(["spectrum", *common, *options, "--output=out"]) == 0
-    found = loaded(model="nets:rows", model_args={"outputs": outputs}, data="s.npz")
-    x = torch.cat([x for x, _ in found.train])[:20]
-    outputs_of = torch.func.functional_call
-    parameters = {name: p.detach().double() for name, p in found.model.named_parameters()}
+    loaded = load_on_cpu(model="nets:rows", model_args={"outputs": outputs}, data="s.npz")
+    x = torch.cat([x for x, _ in loaded.train])[:20]
+    parameters = {name: p.detach().double() for name, p in loaded.model.named_parameters()}
 
-    def flat(vector):
-        parts = vector.split([p.numel() for p in parameters.values()])
-        named = zip(parameters.items(), parts, strict=True)
-        return {name: part.reshape(p.shape) for (name, p), part in named}
+    def parameters_of(vector):
+        """Split a vector of all parameters into tensors by name."""
+        pieces = vector.split([p.numel() for p in parameters.values()])
+        return {
+            name: piece.reshape(p.shape)
+            for (name, p), piece in zip(parameters.items(), pieces, strict=True)
+        }
 
     def f(vector):
-        return outputs_of(found.model, flat(vector), (x.double(),))
+        return torch.func.functional_call(loaded.model, parameters_of(vector), (x.double(),))
 
-    at = torch.cat([p.flatten() for p in parameters.values()])
-    J = torch.autograd.functional.jacobian(f, at)
-    logits = f(at)
+    trained = torch.cat([p.flatten() for p in parameters.values()])
+    J = torch.autograd.functional.jacobian(f, trained)
+    logits = f(trained)
     if task == "classification":
         p = logits.softmax(1)
         H = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / 20
@@ -269,41 +281,41 @@ def test_the_spectrum_of_each_task(here, task):
         H = torch.diag_embed(p * (1 - p)) / (20 * outputs)
     G = torch.einsum("nci,ncd,ndj->ij", J, H, J)
     expected = torch.linalg.eigvalsh(G).flip(0)[:3]
-    values = [row["eigenvalue"] for row in read_csv(here / "out" / "eigenvalues.csv")]
+    values = [row["eigenvalue"] for row in read_csv(folder / "out" / "eigenvalues.csv")]
     np.testing.assert_allclose(values, expected.numpy(), rtol=1e-4)
 
 
-def test_json_is_all_there_is_on_the_standard_output(here, capsys):
+def test_json_is_all_there_is_on_the_standard_output(folder, capsys):
     commands = {
         "fit": ["--output=p.safetensors"],
         "tune": ["--posterior=p.safetensors"],
         "predict": ["--posterior=p.safetensors", "--output=p.csv"],
         "spectrum": ["--examples=10", "--eigenpairs=2", "--output=out"],
     }
-    found = {}
+    results = {}
     for name, options in commands.items():
         assert main([name, *ROWS, *options, "--json"]) == 0
         captured = capsys.readouterr()
         assert len(captured.out.splitlines()) == 1
-        found[name] = json.loads(captured.out)
-    assert found["fit"]["num_data"] == 30
-    assert found["fit"]["posterior"] == "p.safetensors"
-    assert len(found["tune"]["table"]) >= 31
-    low, high = found["tune"]["flat"]
-    assert low <= found["tune"]["prior_precision"] <= high
-    la = Laplace.load(here / "p.safetensors", loaded(model="nets:rows", data="d.npz").model)
-    assert found["tune"]["prior_precision"] == pytest.approx(float(la.prior_precision))
-    assert found["predict"]["num_predictions"] == 9
-    assert len(found["spectrum"]["eigenvalues"]) == 2
+        results[name] = json.loads(captured.out)
+    assert results["fit"]["num_data"] == 30
+    assert results["fit"]["posterior"] == "p.safetensors"
+    assert len(results["tune"]["table"]) >= 31
+    low, high = results["tune"]["flat"]
+    assert low <= results["tune"]["prior_precision"] <= high
+    la = Laplace.load(folder / "p.safetensors", load_on_cpu(model="nets:rows", data="d.npz").model)
+    assert results["tune"]["prior_precision"] == pytest.approx(float(la.prior_precision))
+    assert results["predict"]["num_predictions"] == 9
+    assert len(results["spectrum"]["eigenvalues"]) == 2
     assert main(["fit", *ROWS, "--output=p.safetensors", "--json"]) == 2  # it exists
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "add --overwrite" in captured.err
 
 
-def test_without_validation_data_tune_says_what_is_possible(here, capsys):
-    content = {k: v for k, v in user_files.arrays().items() if "val" not in k}
-    user_files.archive(here / "d.npz", **content)
+def test_without_validation_data_tune_says_what_is_possible(folder, capsys):
+    content = {name: array for name, array in user_files.arrays().items() if "val" not in name}
+    user_files.archive(folder / "d.npz", **content)
     assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
     assert "There is no validation data" in capsys.readouterr().out
     assert main(["tune", *ROWS, "--posterior=p.safetensors"]) == 2
@@ -339,14 +351,14 @@ def test_without_validation_data_tune_says_what_is_possible(here, capsys):
         (["fit", "--output=n.safetensors", "--sigma=1.0"], "`sigma` is the noise of a regression"),
     ],
 )
-def test_options_that_make_no_sense(here, arguments, message, capsys):
+def test_options_that_make_no_sense(folder, arguments, message, capsys):
     assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
-    (here / "o.csv").write_text("mine")
-    np.savez(here / "w.npz", x=np.zeros((2, 3)))
+    (folder / "o.csv").write_text("mine")
+    np.savez(folder / "w.npz", x=np.zeros((2, 3)))
     assert main([*arguments, *ROWS]) == 2
     assert message in capsys.readouterr().err
-    assert (here / "o.csv").read_text() == "mine"
-    assert not list(here.glob("n.*"))
+    assert (folder / "o.csv").read_text() == "mine"
+    assert not list(folder.glob("n.*"))
 
 
 OWN_DATA = """
@@ -354,7 +366,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 torch.manual_seed(0)
-x, y = torch.randn(40, 4), torch.arange(40) % 3
+x = torch.randn(40, 4)
+y = torch.arange(40) % 3
 far = 9 * torch.randn(10, 4)
 
 
@@ -373,9 +386,9 @@ def further():
 """
 
 
-def test_out_of_distribution_data_of_ones_own_need_no_labels(here, monkeypatch, capsys):
+def test_out_of_distribution_data_of_ones_own_need_no_labels(folder, monkeypatch, capsys):
     user_files.forget(monkeypatch, "own_data")
-    (here / "own_data.py").write_text(OWN_DATA)
+    (folder / "own_data.py").write_text(OWN_DATA)
     network = ["--model=nets:rows", *QUIET]
     assert main(["fit", *network, "--data=own_data:labelled", "--output=p.safetensors"]) == 0
     values = {}

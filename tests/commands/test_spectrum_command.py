@@ -49,7 +49,7 @@ def network():
 
 
 def training_images():
-    """Those that the seed chooses."""
+    """The 30 training images that the seed chooses, and their labels."""
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
     return digits_parts()["train"].batch(order[:30])
 
@@ -63,7 +63,8 @@ def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind, cap
     result = spectrum.run(settings)
     images, labels = training_images()
     A = kind(network(), nn.CrossEntropyLoss(), [(images, labels)])
-    V, values = result.eigenpairs.vectors, result.eigenpairs.values
+    V = result.eigenpairs.vectors
+    values = result.eigenpairs.values
     torch.testing.assert_close(A @ V, V * values, rtol=0, atol=2e-3 * float(values[0]))
     rows = read_csv(tmp_path / "eigenvalues.csv")
     assert [row["eigenvalue"] for row in rows] == pytest.approx(values.tolist())
@@ -146,10 +147,10 @@ def test_eigenvalues_that_are_negative_or_many_count_in_the_trace():
         A = Dense((matrix + matrix.T) / 2)
         if dtype == torch.float32:
             A = assume(A, symmetric=True, positive_semidefinite=True)
-        found = measure_spectrum(A, eigenpairs=8, **options)
-        assert (found.density is None) == (dtype == torch.float32)
+        measured = measure_spectrum(A, eigenpairs=8, **options)
+        assert (measured.density is None) == (dtype == torch.float32)
         total = float(values.double().sum())
-        assert abs(float(found.trace.value) - total) < 0.02 * abs(total) + 1e-4
+        assert abs(float(measured.trace.value) - total) < 0.02 * abs(total) + 1e-4
 
 
 def test_the_density_is_that_of_the_other_eigenvalues():
@@ -159,7 +160,7 @@ def test_the_density_is_that_of_the_other_eigenvalues():
     Q = torch.linalg.qr(normal.double()).Q
     matrix = (Q * values.double()) @ Q.T
     A = assume(Product((Dense(matrix), Dense(torch.eye(120).double()))), symmetric=True)
-    found = measure_spectrum(
+    measured = measure_spectrum(
         A,
         eigenpairs=60,
         tolerance=1e-8,
@@ -170,13 +171,13 @@ def test_the_density_is_that_of_the_other_eigenvalues():
         density_width=0.1,
         density_floor=1e-5,
     )
-    others = values.double()[60:]
-    assert found.density.null_fraction == pytest.approx(20 / 60)
-    positions = others[others > 0].log10()
-    gaussian = torch.distributions.Normal(positions, found.density.width)
-    grid = found.density.grid.log10()
+    remaining = values.double()[60:]
+    assert measured.density.null_fraction == pytest.approx(20 / 60)
+    positions = remaining[remaining > 0].log10()
+    gaussian = torch.distributions.Normal(positions, measured.density.width)
+    grid = measured.density.grid.log10()
     truth = gaussian.log_prob(grid[:, None]).exp().sum(dim=1) / 60
-    torch.testing.assert_close(found.density.density, truth, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(measured.density.density, truth, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("operator", "eigenpairs"), [(GGN, 20), (Hessian, 50)])
@@ -185,7 +186,7 @@ def test_there_is_no_density_where_all_other_eigenvalues_are_zero(operator, eige
     torch.manual_seed(0)
     model = nn.Linear(100, 1).double()
     data = [(torch.randn(20, 100).double(), torch.randn(20, 1).double())]
-    found = measure_spectrum(
+    measured = measure_spectrum(
         operator(model, nn.MSELoss(), data),
         eigenpairs=eigenpairs,
         tolerance=1e-6,
@@ -196,5 +197,5 @@ def test_there_is_no_density_where_all_other_eigenvalues_are_zero(operator, eige
         density_width=0.1,
         density_floor=1e-5,
     )
-    assert found.density is None
-    assert len(found.eigenpairs.values) == eigenpairs
+    assert measured.density is None
+    assert len(measured.eigenpairs.values) == eigenpairs

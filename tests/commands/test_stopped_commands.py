@@ -1,4 +1,4 @@
-"""What the command line says when it is stopped, lacks options, or lacks what pictures need."""
+"""Messages of commands that are stopped, or lack options, or lack packages for pictures."""
 
 import importlib
 import signal
@@ -37,7 +37,7 @@ REQUIRED = {
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """A folder with the files that the commands name."""
     (tmp_path / "m.py").touch()
     (tmp_path / "x.safetensors").touch()
@@ -50,7 +50,7 @@ def stop(*_):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, here, monkeypatch, capsys):
+def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, folder, monkeypatch, capsys):
     module = importlib.import_module(f"laplace_debias.commands.{command}")
     monkeypatch.setattr(module, "run", stop)
     assert main([command, *REQUIRED.get(command, [])]) == 130
@@ -69,14 +69,18 @@ def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
 
 
 def stopped(arguments, folder, monkeypatch, capsys):
-    """A command once to its end, and once with Ctrl-C at its second batch; how it is given again.
+    """Run a command to its end, and again with Ctrl-C at its second batch.
 
     Args:
-        arguments: Those of the command that writes to a file of this name.
-        folder: Where its state is.
+        arguments: Function from the name of the output file to the arguments of the command.
+        folder: The folder for the state of the second run.
+
+    Returns:
+        The arguments that resume the second run.
     """
     assert main(arguments("alone")) == 0
-    save, calls = SavedPass.save, []
+    save = SavedPass.save
+    calls = []
 
     def interrupted(self, *arguments):
         save(self, *arguments)
@@ -129,7 +133,8 @@ def test_a_posterior_that_could_not_be_saved_needs_no_further_pass(tmp_path, mon
         patch.setattr(Laplace, "save", refuse)
         assert main(resumed) == 2
     assert "the disk is full" in capsys.readouterr().err
-    save, num_saves = SavedPass.save, 0
+    save = SavedPass.save
+    num_saves = 0
 
     def counted(self, *arguments):
         nonlocal num_saves
@@ -157,9 +162,9 @@ def test_everything_that_is_missing_is_told_at_once(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert all(what in error for what in missing)
-    given = {argument.partition("=")[0] for argument in arguments}
-    assert not any(option in error.split() for option in given if option.startswith("--"))
+    assert all(text in error for text in missing)
+    passed = {argument.partition("=")[0] for argument in arguments}
+    assert not any(option in error.split() for option in passed if option.startswith("--"))
 
 
 @pytest.mark.slow
@@ -184,7 +189,9 @@ assert main([
 la = Laplace.load(r"{tmp_path}/posterior.safetensors", build().eval())
 print(la.predict(torch.rand(2, 1, 8, 8)).probs.shape)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "torch.Size([2, 10])" in done.stdout
-    assert f"Posterior: {tmp_path}/posterior.safetensors" in done.stdout
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert "torch.Size([2, 10])" in completed.stdout
+    assert f"Posterior: {tmp_path}/posterior.safetensors" in completed.stdout
