@@ -19,6 +19,7 @@ def predictions(n=300, classes=4, seed=0):
 
 
 def confidences(probs, labels):
+    """Pairs of each example's confidence, and 1 if its prediction is right or else 0."""
     rows = zip(probs.tolist(), labels.tolist(), strict=True)
     return [(max(row), float(row.index(max(row)) == label)) for row, label in rows]
 
@@ -26,13 +27,14 @@ def confidences(probs, labels):
 def equal_mass_by_sorting(probs, labels, num_bins):
     ordered = sorted(confidences(probs, labels))
     groups = np.array_split(np.array(ordered), num_bins)
-    return sum(abs((part[:, 1] - part[:, 0]).sum()) for part in groups) / len(ordered)
+    return sum(abs((group[:, 1] - group[:, 0]).sum()) for group in groups) / len(ordered)
 
 
 def mce_by_loop(probs, labels, num_bins):
     gaps = []
     for index in range(num_bins):
-        lower, upper = index / num_bins, (index + 1) / num_bins
+        lower = index / num_bins
+        upper = (index + 1) / num_bins
         # A confidence of 1 belongs to the last bin.
         is_last = index == num_bins - 1
         inside = [
@@ -46,9 +48,10 @@ def mce_by_loop(probs, labels, num_bins):
 
 
 def smooth_ece_by_kernel(probs, labels, points=1500):
-    """The definition: reflected Gaussian kernels, a mean over midpoints, a scan for the root."""
+    """Compute it by its definition: reflected Gaussian kernels, midpoints, bisection for sigma."""
     pairs = np.array(confidences(probs, labels))
-    f, residual = pairs[:, 0], pairs[:, 1] - pairs[:, 0]
+    f = pairs[:, 0]
+    residual = pairs[:, 1] - f
     t = (np.arange(points) + 0.5) / points
 
     def error(sigma):
@@ -59,10 +62,14 @@ def smooth_ece_by_kernel(probs, labels, points=1500):
                 smoothed += kernel @ residual / (sigma * math.sqrt(2 * math.pi))
         return np.abs(smoothed).mean() / len(f)
 
-    low, high = 1e-4, 1.0
+    low = 1e-4
+    high = 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if error(middle) > middle else (low, middle)
+        if error(middle) > middle:
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -78,9 +85,9 @@ def test_equal_confidences_share_a_bin_in_any_order():
     labels = torch.tensor([0] * 4 + [1] * 6 + [0, 0])
     order = torch.randperm(12)
     expected = (abs(4 - 7) + abs(2 - 1.8)) / 12
-    for chosen in (torch.arange(12), order):
-        found = metrics.ece_equal_mass(probs[chosen], labels[chosen], 3).item()
-        assert found == pytest.approx(expected, abs=1e-6)
+    for indices in (torch.arange(12), order):
+        error = metrics.ece_equal_mass(probs[indices], labels[indices], 3).item()
+        assert error == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_bins", [1, 5, 15])
@@ -121,12 +128,12 @@ def test_the_maximum_of_one_bin_is_the_expected_error():
 @pytest.mark.parametrize("num_bins", [1, 5, 15])
 def test_classwise_ece_is_the_mean_of_torchmetrics_binary_ones(num_bins):
     probs, labels = predictions()
-    each = [
+    binary_errors = [
         binary_calibration_error(probs[:, c], (labels == c).long(), num_bins).item()
         for c in range(probs.shape[1])
     ]
-    found = metrics.classwise_ece(probs, labels, num_bins).item()
-    assert found == pytest.approx(np.mean(each), abs=1e-6)
+    error = metrics.classwise_ece(probs, labels, num_bins).item()
+    assert error == pytest.approx(np.mean(binary_errors), abs=1e-6)
 
 
 @pytest.mark.parametrize(("n", "seed"), [(20, 0), (100, 1), (100, 2)])
@@ -140,21 +147,24 @@ def test_smooth_ece_equals_its_definition_by_kernels(n, seed):
 def test_smooth_ece_moves_little_where_a_confidence_crosses_a_border_of_bins():
     labels = torch.zeros(100, dtype=torch.long)
     below, above = (torch.tensor([[p, 1 - p]]).repeat(100, 1) for p in (0.5999999, 0.6000001))
-    below[:50] = above[:50] = torch.tensor([0.61, 0.39])
-    found = [metrics.smooth_ece(probs, labels).item() for probs in (below, above)]
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    below[:50] = torch.tensor([0.61, 0.39])
+    above[:50] = torch.tensor([0.61, 0.39])
+    error_below = metrics.smooth_ece(below, labels).item()
+    error_above = metrics.smooth_ece(above, labels).item()
+    assert error_below == pytest.approx(error_above, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     "metric", [metrics.ece_equal_mass, metrics.mce, metrics.classwise_ece, metrics.smooth_ece]
 )
 def test_certainty_is_perfect_or_worst(metric):
-    right, labels = torch.eye(4).repeat(3, 1), torch.arange(4).repeat(3)
-    assert metric(right, labels).item() == pytest.approx(0, abs=1e-6)
-    # Of four classes two are wrong in each example: one said, one not said.
+    probs = torch.eye(4).repeat(3, 1)
+    labels = torch.arange(4).repeat(3)
+    assert metric(probs, labels).item() == pytest.approx(0, abs=1e-6)
+    # Two of the four classes are wrong in each example: the predicted one and the true one.
     worst = 0.5 if metric is metrics.classwise_ece else 1
     # A width of 1 about the end loses nothing over the border: all kernels are reflected.
-    assert metric(right, (labels + 1) % 4).item() == pytest.approx(worst, abs=1e-6)
+    assert metric(probs, (labels + 1) % 4).item() == pytest.approx(worst, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,8 @@ def test_fewer_than_one_bin_is_refused(metric):
 
 def risk_by_loop(pairs):
     """The mean error rate over the most confident 1, 2 … n examples, in the order given."""
-    errors, risks = 0.0, []
+    errors = 0.0
+    risks = []
     for number, (_, right) in enumerate(pairs, start=1):
         errors += 1 - right
         risks.append(errors / number)
@@ -205,7 +216,8 @@ def test_risk_coverage_curve_equals_a_loop():
 
 def test_aurc_of_ties_is_the_expectation_over_their_order():
     p = torch.tensor([0.9, 0.7, 0.7, 0.7, 0.6], dtype=torch.float64)
-    probs, labels = torch.stack([p, 1 - p], 1), torch.tensor([0, 1, 0, 0, 1])
+    probs = torch.stack([p, 1 - p], 1)
+    labels = torch.tensor([0, 1, 0, 0, 1])
     pairs = confidences(probs, labels)
     orders = [[0, *middle, 4] for middle in itertools.permutations([1, 2, 3])]
     expected = np.mean([np.mean(risk_by_loop([pairs[i] for i in order])) for order in orders])
@@ -215,14 +227,16 @@ def test_aurc_of_ties_is_the_expectation_over_their_order():
 def test_aurc_is_lowest_where_mistakes_come_last():
     p = torch.linspace(0.99, 0.6, 10)
     probs = torch.stack([p, 1 - p], 1)
-    last, first = torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long)
-    last[-2:], first[:2] = 1, 1
-    assert metrics.aurc(probs, last) < metrics.aurc(probs, first)
+    mistakes_last = torch.zeros(10, dtype=torch.long)
+    mistakes_last[-2:] = 1
+    mistakes_first = torch.zeros(10, dtype=torch.long)
+    mistakes_first[:2] = 1
+    assert metrics.aurc(probs, mistakes_last) < metrics.aurc(probs, mistakes_first)
     assert metrics.aurc(probs, torch.zeros(10, dtype=torch.long)) == 0
 
 
 def sharp_predictions(dtype, n=400):
-    """The most probable class has 1 - 1e-12 to 1 - 1e-8, in order."""
+    """Predictions whose confidence falls from 1 - 1e-12 to 1 - 1e-8, and labels."""
     doubt = torch.logspace(-12, -8, n, dtype=torch.float64)
     probs = torch.stack([1 - doubt, doubt / 2, doubt / 3, doubt / 6], 1).to(dtype)
     labels = torch.zeros(n, dtype=torch.long)

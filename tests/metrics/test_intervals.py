@@ -17,16 +17,17 @@ from laplace_debias.metrics.intervals import area_interval, mean_interval, propo
 
 
 def predictions(n, generator):
-    """Two overconfident networks that see the same, and labels; `[n, 5]` and `[n]`."""
+    """Predictions `[n, 5]` of two overconfident networks for the same inputs, and labels `[n]`."""
     logits = 2 * torch.randn(n, 5, generator=generator, dtype=torch.float64)
     labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
     noise = torch.randn(2, n, 5, generator=generator, dtype=torch.float64)
-    a, b = (1.4 * logits + 0.3 * noise[0]).softmax(1), (logits + 0.5 * noise[1]).softmax(1)
+    a = (1.4 * logits + 0.3 * noise[0]).softmax(1)
+    b = (logits + 0.5 * noise[1]).softmax(1)
     return a, b, labels
 
 
 def scores(n, generator):
-    """Two scores that see the same, of n ID and n OOD examples, and which is which."""
+    """Two scores of the same n ID and n OOD examples, and 1 for each OOD example; all `[2n]`."""
     common, *noise = torch.randn(3, 2 * n, generator=generator, dtype=torch.float64)
     is_ood = (torch.arange(2 * n) >= n).long()
     common = common + 1.5 * is_ood
@@ -34,7 +35,7 @@ def scores(n, generator):
 
 
 def statistic_of(name, predictions, labels):
-    """The statistic of a metric of probabilities, or of scores with labels 1 where they are OOD."""
+    """The statistic of a metric, from class probabilities, or from scores with labels 1 for OOD."""
     if predictions.ndim == 1:
         return METRICS[name].statistic(predictions[labels == 0], predictions[labels == 1])
     return METRICS[name].statistic(predictions, labels)
@@ -94,7 +95,8 @@ def test_the_interval_of_a_skewed_mean_solves_halls_equation():
     """At its ends g(T) = T + γT²/3 + γ²T³/27 + γ/(6n) is ± the quantile of t over √n."""
     values = torch.rand(40, generator=seeded(), dtype=torch.float64).log().neg()
     ends = mean_interval(values.mean().item(), values, 0.95)
-    n, deviation = 40, values.std(correction=0).item()
+    n = 40
+    deviation = values.std(correction=0).item()
     gamma = stats.skew(values.numpy())
     # The deviation of T is the one over n - 1.
     T = (values.mean().item() - np.array(ends)) / (deviation * math.sqrt(n / (n - 1)))
@@ -105,12 +107,16 @@ def test_the_interval_of_a_skewed_mean_solves_halls_equation():
 
 def test_the_interval_of_a_paired_proportion_adds_half_an_example_to_each_cell():
     a = torch.tensor([[0.9, 0.1]]).repeat(10, 1)
-    b, labels = a.clone(), torch.zeros(10, dtype=torch.long)
-    b[:3] = torch.tensor([0.1, 0.9])  # b wrong where a is right: cells 3 and 0 of 10
+    b = a.clone()
+    labels = torch.zeros(10, dtype=torch.long)
+    b[:3] = torch.tensor([0.1, 0.9])  # 3 of 10: b is wrong and a is right; 0 of 10: the reverse
     interval = metrics.compare(metrics.evaluate(a, labels), metrics.evaluate(b, labels))["accuracy"]
-    more, fewer, n = 3.5, 0.5, 12
-    centre = (more - fewer) / n
-    half = 1.959964 / n * math.sqrt(more + fewer - (more - fewer) ** 2 / n)
+    only_a_right = 3.5
+    only_b_right = 0.5
+    n = 12
+    gain = only_a_right - only_b_right
+    centre = gain / n
+    half = 1.959964 / n * math.sqrt(only_a_right + only_b_right - gain**2 / n)
     assert interval.value == pytest.approx(0.3)
     assert (interval.low, interval.high) == pytest.approx((centre - half, centre + half))
 
@@ -119,10 +125,13 @@ def test_intervals_of_a_few_examples_stay_in_the_range_of_the_metric():
     """Three examples, one of which is right: an interval that is symmetric in t is very wide."""
     probs = torch.tensor([[0.96, 0.02, 0.02], [0.9, 0.05, 0.05], [0.7, 0.2, 0.1]]).double()
     report = metrics.evaluate(probs, torch.tensor([0, 1, 2]))
-    labels = metrics.evaluate_multilabel(probs, torch.tensor([[0, 1, 1], [0, 1, 0], [1, 0, 0]]))
-    for each in (report, labels):
+    multilabel_report = metrics.evaluate_multilabel(
+        probs, torch.tensor([[0, 1, 1], [0, 1, 0], [1, 0, 0]])
+    )
+    for metric_report in (report, multilabel_report):
         for name, lowest, highest in (("overconfidence", -1, 1), ("brier", 0, 2)):
-            assert lowest <= each[name].low < each[name] < each[name].high <= highest
+            interval = metric_report[name]
+            assert lowest <= interval.low < interval < interval.high <= highest
 
 
 @pytest.mark.parametrize("n", [3, 40])
@@ -131,13 +140,13 @@ def test_shares_of_several_outputs_without_a_miss_have_wilsons_interval(n):
     targets = torch.zeros(n, 2)
     report = metrics.evaluate_regression(targets, torch.ones(n, 2), targets)
     probs = torch.full((n, 3), 0.9)
-    labels = metrics.evaluate_multilabel(probs, torch.ones(n, 3, dtype=torch.long))
-    for interval in (report["coverage"], labels["accuracy"]):
+    multilabel_report = metrics.evaluate_multilabel(probs, torch.ones(n, 3, dtype=torch.long))
+    for interval in (report["coverage"], multilabel_report["accuracy"]):
         assert interval.value == interval.high == 1
         assert interval.low == pytest.approx(n / (n + z**2))
-    labels = metrics.evaluate_multilabel(probs, torch.zeros(n, 3, dtype=torch.long))
-    assert labels["accuracy"].value == labels["accuracy"].low == 0
-    assert labels["accuracy"].high == pytest.approx(z**2 / (n + z**2))
+    multilabel_report = metrics.evaluate_multilabel(probs, torch.zeros(n, 3, dtype=torch.long))
+    assert multilabel_report["accuracy"].value == multilabel_report["accuracy"].low == 0
+    assert multilabel_report["accuracy"].high == pytest.approx(z**2 / (n + z**2))
 
 
 @pytest.mark.parametrize("num_id", [5, 7, 20])
@@ -157,60 +166,84 @@ def test_the_interval_of_perfect_detection_is_wilsons(num_id, num_ood):
 
 
 def test_the_variance_of_the_auroc_is_delongs():
-    """By comparing all pairs."""
+    """All pairs of an ID and an OOD example are compared."""
     a, b, is_ood = scores(40, seeded())
-    rounded = [part.round(decimals=0) for part in (a, b)]
-    placements = []
-    for part in rounded:
-        inside, outside = part[is_ood == 0], part[is_ood == 1]
-        wins = (outside[:, None] > inside).double() + (outside[:, None] == inside).double() / 2
-        placements.append((wins.mean(1).numpy(), wins.mean(0).numpy()))
-    value = placements[0][0].mean()
-    error = math.sqrt(sum(np.var(part, ddof=1) / 40 for part in placements[0]))
-    mine, its = (statistic_of("auroc", part, is_ood) for part in rounded)
-    found = mine.interval(0.95)
-    logits = np.log(np.array([found.low, found.high]) / (1 - np.array([found.low, found.high])))
+    rounded_a = a.round(decimals=0)
+    rounded_b = b.round(decimals=0)
+    placements_a = placements(rounded_a, is_ood)
+    placements_b = placements(rounded_b, is_ood)
+    value = placements_a[0].mean()
+    error = math.sqrt(sum(np.var(shares, ddof=1) / 40 for shares in placements_a))
+    statistic_a = statistic_of("auroc", rounded_a, is_ood)
+    statistic_b = statistic_of("auroc", rounded_b, is_ood)
+    interval = statistic_a.interval(0.95)
+    ends = np.array([interval.low, interval.high])
     half = 1.959964 * error / (value * (1 - value))
     np.testing.assert_allclose(
-        logits, math.log(value / (1 - value)) + np.array([-half, half]), rtol=1e-5
+        np.log(ends / (1 - ends)),
+        math.log(value / (1 - value)) + np.array([-half, half]),
+        rtol=1e-5,
     )
-    difference = mine.difference(its, 0.95)
-    gaps = [mine - its for mine, its in zip(*placements, strict=True)]
+    difference = statistic_a.difference(statistic_b, 0.95)
+    gaps = [
+        shares_a - shares_b for shares_a, shares_b in zip(placements_a, placements_b, strict=True)
+    ]
     half = 1.959964 * math.sqrt(sum(np.var(gap, ddof=1) / 40 for gap in gaps))
     assert difference.high - difference.low == pytest.approx(2 * half, rel=1e-5)
+
+
+def placements(scores, is_ood):
+    """Shares of the ID examples below each OOD example, and of the OOD ones above each ID one."""
+    scores_id = scores[is_ood == 0]
+    scores_ood = scores[is_ood == 1]
+    wins = (scores_ood[:, None] > scores_id).double()
+    wins += (scores_ood[:, None] == scores_id).double() / 2
+    return wins.mean(1).numpy(), wins.mean(0).numpy()
 
 
 @pytest.mark.parametrize("metric", ["aupr_out", "aupr_in"])
 def test_influence_on_average_precision_is_the_slope_in_a_weight(metric):
     a, _, is_ood = scores(25, seeded())
-    part = a.round(decimals=1)
-    statistic = statistic_of(metric, part, is_ood)
-    found = torch.cat([statistic.influence, statistic.influence_ood]).numpy()
-    sign, positive = (1, is_ood) if metric == "aupr_out" else (-1, 1 - is_ood)
+    rounded = a.round(decimals=1)
+    statistic = statistic_of(metric, rounded, is_ood)
+    influence = torch.cat([statistic.influence, statistic.influence_ood]).numpy()
+    if metric == "aupr_out":
+        sign = 1
+        positive = is_ood
+    else:
+        sign = -1
+        positive = 1 - is_ood
 
-    def weighted(index, step):
+    def precision_with_weight(index, step):
+        """Average precision where an example has the weight 1 + step."""
         weights = np.ones(50)
         weights[index] += step
-        return average_precision_score(positive.numpy(), sign * part.numpy(), sample_weight=weights)
+        return average_precision_score(
+            positive.numpy(), sign * rounded.numpy(), sample_weight=weights
+        )
 
-    # In groups of given sizes weights count relative to their mean, so slopes are centred; and
-    # more weight of a group changes the ratio of the groups, which an interval keeps.
-    for group in (slice(0, 25), slice(25, 50)):
-        members = range(*group.indices(50))
-        slopes = np.array([(weighted(i, 1e-6) - weighted(i, -1e-6)) / 2e-6 for i in members])
+    # The sizes of both groups are fixed, so that weights count relative to the mean of their group.
+    # Slopes are therefore centred: an interval keeps the ratio of the groups.
+    for group in (range(25), range(25, 50)):
+        slopes = np.array(
+            [
+                (precision_with_weight(index, 1e-6) - precision_with_weight(index, -1e-6)) / 2e-6
+                for index in group
+            ]
+        )
         np.testing.assert_allclose(
-            25 * (slopes - slopes.mean()), found[group] - found[group].mean(), atol=1e-5
+            25 * (slopes - slopes.mean()), influence[group] - influence[group].mean(), atol=1e-5
         )
 
 
 def test_influence_on_the_aurc_is_what_leaving_an_example_out_changes():
     probs, _, labels = predictions(400, seeded())
     statistic = statistic_of("aurc", probs, labels)
-    all_but = []
+    aurc_without = []
     for index in range(400):
-        kept = torch.arange(400) != index
-        all_but.append(metrics.aurc(probs[kept], labels[kept]).item())
-    jackknife = -399 * (np.array(all_but) - np.mean(all_but))
+        is_kept = torch.arange(400) != index
+        aurc_without.append(metrics.aurc(probs[is_kept], labels[is_kept]).item())
+    jackknife = -399 * (np.array(aurc_without) - np.mean(aurc_without))
     influence = statistic.influence.numpy()
     np.testing.assert_allclose(influence - influence.mean(), jackknife, atol=0.03)
     assert np.std(influence) == pytest.approx(np.std(jackknife), rel=0.01)
@@ -222,7 +255,7 @@ def test_an_area_a_rounding_error_beyond_its_ends_has_their_interval(value, exac
 
 
 def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
-    """The distance of a value below its ideal falls where the value grows."""
+    """If a value below its ideal grows, its distance from the ideal falls."""
     labels = torch.arange(200) % 2
     right = torch.where(torch.arange(200) < 140, labels, 1 - labels)
     noise = 0.02 * torch.rand(3, 200, generator=seeded(), dtype=torch.float64)
@@ -231,49 +264,55 @@ def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
     reports = [metrics.evaluate(torch.where(right == 1, c, 1 - c), labels) for c in confidences]
     gaps = [report["overconfidence"] for report in reports]
     assert gaps[1].high < 0 < gaps[0].low
-    over, under, less = reports
-    found = metrics.compare(over, less)["overconfidence"]
-    assert found.value == pytest.approx(gaps[0].value - gaps[2].value)
+    over, under, slightly_over = reports
+    same_side = metrics.compare(over, slightly_over)["overconfidence"]
+    assert same_side.value == pytest.approx(gaps[0].value - gaps[2].value)
     difference = confidences[0] - confidences[2]
-    assert (found.low, found.high) == pytest.approx(
+    assert (same_side.low, same_side.high) == pytest.approx(
         mean_interval(difference.mean().item(), difference, 0.95)
     )
-    turned = metrics.compare(under, over)["overconfidence"]
-    assert turned.value == pytest.approx(-gaps[1].value - gaps[0].value)
+    across = metrics.compare(under, over)["overconfidence"]
+    assert across.value == pytest.approx(-gaps[1].value - gaps[0].value)
     sums = 2 * (right == labels).double() - confidences[0] - confidences[1]
-    assert (turned.low, turned.high) == pytest.approx(mean_interval(sums.mean().item(), sums, 0.95))
-    scaled = [
+    assert (across.low, across.high) == pytest.approx(mean_interval(sums.mean().item(), sums, 0.95))
+    narrow, wide = (
         metrics.evaluate_regression(0 * noise[0], torch.full((200,), s).double(), noise[0] - 0.01)
         for s in (0.004, 0.02)
-    ]
-    values = [report["scaled_error"].value for report in scaled]
-    assert values[1] < 1 < values[0]
-    found = metrics.compare(*scaled)["scaled_error"]
-    assert found.value == pytest.approx(values[0] - 1 - (1 - values[1]))
+    )
+    narrow_error = narrow["scaled_error"].value
+    wide_error = wide["scaled_error"].value
+    assert wide_error < 1 < narrow_error
+    scaled_error = metrics.compare(narrow, wide)["scaled_error"]
+    assert scaled_error.value == pytest.approx(narrow_error - 1 - (1 - wide_error))
 
 
 def test_of_errors_over_bins_no_interval_is_printed():
-    probs, other, labels = predictions(100, seeded())
-    mine, its = metrics.evaluate(probs, labels), metrics.evaluate(other, labels)
+    probs_a, probs_b, labels = predictions(100, seeded())
+    report_a = metrics.evaluate(probs_a, labels)
+    report_b = metrics.evaluate(probs_b, labels)
     for name in ("ece", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece"):
-        assert not mine[name].is_known
-        assert not metrics.compare(mine, its)[name].is_known
+        assert not report_a[name].is_known
+        assert not metrics.compare(report_a, report_b)[name].is_known
         assert METRICS[name].interval.startswith("None")
 
 
 def test_intervals_do_not_depend_on_the_order_of_the_examples():
-    """As they are in another order on several processes."""
-    probs, other, labels = predictions(200, seeded())
-    order = torch.randperm(200, generator=seeded(1))
-    reports = [
-        metrics.compare(
-            *(metrics.evaluate(p[o], labels[o], {"x": other[o]}) for p in (probs, other))
-        )
-        for o in (torch.arange(200), order)
-    ]
-    for name in reports[0]:
-        ends = [(r[name].value, r[name].low, r[name].high) for r in reports]
-        assert ends[1] == pytest.approx(ends[0], abs=1e-6, nan_ok=True), name
+    """Several processes have the examples in another order."""
+    probs_a, probs_b, labels = predictions(200, seeded())
+
+    def compare_in(order):
+        ood = {"x": probs_b[order]}
+        report_a = metrics.evaluate(probs_a[order], labels[order], ood)
+        report_b = metrics.evaluate(probs_b[order], labels[order], ood)
+        return metrics.compare(report_a, report_b)
+
+    in_order = compare_in(torch.arange(200))
+    permuted = compare_in(torch.randperm(200, generator=seeded(1)))
+    for name, expected in in_order.items():
+        interval = permuted[name]
+        assert (interval.value, interval.low, interval.high) == pytest.approx(
+            (expected.value, expected.low, expected.high), abs=1e-6, nan_ok=True
+        ), name
 
 
 # -------------------------------------------------------------------------- simulation
@@ -282,32 +321,49 @@ CLASSIFICATION_METRICS = ["accuracy", "nll", "brier", "overconfidence", "aurc"]
 OOD_METRICS = ["auroc", "aupr_out", "aupr_in", "fpr95"]
 
 
+def statistics_of_drawn(n, generator):
+    """Draw n examples; yield each metric's name and its statistics for two methods."""
+    classification = predictions(n, generator)
+    detection = scores(n, generator)
+    for names, (a, b, labels) in (
+        (CLASSIFICATION_METRICS, classification),
+        (OOD_METRICS, detection),
+    ):
+        for name in names:
+            yield name, statistic_of(name, a, labels), statistic_of(name, b, labels)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_intervals_cover_the_truth_as_often_as_they_say():
-    """93 to 97 % of nominally 95 %, within what chance does to the share of the simulations.
+    """95 % intervals cover the truth in 93 to 97 % of the simulations, up to chance.
 
-    The truth is that of 10⁶ examples. Of 1,500 simulations the share has a standard error of
+    The truth is the value for 10⁶ examples. The share in 1,500 simulations has a standard error of
     0.6 %, so that a coverage of 91 or 99 % does not pass.
     """
-    n, generator = 200, seeded(200)
-    many = (*predictions(10**6, generator),), (*scores(10**6, generator),)
-    truths = {}
-    for group, (a, b, y) in zip((CLASSIFICATION_METRICS, OOD_METRICS), many, strict=True):
-        for name in group:
-            value, other = (statistic_of(name, part, y).value for part in (a, b))
-            distances = (abs(value), abs(other)) if name == "overconfidence" else (value, other)
-            truths[name] = value, distances[0] - distances[1]
-    covered = {name: [] for name in truths}
+    n = 200
+    generator = seeded(200)
+    true_values = {}
+    true_differences = {}
+    for name, statistic_a, statistic_b in statistics_of_drawn(10**6, generator):
+        value_a = statistic_a.value
+        value_b = statistic_b.value
+        true_values[name] = value_a
+        if name == "overconfidence":
+            true_differences[name] = abs(value_a) - abs(value_b)
+        else:
+            true_differences[name] = value_a - value_b
+    covered = {name: [] for name in true_values}
     for _ in range(1500):
-        drawn = predictions(n, generator), scores(n, generator)
-        for group, (a, b, y) in zip((CLASSIFICATION_METRICS, OOD_METRICS), drawn, strict=True):
-            for name in group:
-                mine, its = (statistic_of(name, part, y) for part in (a, b))
-                intervals = mine.interval(0.95), mine.difference(its, 0.95)
-                covered[name].append(
-                    [i.low <= t <= i.high for i, t in zip(intervals, truths[name], strict=True)]
-                )
+        for name, statistic_a, statistic_b in statistics_of_drawn(n, generator):
+            interval = statistic_a.interval(0.95)
+            difference = statistic_a.difference(statistic_b, 0.95)
+            covered[name].append(
+                [
+                    interval.low <= true_values[name] <= interval.high,
+                    difference.low <= true_differences[name] <= difference.high,
+                ]
+            )
     for name, hits in covered.items():
         slack = 2 * math.sqrt(0.95 * 0.05 / len(hits))
         for share in np.mean(hits, axis=0):

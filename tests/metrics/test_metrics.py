@@ -91,13 +91,15 @@ def test_reliability_curve_puts_certainty_into_the_last_bin():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_certain_and_right_is_perfect(dtype):
-    probs, labels = torch.eye(4, dtype=dtype), torch.arange(4)
+    probs = torch.eye(4, dtype=dtype)
+    labels = torch.arange(4)
     assert [metric(probs, labels).item() for metric in CLASSIFICATION] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_certain_and_wrong_is_worst_and_finite(dtype):
-    probs, labels = torch.eye(4, dtype=dtype), (torch.arange(4) + 1) % 4
+    probs = torch.eye(4, dtype=dtype)
+    labels = (torch.arange(4) + 1) % 4
     assert metrics.accuracy(probs, labels) == 0
     assert metrics.nll(probs, labels).item() == pytest.approx(-math.log(torch.finfo(dtype).tiny))
     assert metrics.ece(probs, labels) == 1
@@ -153,7 +155,7 @@ def test_entropy_equals_that_of_torch_distributions(generator):
 
 @pytest.mark.parametrize("digits", [0, 1, 6])
 def test_ood_metrics_equal_scikit_learn_with_and_without_ties(generator, digits):
-    scores_id, scores_ood = (part.round(decimals=digits) for part in scores(generator))
+    scores_id, scores_ood = (x.round(decimals=digits) for x in scores(generator))
     target = [0] * len(scores_id) + [1] * len(scores_ood)
     joined = torch.cat([scores_id, scores_ood]).numpy()
     assert metrics.auroc(scores_id, scores_ood).item() == pytest.approx(
@@ -176,7 +178,8 @@ def test_fpr95_detects_just_enough(generator, num_ood):
 
 
 def test_ood_metrics_are_perfect_and_worst_at_the_ends():
-    low, high = torch.arange(5.0), torch.arange(5.0) + 10
+    low = torch.arange(5.0)
+    high = low + 10
     assert [metric(low, high).item() for metric in OOD] == [1, 1, 0]
     assert metrics.auroc(high, low) == 0
     assert metrics.fpr95(high, low) == 1
@@ -196,17 +199,34 @@ def test_evaluate_gathers_the_single_metrics(generator):
     probs, labels = predictions(generator)
     noise = (0.3 * torch.randn(70, 5, generator=generator, dtype=torch.float64)).softmax(1)
     result = metrics.evaluate(probs, labels, {"noise": noise})
-    pair = (metrics.entropy(probs), metrics.entropy(noise))
+    entropy_id = metrics.entropy(probs)
+    entropy_ood = metrics.entropy(noise)
     expected = {metric.__name__: metric(probs, labels).item() for metric in CLASSIFICATION}
-    expected["mean_entropy"] = pair[0].mean().item()
-    expected |= {f"{metric.__name__}_noise": metric(*pair).item() for metric in OOD}
-    more = ["overconfidence", "ece_equal_mass", "smooth_ece", "mce", "classwise_ece", "aurc"]
-    expected |= {name: getattr(metrics, name)(probs, labels).item() for name in more}
-    expected["aupr_in_noise"] = metrics.aupr_in(*pair).item()
+    expected["mean_entropy"] = entropy_id.mean().item()
+    expected |= {
+        f"{metric.__name__}_noise": metric(entropy_id, entropy_ood).item() for metric in OOD
+    }
+    further_names = [
+        "overconfidence",
+        "ece_equal_mass",
+        "smooth_ece",
+        "mce",
+        "classwise_ece",
+        "aurc",
+    ]
+    expected |= {name: getattr(metrics, name)(probs, labels).item() for name in further_names}
+    expected["aupr_in_noise"] = metrics.aupr_in(entropy_id, entropy_ood).item()
     assert result == expected
     assert all(isinstance(value, float) for value in result.values())
-    without = metrics.evaluate(probs, labels)
-    assert set(without) == {"accuracy", "nll", "ece", "brier", "mean_entropy", *more}
+    report_without_ood = metrics.evaluate(probs, labels)
+    assert set(report_without_ood) == {
+        "accuracy",
+        "nll",
+        "ece",
+        "brier",
+        "mean_entropy",
+        *further_names,
+    }
 
 
 HALVES = torch.full((4, 2), 0.5)

@@ -50,7 +50,8 @@ def cases():
     for kind, function in OOD_METRICS.items():
         expected = function(scores[is_ood == 0], scores[is_ood == 1])
         yield kind, (scores, is_ood), expected
-    mean, y = probs[:, :2], scores[:, None].expand(70, 2)
+    mean = probs[:, :2]
+    y = scores[:, None].expand(70, 2)
     for kind, function in GAUSSIAN_METRICS.items():
         yield kind, (mean, 1 + mean, y), function(mean, 1 + mean, y)
     low, high = metrics.gaussian_interval(mean, 1 + mean)
@@ -76,12 +77,12 @@ def test_batches_and_resets(kind, arguments, expected):
             metric.compute()
         metric.reset()
         for start, stop in ((0, 1), (1, 50), (50, 70)):
-            # What a training loop logs of a step is that batch alone.
-            step = [part[start:stop] for part in arguments]
+            # A training loop logs the value of this batch only.
+            batch = [argument[start:stop] for argument in arguments]
             if kind not in OOD_METRICS:
-                metric(*step)
+                metric(*batch)
             else:
-                metric.update(*step)
+                metric.update(*batch)
         torch.testing.assert_close(metric.compute().double(), expected.double())
         metric.reset()
 
@@ -152,7 +153,7 @@ def compute_on_rank(rank, size, folder):
     values = {}
     for kind, arguments, _ in cases():
         metric = kind()
-        metric.update(*(part[borders[rank] : borders[rank + 1]] for part in arguments))
+        metric.update(*(argument[borders[rank] : borders[rank + 1]] for argument in arguments))
         values[kind.__name__] = metric.compute().item()
     torch.save(values, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()

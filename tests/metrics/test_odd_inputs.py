@@ -21,11 +21,13 @@ def half_probabilities(dtype, n=400, num_classes=10):
 def test_half_precision_is_accepted_by_all_metrics(dtype):
     probs, half, labels = half_probabilities(dtype)
     expected = metrics.evaluate(probs, labels, {"far": probs.roll(1, 0)})
-    found = metrics.evaluate(half, labels, {"far": half.roll(1, 0)})
-    assert found.keys() == expected.keys()
+    half_report = metrics.evaluate(half, labels, {"far": half.roll(1, 0)})
+    assert half_report.keys() == expected.keys()
     tolerance = 8 * torch.finfo(dtype).eps
     for name in ("accuracy", "nll", "brier", "mean_entropy", "aurc"):
-        assert abs(found[name] - expected[name]) <= tolerance * max(1.0, abs(expected[name])), name
+        assert abs(half_report[name] - expected[name]) <= tolerance * max(
+            1.0, abs(expected[name])
+        ), name
     assert abs(metrics.aurc(half, labels) - metrics.aurc(probs, labels)) < tolerance
     area = modules.AURC()
     area.update(half, labels)
@@ -121,6 +123,7 @@ def test_scores_are_checked_by_all_metrics_of_detection(scores, error, message):
 
 @pytest.mark.usefixtures("unchecked")
 def test_log_probabilities_in_a_list_are_refused():
-    probs, labels = torch.full((3, 2), 0.5), torch.zeros(3).long()
+    probs = torch.full((3, 2), 0.5)
+    labels = torch.zeros(3).long()
     with pytest.raises(TypeError, match="`log_probs` is a list, but must be a tensor"):
         metrics.evaluate(probs, labels, log_probs=[-0.7, -0.7, -0.7])

@@ -22,8 +22,8 @@ def predictive(shape=(200,), seed=0):
 def test_gaussian_nll_equals_torch_distributions():
     mean, deviation, y = predictive((30, 2))
     expected = -torch.distributions.Normal(mean, deviation).log_prob(y)
-    found = metrics.gaussian_nll(mean, deviation, y, reduction="none")
-    torch.testing.assert_close(found, expected)
+    nll = metrics.gaussian_nll(mean, deviation, y, reduction="none")
+    torch.testing.assert_close(nll, expected)
     torch.testing.assert_close(metrics.gaussian_nll(mean, deviation, y), expected.mean())
 
 
@@ -61,8 +61,8 @@ def test_half_precision_is_computed_in_single_precision(metric, dtype):
 def test_crps_equals_the_integral_of_its_definition():
     mean, deviation, y = predictive((5,))
     t = np.linspace(-15, 15, 400_001)
-    found = metrics.crps(mean, deviation, y, reduction="none")
-    for m, s, target, value in zip(mean, deviation, y, found, strict=True):
+    scores = metrics.crps(mean, deviation, y, reduction="none")
+    for m, s, target, value in zip(mean, deviation, y, scores, strict=True):
         gaps = (stats.norm.cdf(t, m.item(), s.item()) - (t >= target.item())) ** 2
         assert value.item() == pytest.approx(np.trapezoid(gaps, t), abs=1e-4)
     assert metrics.crps(mean, torch.full_like(mean, 1e-9), y).item() == pytest.approx(
@@ -122,7 +122,8 @@ def test_interval_scores_are_those_of_mapie():
 
 
 def test_ends_of_an_interval_belong_to_it():
-    low, high = torch.zeros(3), torch.ones(3)
+    low = torch.zeros(3)
+    high = torch.ones(3)
     y = torch.tensor([0.0, 1.0, 1.1])
     assert metrics.interval_coverage(low, high, y, reduction="none").tolist() == [1, 1, 0]
 
@@ -138,8 +139,8 @@ def test_quantile_calibration_error_equals_a_loop_over_quantiles():
     assert metrics.quantile_calibration_error(torch.zeros(5)).item() == pytest.approx(0.5)
     uniform = (torch.arange(1000) + 0.5) / 1000
     assert metrics.quantile_calibration_error(uniform).item() < 1e-3
-    one = metrics.quantile_calibration_error(torch.tensor([0.2, 0.4, 0.6]), 1)
-    assert one.item() == pytest.approx(2 / 3 - 1 / 2)
+    with_one_quantile = metrics.quantile_calibration_error(torch.tensor([0.2, 0.4, 0.6]), 1)
+    assert with_one_quantile.item() == pytest.approx(2 / 3 - 1 / 2)
 
 
 def test_evaluate_gathers_the_single_metrics():
@@ -147,7 +148,7 @@ def test_evaluate_gathers_the_single_metrics():
     report = metrics.evaluate_regression(mean, deviation, y, {"far": 3 * deviation[:99]}, level=0.8)
     ends = metrics.gaussian_interval(mean, deviation, 0.8)
     pit = metrics.gaussian_pit(mean, deviation, y)
-    scores = [part.square().mean(1) for part in (deviation, 3 * deviation[:99])]
+    scores = [scale.square().mean(1) for scale in (deviation, 3 * deviation[:99])]
     expected = {
         "nll": 2 * metrics.gaussian_nll(mean, deviation, y).item(),
         "rmse": metrics.rmse(mean, y).item(),

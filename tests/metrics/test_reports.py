@@ -36,9 +36,9 @@ def test_it_is_a_dict_of_floats():
 def test_every_value_is_within_its_interval():
     probs, _, labels = predictions()
     report = metrics.evaluate(probs, labels, {"uniform": OOD})
-    known = [entry for entry in report.values() if entry.is_known]
-    assert len(known) == len(report) - 5
-    assert all(entry.low <= entry.value <= entry.high for entry in known)
+    with_interval = [entry for entry in report.values() if entry.is_known]
+    assert len(with_interval) == len(report) - 5
+    assert all(entry.low <= entry.value <= entry.high for entry in with_interval)
     wide = metrics.evaluate(probs, labels, {"uniform": OOD}, level=0.99)
     assert wide.level == 0.99
     for name in ("accuracy", "nll", "aurc", "fpr95_uniform"):
@@ -48,7 +48,7 @@ def test_every_value_is_within_its_interval():
 
 
 def test_intervals_can_be_left_out():
-    probs, other, labels = predictions()
+    probs, other_probs, labels = predictions()
     report = metrics.evaluate(probs, labels, intervals=False)
     assert not any(entry.is_known for entry in report.values())
     assert dict(report) == {k: v.value for k, v in metrics.evaluate(probs, labels).items()}
@@ -59,7 +59,7 @@ def test_intervals_can_be_left_out():
         "high": None,
     }
     assert "low" not in repr(report)
-    against = metrics.evaluate(other, labels, intervals=False)
+    against = metrics.evaluate(other_probs, labels, intervals=False)
     assert metrics.compare(report, against)["nll"].is_known
 
 
@@ -85,12 +85,12 @@ def test_the_frame_has_a_row_a_metric():
 def test_compare_gives_the_paired_difference_of_every_metric():
     a, b, labels = predictions()
     reports = [metrics.evaluate(probs, labels, {"uniform": OOD}) for probs in (a, b)]
-    found = metrics.compare(*reports)
-    assert list(found) == list(reports[0])
-    for name, difference in found.items():
+    differences = metrics.compare(*reports)
+    assert list(differences) == list(reports[0])
+    for name, difference in differences.items():
         if name != "overconfidence":
             assert difference.value == pytest.approx(reports[0][name] - reports[1][name])
-    narrower = found["nll"].high - found["nll"].low
+    narrower = differences["nll"].high - differences["nll"].low
     assert narrower < sum(report["nll"].high - report["nll"].low for report in reports)
 
 
@@ -117,7 +117,8 @@ def test_what_cannot_be_paired_is_refused():
 
 
 def test_other_scores_are_evaluated_and_compared():
-    inside, outside = torch.randn(40), torch.randn(50) + 1
+    inside = torch.randn(40)
+    outside = torch.randn(50) + 1
     report = metrics.evaluate_ood(inside, outside)
     functions = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.fpr95)
     values = [function(inside, outside).item() for function in functions]
@@ -160,7 +161,8 @@ def test_notebooks_show_a_report_with_the_numbers_of_the_text():
 
 
 def test_a_new_metric_of_classes_leaves_the_report_on_labels_as_it_is(monkeypatch):
-    probs, labels = torch.rand(20, 3), torch.randint(2, (20, 3))
+    probs = torch.rand(20, 3)
+    labels = torch.randint(2, (20, 3))
     expected = metrics.evaluate_multilabel(probs, labels)
     inserted = metrics.Metric(
         "inserted", "Inserted", lambda p, y: Statistic(p.mean().item(), y), interval="None."

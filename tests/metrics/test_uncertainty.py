@@ -12,24 +12,24 @@ from laplace_debias import metrics
 def test_epistemic_uncertainty_is_the_mean_divergence_from_the_mixture():
     """Mutual information by another formula, I = E KL(p_s ‖ p̄)."""
     probs = torch.randn(30, 7, 4, dtype=torch.float64).softmax(-1)
-    found = metrics.uncertainty(probs)
+    uncertainty = metrics.uncertainty(probs)
     mixture = Categorical(probs.mean(0))
-    torch.testing.assert_close(found.total, mixture.entropy())
-    torch.testing.assert_close(found.aleatoric, Categorical(probs).entropy().mean(0))
+    torch.testing.assert_close(uncertainty.total, mixture.entropy())
+    torch.testing.assert_close(uncertainty.aleatoric, Categorical(probs).entropy().mean(0))
     divergence = kl_divergence(Categorical(probs), Categorical(probs.mean(0).expand(30, 7, 4)))
-    torch.testing.assert_close(found.epistemic, divergence.mean(0))
+    torch.testing.assert_close(uncertainty.epistemic, divergence.mean(0))
 
 
 def test_certain_samples_that_agree_or_differ():
     agree = torch.tensor([[1.0, 0.0]]).expand(4, 1, 2)
-    assert [part.item() for part in metrics.uncertainty(agree)] == [0, 0, 0]
+    assert [entropy.item() for entropy in metrics.uncertainty(agree)] == [0, 0, 0]
     differ = torch.tensor([[0.0], [1.0]])
     total, aleatoric, epistemic = metrics.uncertainty(differ)
     assert (total.item(), aleatoric.item()) == (pytest.approx(math.log(2)), 0)
     assert epistemic.item() == pytest.approx(math.log(2))
-    several = metrics.uncertainty(agree.expand(4, 5, 2))
-    parts = ", ".join(f"{name}=[5] 0 … 0" for name in ("total", "aleatoric", "epistemic"))
-    assert repr(several) == f"Uncertainty({parts})"
+    five_examples = metrics.uncertainty(agree.expand(4, 5, 2))
+    fields = ", ".join(f"{name}=[5] 0 … 0" for name in ("total", "aleatoric", "epistemic"))
+    assert repr(five_examples) == f"Uncertainty({fields})"
 
 
 def test_scores_are_higher_where_less_is_known():
@@ -44,9 +44,10 @@ def test_the_largest_probability_does_not_tie_where_it_rounds_to_one(dtype):
     logits = torch.stack([margins, torch.zeros_like(margins), torch.ones_like(margins)], 1).float()
     log_probs = logits.double().log_softmax(1)
     expected = log_probs[:, 1:].logsumexp(1).exp()
-    found = metrics.max_probability(logits.to(dtype).softmax(1))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
-    certain, uncertain = found[150:], found[:150]
+    scores = metrics.max_probability(logits.to(dtype).softmax(1))
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
+    certain = scores[150:]
+    uncertain = scores[:150]
     assert metrics.auroc(certain, uncertain) == 1
 
 
@@ -63,18 +64,18 @@ def test_the_instability_is_how_often_the_runner_up_wins():
     drawn = torch.distributions.MultivariateNormal(mean, covariance).sample((40_000,))
     for row, (top, second) in enumerate(mean.topk(2).indices.tolist()):
         share = (drawn[:, row, second] > drawn[:, row, top]).double().mean().item()
-        found = metrics.instability(mean, covariance)[row].exp().item()
-        assert found == pytest.approx(share, abs=4 * math.sqrt(share / 40_000))
+        instability = metrics.instability(mean, covariance)[row].exp().item()
+        assert instability == pytest.approx(share, abs=4 * math.sqrt(share / 40_000))
 
 
 def test_the_instability_tells_safe_decisions_apart():
     mean = torch.tensor([[60.0, 0.0], [90.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
     covariance = torch.eye(2).repeat(4, 1, 1)
     covariance[3] = 1.0  # Both logits move together.
-    found = metrics.instability(mean, covariance)
-    assert 0 > found[0] > found[1] > -math.inf
-    assert found[2].exp() == pytest.approx(0.5)
-    assert found[3] == -math.inf
+    instability = metrics.instability(mean, covariance)
+    assert 0 > instability[0] > instability[1] > -math.inf
+    assert instability[2].exp() == pytest.approx(0.5)
+    assert instability[3] == -math.inf
 
 
 def test_what_all_logits_have_in_common_does_not_count():

@@ -20,7 +20,8 @@ class Named(nn.Module):
 
     def __init__(self, num_outputs):
         super().__init__()
-        self.embed, self.mix = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.embed = nn.Embedding(6, 4)
+        self.mix = nn.Linear(4, 4)
         self.head = nn.Linear(4, num_outputs)
 
     def forward(self, tokens, mask):
@@ -30,10 +31,11 @@ class Named(nn.Module):
 class Pair(nn.Module):
     def __init__(self, num_outputs):
         super().__init__()
-        self.one, self.head = nn.Linear(3, 4), nn.Linear(4, num_outputs, bias=False)
+        self.hidden = nn.Linear(3, 4)
+        self.head = nn.Linear(4, num_outputs, bias=False)
 
     def forward(self, a, b, negate=False):
-        h = torch.relu(self.one(a)) + b
+        h = torch.relu(self.hidden(a)) + b
         return self.head(-h if negate else h)
 
 
@@ -70,8 +72,9 @@ def targets(likelihood, shape, g):
         return torch.randint(3, shape, generator=g)
     if likelihood == "regression":
         return torch.randn(*shape, 2, generator=g, dtype=torch.float64)
-    labels = shape if likelihood == "binary" else (*shape, 3)
-    return torch.randint(2, labels, generator=g).double()
+    if likelihood == "multilabel":
+        shape = (*shape, 3)
+    return torch.randint(2, shape, generator=g).double()
 
 
 OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
@@ -100,7 +103,7 @@ class Case:
         self.la.export(path, self.batches[1], **self.export)
 
     def expected(self, x):
-        """What `predict` answers, which other tests hold against dense Jacobians."""
+        """The outputs of `predict`, which other tests compare with dense Jacobians."""
         link = self.export.get("link")
         predictive = self.la.predict(x, link=link)
         if self.likelihood == "regression":
@@ -128,7 +131,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def served(processes, tmp_path_factory):
-    """Every case, and what its program answers elsewhere."""
+    """Every case, and the answers of its program in another process."""
     folder = tmp_path_factory.mktemp("served")
     cases = {name: case() for name, case in CASES.items()}
     programs = {}
@@ -149,34 +152,35 @@ def test_a_program_alone_answers_as_predict(served, name):
     assert isinstance(answers, dict), answers
     for size, x in case.batches.items():
         expected = case.expected(x)
-        found = answers[name, size]
-        assert list(found) == list(expected)
+        outputs = answers[name, size]
+        assert list(outputs) == list(expected)
         for key, value in expected.items():
-            assert found[key].shape == value.shape, key
-            assert (found[key] - value).abs().max() <= 1e-6 * value.abs().max(), key
+            assert outputs[key].shape == value.shape, key
+            assert (outputs[key] - value).abs().max() <= 1e-6 * value.abs().max(), key
 
 
 def test_the_example_may_hold_any_number_and_the_model_stays_as_it_was(tmp_path):
     case = Case(convolutional, images)
-    before = conformance.fingerprint(case.model)
+    fingerprint = conformance.fingerprint(case.model)
     for size, x in case.batches.items():
         case.la.export(tmp_path / f"{size}.pt2", x)
         program = torch.export.load(tmp_path / f"{size}.pt2").module()
         for y in case.batches.values():
             torch.testing.assert_close(program(y)["probs"], case.la.predict(y).probs)
-    assert conformance.is_same(before, conformance.fingerprint(case.model))
+    assert conformance.is_same(fingerprint, conformance.fingerprint(case.model))
 
 
 def test_single_precision_is_within_a_millionth(tmp_path):
     torch.manual_seed(0)
     model = plain(3).eval()
-    x, y = torch.randn(20, 3), torch.randint(3, (20,))
+    x = torch.randn(20, 3)
+    y = torch.randint(3, (20,))
     la = Laplace(model, params="last_layer").fit_batches([(x, y)])
     la.export(tmp_path / "predictive.pt2", x)
     program = torch.export.load(tmp_path / "predictive.pt2").module()
-    found = program(x)["probs"]
-    assert found.dtype == torch.float32
-    assert (found - la.predict(x).probs).abs().max() <= 1e-6
+    probs = program(x)["probs"]
+    assert probs.dtype == torch.float32
+    assert (probs - la.predict(x).probs).abs().max() <= 1e-6
 
 
 class ByValue(nn.Module):

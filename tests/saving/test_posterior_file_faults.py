@@ -31,7 +31,8 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 def fitted(width: int = 3, seed: int = 0) -> Laplace:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).eval()
-    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    x = torch.randn(8, 4)
+    y = torch.randint(3, (8,))
     return Laplace(model).fit_batches([(x, y)], num_data=40)
 
 
@@ -48,23 +49,27 @@ def path(la, tmp_path) -> Path:
 
 
 def assert_alike(a: Laplace, b: Laplace) -> None:
-    """The same numbers; answers differ by rounding, since matrices may lie transposed in memory."""
+    """Two posteriors have the same tensors, and predict the same up to rounding.
+
+    Predictions are rounded differently, because matrices may lie transposed in memory.
+    """
     assert (a.num_data, a.block_names) == (b.num_data, b.block_names)
     assert torch.equal(a.mean, b.mean)
     assert torch.equal(a.prior_precision, b.prior_precision)
-    for name, block in a.posterior.curvature.blocks.items():
-        other = b.posterior.curvature.blocks[name]
-        assert type(block) is type(other)
-        for part in ("U_G", "U_A", "U", "magnitudes"):
-            first, second = getattr(block, part, None), getattr(other, part, None)
-            assert first is second is None or torch.equal(first, second)
-    for first, second in zip(answers(a, X), answers(b, X), strict=True):
-        torch.testing.assert_close(first, second)
+    for name, block_a in a.posterior.curvature.blocks.items():
+        block_b = b.posterior.curvature.blocks[name]
+        assert type(block_a) is type(block_b)
+        for attribute in ("U_G", "U_A", "U", "magnitudes"):
+            tensor_a = getattr(block_a, attribute, None)
+            tensor_b = getattr(block_b, attribute, None)
+            assert tensor_a is tensor_b is None or torch.equal(tensor_a, tensor_b)
+    for answer_a, answer_b in zip(answers(a, X), answers(b, X), strict=True):
+        torch.testing.assert_close(answer_a, answer_b)
 
 
 @contextlib.contextmanager
-def at_most(num_bytes: int):
-    """No file may grow beyond that: what a full disk does, without one."""
+def file_size_limit(num_bytes: int):
+    """Let no file grow beyond a size, as if the disk were full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -75,7 +80,7 @@ def at_most(num_bytes: int):
 
 @contextlib.contextmanager
 def not_root():
-    """As a user without privileges, whom permissions stop."""
+    """Act as a user without privileges, for whom permissions hold."""
     if os.getuid() != 0:
         yield
         return
@@ -90,13 +95,14 @@ def not_root():
 
 
 def test_the_safetensors_library_reads_the_file(la, path):
-    found = load_file(path)
+    tensors = load_file(path)
     blocks = list(la.posterior.curvature.blocks.values())
-    parts = {f"{n}.{part}" for n in range(4) for part in ("U_G", "U_A", "magnitudes", "trace_A")}
-    assert found.keys() == {"mean", "prior_precision"} | parts
-    assert torch.equal(found["mean"], la.mean)
-    assert torch.equal(found["0.U_A"], blocks[0].U_A)
-    assert torch.equal(found["2.magnitudes"], blocks[2].magnitudes)
+    attributes = ("U_G", "U_A", "magnitudes", "trace_A")
+    block_keys = {f"{number}.{attribute}" for number in range(4) for attribute in attributes}
+    assert tensors.keys() == {"mean", "prior_precision"} | block_keys
+    assert torch.equal(tensors["mean"], la.mean)
+    assert torch.equal(tensors["0.U_A"], blocks[0].U_A)
+    assert torch.equal(tensors["2.magnitudes"], blocks[2].magnitudes)
 
 
 def test_the_checksum_is_that_of_the_file_with_zeros_in_its_place(path):
@@ -115,24 +121,24 @@ def test_equal_posteriors_give_equal_bytes(la, path, tmp_path):
 
 
 def test_tensors_of_any_shape_survive(tmp_path):
-    """A low-rank curvature may have no direction at all."""
+    """A low-rank curvature may have no directions."""
     shapes = [(), (0,), (5, 0), (0, 5), (3,), (2, 3)]
     tensors = {f"{n}": torch.randn(shape).to(torch.float64) for n, shape in enumerate(shapes)}
     tensors |= {f"{n}.transposed": torch.randn(shape).mT for n, shape in enumerate(shapes[2:3])}
     texts = {"format": "a", "header": '"checksum":"' + "0" * 64 + '"}'}
     write_sealed(tmp_path / "file", texts, tensors)
-    found_texts, found = read_sealed(tmp_path / "file")
-    assert found_texts == texts
-    for reading in (found, load_file(tmp_path / "file")):
-        assert reading.keys() == tensors.keys()
-        assert all(torch.equal(reading[name], tensors[name]) for name in tensors)
+    texts_read, tensors_read = read_sealed(tmp_path / "file")
+    assert texts_read == texts
+    for loaded in (tensors_read, load_file(tmp_path / "file")):
+        assert loaded.keys() == tensors.keys()
+        assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 # -------------------------------------------------------------------- other versions and models
 
 
-def changed(path: Path, change) -> None:
-    """The file with another header or other tensors, and a checksum of what it holds."""
+def change_file(path: Path, change) -> None:
+    """Change the header or the tensors of a file, and write a valid checksum."""
     texts, tensors = read_sealed(path)
     header = json.loads(texts["header"])
     change(header, tensors)
@@ -140,15 +146,16 @@ def changed(path: Path, change) -> None:
 
 
 def test_a_file_of_format_4_is_read():
-    """One that was written long ago: the numbers of that fit are those of the fit today."""
+    """The file was written by an earlier version; the same fit gives the same numbers today."""
     model = same_numbers.with_parameters(same_numbers.convolutional(3))
     la = Laplace.load(Path(__file__).parents[1] / "data" / "posterior_format_4.safetensors", model)
-    batches, again = same_numbers.images(), Laplace(model, prior_precision=2.0)
-    again.fit(same_numbers.loader(batches), generator=same_numbers.generator(5))
-    assert (la.num_data, la.block_names) == (again.num_data, again.block_names)
+    batches = same_numbers.images()
+    refitted = Laplace(model, prior_precision=2.0)
+    refitted.fit(same_numbers.loader(batches), generator=same_numbers.generator(5))
+    assert (la.num_data, la.block_names) == (refitted.num_data, refitted.block_names)
     x = batches[2][0]
-    torch.testing.assert_close(la.functional(x), again.functional(x), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+    torch.testing.assert_close(la.functional(x), refitted.functional(x), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(la.log_marginal_likelihood(), refitted.log_marginal_likelihood())
     with pytest.raises(ValueError, match=r"factors of 0\.weight cannot be recovered.*earlier"):
         la.update([batches[2]])
 
@@ -156,16 +163,18 @@ def test_a_file_of_format_4_is_read():
 def test_an_earlier_format_is_refused_with_what_to_do(la, path):
     texts, tensors = read_sealed(path)
     texts["format"] = "laplace-debias/3"
-    says = r"its format is 'laplace-debias/3'.* To convert .* with version 0\.2\.0"
-    for write in (write_sealed, lambda to, told, values: save_file(values, to, told)):
-        write(path, texts, tensors)
-        with pytest.raises(ValueError, match=says):
-            Laplace.load(path, la.model)
-        says = r"it has no checksum.* To convert .* with version 0\.2\.0"
+    write_sealed(path, texts, tensors)
+    message = r"its format is 'laplace-debias/3'.* To convert .* with version 0\.2\.0"
+    with pytest.raises(ValueError, match=message):
+        Laplace.load(path, la.model)
+    save_file(tensors, path, texts)
+    message = r"it has no checksum.* To convert .* with version 0\.2\.0"
+    with pytest.raises(ValueError, match=message):
+        Laplace.load(path, la.model)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "change", "message"),
     [
         ("0.magnitudes", lambda m: -m, "negative"),
         ("0.magnitudes", lambda m: m / 0, "NaN or Inf"),
@@ -179,9 +188,9 @@ def test_an_earlier_format_is_refused_with_what_to_do(la, path):
         ("mean", lambda m: m[:-2], r"has \d+ parameters, but .* of the model have \d+"),
     ],
 )
-def test_a_file_of_another_posterior_is_refused(la, path, name, change, says):
-    changed(path, lambda header, tensors: tensors.update({name: change(tensors.get(name))}))
-    with pytest.raises(ValueError, match=says):
+def test_a_file_of_another_posterior_is_refused(la, path, name, change, message):
+    change_file(path, lambda header, tensors: tensors.update({name: change(tensors.get(name))}))
+    with pytest.raises(ValueError, match=message):
         Laplace.load(path, la.model)
 
 
@@ -190,16 +199,16 @@ def test_a_file_of_another_posterior_is_refused(la, path, name, change, says):
 
 @pytest.fixture
 def in_time():
-    """Whatever hangs is interrupted."""
+    """Interrupt a test that hangs."""
 
     def interrupt(*_):
         raise TimeoutError("it hangs")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    previous_handler = signal.signal(signal.SIGALRM, interrupt)
     signal.alarm(20)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, previous_handler)
 
 
 class Renamed(nn.Module):
@@ -215,23 +224,25 @@ class Renamed(nn.Module):
 
 @pytest.mark.parametrize("wrap", [Renamed, nn.Sequential])
 def test_a_model_without_the_names_of_the_file_is_refused(la, path, wrap):
-    with pytest.raises(ValueError, match=r"The posterior in the file is over .*'0\.bias'") as told:
+    with pytest.raises(
+        ValueError, match=r"The posterior in the file is over .*'0\.bias'"
+    ) as caught:
         Laplace.load(path, wrap(la.model).eval())
-    assert "does not have them. Its parameters are" in str(told.value)
-    assert "`params`" not in str(told.value)
+    assert "does not have them. Its parameters are" in str(caught.value)
+    assert "`params`" not in str(caught.value)
 
 
 def test_a_model_whose_parameters_are_frozen_is_refused(la, path):
     for frozen in (la.model[2], la.model):
         frozen.requires_grad_(False)
-        with pytest.raises(ValueError, match=r"in the file .*'2\.bias'.* are frozen") as told:
+        with pytest.raises(ValueError, match=r"in the file .*'2\.bias'.* are frozen") as caught:
             Laplace.load(path, la.model)
-        assert "`params`" not in str(told.value)
+        assert "`params`" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize(
-    ("what", "error", "says"),
+    ("kind", "error", "message"),
     [
         ("nothing", FileNotFoundError, "The file .* does not exist. Check the path"),
         ("below a file", FileNotFoundError, "The file .* does not exist. Check the path"),
@@ -245,27 +256,27 @@ def test_a_model_whose_parameters_are_frozen_is_refused(la, path):
         ("checkpoint", ValueError, "it has no checksum"),
     ],
 )
-def test_what_is_no_posterior_is_told(la, path, tmp_path, what, error, says):
+def test_what_is_no_posterior_is_told(la, path, tmp_path, kind, error, message):
     target = tmp_path / "target"
-    if what == "below a file":
+    if kind == "below a file":
         target = path / "posterior"
-    elif what == "dangling link":
+    elif kind == "dangling link":
         target.symlink_to(tmp_path / "gone")
-    elif what == "folder":
+    elif kind == "folder":
         target.mkdir()
-    elif what == "pipe":
+    elif kind == "pipe":
         os.mkfifo(target)
-    elif what == "device":
+    elif kind == "device":
         target = Path("/dev/zero")
-    elif what == "text":
+    elif kind == "text":
         target.write_text("a posterior, by its name\n" * 100)
-    elif what == "half":
+    elif kind == "half":
         target.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif what == "checkpoint":
+    elif kind == "checkpoint":
         save_file(la.model.state_dict(), target)
-    elif what == "empty":
+    elif kind == "empty":
         target.touch()
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         Laplace.load(target, la.model)
 
 
@@ -285,14 +296,14 @@ def test_a_file_that_may_not_be_read_is_told(la):
 def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
     path = tmp_path / "posterior"
     fitted().save(path)
-    before = path.read_bytes()
+    content = path.read_bytes()
     large = fitted(width=150)
     with (
-        at_most(65536),
+        file_size_limit(65536),
         pytest.raises(OSError, match=r"posterior cannot be written \(File too large\)"),
     ):
         large.save(path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
     assert [entry.name for entry in tmp_path.iterdir()] == ["posterior"]
     large.save(path)
     assert_alike(Laplace.load(path, large.model), large)
@@ -305,25 +316,25 @@ def test_the_error_of_another_file_is_left_as_it_is(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("place", ["fsync", "replace"])
-def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
-    before = path.read_bytes()
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_is_full_at_the_end_is_told(la, path, call, monkeypatch):
+    content = path.read_bytes()
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, place, full)
+    monkeypatch.setattr(os, call, full)
     la.prior_precision = 3.0
-    says = r"posterior\.safetensors cannot be written \(No space left on device\). .*free some"
-    with pytest.raises(OSError, match=says) as caught:
+    message = r"posterior\.safetensors cannot be written \(No space left on device\). .*free some"
+    with pytest.raises(OSError, match=message) as caught:
         la.save(path)
     assert caught.value.errno == errno.ENOSPC
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
     assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "says"),
+    ("kind", "error", "message"),
     [
         ("folder", IsADirectoryError, "is a folder. Pass the path of a file in it"),
         ("below a file", NotADirectoryError, "is a file, not a folder"),
@@ -333,25 +344,25 @@ def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
         ("long name", OSError, "cannot be written .*. Choose a different"),
     ],
 )
-def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, error, says):
+def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, kind, error, message):
     target = tmp_path / "target"
-    if what == "folder":
+    if kind == "folder":
         target.mkdir()
-    elif what == "below a file":
+    elif kind == "below a file":
         target.touch()
         target = target / "deeper" / "posterior"
-    elif what == "no parent":
+    elif kind == "no parent":
         target = target / "posterior"
-    elif what == "pipe":
+    elif kind == "pipe":
         os.mkfifo(target)
-    elif what == "loop":
+    elif kind == "loop":
         target.symlink_to(target)
-    elif what == "long name":
+    elif kind == "long name":
         target = tmp_path / ("a" * 250)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(error, match=says):
+    paths = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=message):
         la.save(target)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == paths
 
 
 def test_what_may_not_be_written_is_told(la):
@@ -379,16 +390,16 @@ def test_numbers_that_could_not_be_read_again_are_not_saved(la, tmp_path):
 
 def test_a_link_stays_and_its_file_is_replaced(la, tmp_path):
     (tmp_path / "store").mkdir()
-    kept = tmp_path / "store" / "kept"
+    file = tmp_path / "store" / "kept"
     link = tmp_path / "link"
-    link.symlink_to(kept)
+    link.symlink_to(file)
     for prior_precision in (1.0, 2.0):
         la.prior_precision = prior_precision
         la.save(link)
         assert link.is_symlink()
-        assert not kept.is_symlink()
-        assert float(Laplace.load(kept, la.model).prior_precision) == prior_precision
-    assert sorted(tmp_path.rglob("*")) == [link, tmp_path / "store", kept]
+        assert not file.is_symlink()
+        assert float(Laplace.load(file, la.model).prior_precision) == prior_precision
+    assert sorted(tmp_path.rglob("*")) == [link, tmp_path / "store", file]
 
 
 def test_a_replaced_file_keeps_its_permissions(la, path):
@@ -404,13 +415,13 @@ def be_killed_while_writing(path):
 
 
 def test_a_killed_writer_leaves_what_was_there(la, path):
-    before = path.read_bytes()
+    content = path.read_bytes()
     context = multiprocessing.get_context("fork")
     writer = context.Process(target=be_killed_while_writing, args=(path,))
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
     la.save(path)
     assert_alike(Laplace.load(path, la.model), la)
 
@@ -428,18 +439,19 @@ def test_writers_of_one_path_do_not_meet(tmp_path):
 
 
 def test_tables_are_written_the_same_way(tmp_path, monkeypatch):
-    kept, link = tmp_path / "kept", tmp_path / "link"
-    kept.touch(0o600)
-    kept.chmod(0o600)
-    link.symlink_to(kept)
+    table = tmp_path / "kept"
+    link = tmp_path / "link"
+    table.touch(0o600)
+    table.chmod(0o600)
+    link.symlink_to(table)
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     write_csv([{"a": 1}], link)
-    assert read_csv(kept)
+    assert read_csv(table)
     assert link.is_symlink()
-    assert kept.stat().st_mode & 0o777 == 0o600
+    assert table.stat().st_mode & 0o777 == 0o600
     assert len(synced) == 1
-    assert sorted(tmp_path.iterdir()) == [kept, link]
+    assert sorted(tmp_path.iterdir()) == [table, link]
 
 
 # ------------------------------------------------------------------------------ the command line
@@ -451,6 +463,7 @@ SOURCE = [
 
 
 def one_line(capsys) -> str:
+    """The single line that a command printed as its error."""
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert "Traceback" not in printed
@@ -458,19 +471,25 @@ def one_line(capsys) -> str:
 
 
 @pytest.mark.parametrize("command", ["fit", "tune"])
-@pytest.mark.parametrize("what", ["folder", "below a file"])
+@pytest.mark.parametrize("output_kind", ["folder", "below a file"])
 def test_commands_refuse_a_bad_output_before_work(
-    path, tmp_path, what, command, capsys, monkeypatch
+    path, tmp_path, output_kind, command, capsys, monkeypatch
 ):
     def work(*_):
         raise AssertionError("work was done")
 
     monkeypatch.setattr("laplace_debias.sources.loading.load", work)
-    output = tmp_path if what == "folder" else path / "posterior"
-    posterior = [f"--posterior={path}", "--method=marglik"] if command == "tune" else []
-    options = [*SOURCE, f"--output={output}", "--overwrite", *posterior]
+    if output_kind == "folder":
+        output = tmp_path
+        message = "is a folder"
+    else:
+        output = path / "posterior"
+        message = "is a file, not a folder"
+    options = [*SOURCE, f"--output={output}", "--overwrite"]
+    if command == "tune":
+        options += [f"--posterior={path}", "--method=marglik"]
     assert main([command, *options]) == 2
-    assert ("is a folder" if what == "folder" else "is a file, not a folder") in one_line(capsys)
+    assert message in one_line(capsys)
 
 
 def test_tune_refuses_a_damaged_posterior_before_work(path, capsys, monkeypatch):
