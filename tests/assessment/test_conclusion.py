@@ -1,4 +1,4 @@
-"""The verdict's sentences, from the predictions of made-up situations to the words."""
+"""The sentences of the conclusion, for predictions of made-up situations."""
 
 import math
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ N = 1500
 
 
 def table_of(logits, labels=None, index=None, extra=0.0):
-    """Predictions for a set, as a run folder has them."""
+    """Predictions for a set, with the columns of a run folder; missing scores are NaN."""
     probs = logits.softmax(1)
     nothing = torch.full((len(probs),), math.nan)
     columns = {
@@ -48,7 +48,7 @@ def table_of(logits, labels=None, index=None, extra=0.0):
 
 
 def exact(n=N, seed=0, noise=1.0):
-    """Logits whose softmax is the posterior of the labels, and the labels."""
+    """Draw labels, and logits `[n, classes]` whose softmax is the posterior of the labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (n,), generator=generator)
     x = 2.6 * torch.eye(CLASSES)[labels] + torch.randn(n, CLASSES, generator=generator) * noise
@@ -58,14 +58,15 @@ def exact(n=N, seed=0, noise=1.0):
 def verdict(
     tables, temperature=1.0, task="classification", training=None, recommended=None, **method
 ):
-    """The sentences about tables by method and set, `network` first."""
+    """The sentences about tables, which are stored by method and set; `network` is first."""
     keys = list(dict.fromkeys(key for key, _ in tables))
     names = list(dict.fromkeys(name for _, name in tables))
     roles = {name: name.split("-")[0] if name != "test" else "test" for name in names}
     likelihood = likelihood_from(task)
     compared = Comparison(tables, roles, likelihood)
-    chosen = None if recommended is None else Recommendation(**recommended)
-    measurements = Measurements(compared.rows(), list(compared.differences()), chosen)
+    if recommended is not None:
+        recommended = Recommendation(**recommended)
+    measurements = Measurements(compared.rows(), list(compared.differences()), recommended)
     run = {
         "format": 1,
         "task": task,
@@ -103,9 +104,9 @@ def trained(accuracy=0.95, gap=0.0, nll=0.2):
 
 
 def judged(best, **factors):
-    """The sentences about methods whose logits are the exact ones times a factor."""
+    """The sentences about methods, whose logits are the exact ones times a factor per method."""
     logits, labels = exact()
-    tables = {(key, "test"): table_of(by * logits, labels) for key, by in factors.items()}
+    tables = {(key, "test"): table_of(factor * logits, labels) for key, factor in factors.items()}
     return verdict(tables, best, training=trained())
 
 
@@ -116,38 +117,44 @@ CHECKS = "First check the order of the classes, the normalisation of the inputs 
 
 
 def test_an_overconfident_network_and_what_mends_it():
-    told = judged(2.5, network=2.5, temperature=1, laplace=1.5)
-    assert 2 <= len(told) <= 5
-    assert told[0].startswith("On 1,500 images of the test set, the network has an accuracy of")
-    assert "over-confident by" in told[0]
-    assert told[1].startswith("Use “Temperature”. On the same 1,500 images, it lowers the NLL by")
-    assert "Brier score by" in told[1]
-    assert "difference between confidence and accuracy by" in told[1]
-    assert "It is not significantly over- or under-confident" in told[1]
-    assert told[2].startswith("Compared with “Temperature”, “Laplace” raises the NLL by")
+    sentences = judged(2.5, network=2.5, temperature=1, laplace=1.5)
+    assert 2 <= len(sentences) <= 5
+    assert sentences[0].startswith(
+        "On 1,500 images of the test set, the network has an accuracy of"
+    )
+    assert "over-confident by" in sentences[0]
+    assert sentences[1].startswith(
+        "Use “Temperature”. On the same 1,500 images, it lowers the NLL by"
+    )
+    assert "Brier score by" in sentences[1]
+    assert "difference between confidence and accuracy by" in sentences[1]
+    assert "It is not significantly over- or under-confident" in sentences[1]
+    assert sentences[2].startswith("Compared with “Temperature”, “Laplace” raises the NLL by")
 
 
 def test_what_turns_overconfidence_around_is_not_recommended_by_the_nll_alone():
-    """The temperature lowers the NLL, but what it leaves is as far off on the other side."""
-    told = judged(3.0, network=1.55, temperature=0.5, laplace=1.1)
-    assert told[1].startswith("Use “Laplace”")
-    assert "“Temperature” raises the NLL by" in told[2]
-    assert "and is under-confident by" in told[2]
+    """The temperature lowers the NLL, but the network then is as far off in the other direction."""
+    sentences = judged(3.0, network=1.55, temperature=0.5, laplace=1.1)
+    assert sentences[1].startswith("Use “Laplace”")
+    assert "“Temperature” raises the NLL by" in sentences[2]
+    assert "and is under-confident by" in sentences[2]
 
 
 def test_an_underconfident_network():
-    told = judged(0.4, network=0.4, temperature=1)
-    assert "under-confident by" in told[0]
-    assert told[1].startswith("Use “Temperature”")
+    sentences = judged(0.4, network=0.4, temperature=1)
+    assert "under-confident by" in sentences[0]
+    assert sentences[1].startswith("Use “Temperature”")
 
 
 def test_a_calibrated_network_is_left_as_it_is():
-    told = judged(0.99, network=1, temperature=1.01, laplace=0.6)
-    assert "not significantly over- or under-confident" in told[0]
-    assert told[1].startswith("No method improves the network significantly")
-    assert "NLL, Brier score and difference between confidence and accuracy together" in told[1]
-    assert "Compared with the network, “Laplace” raises" in told[2]
-    assert "No significant difference from the network was found for “Temperature”." in told[2]
+    sentences = judged(0.99, network=1, temperature=1.01, laplace=0.6)
+    assert "not significantly over- or under-confident" in sentences[0]
+    assert sentences[1].startswith("No method improves the network significantly")
+    assert (
+        "NLL, Brier score and difference between confidence and accuracy together" in sentences[1]
+    )
+    assert "Compared with the network, “Laplace” raises" in sentences[2]
+    assert "No significant difference from the network was found for “Temperature”." in sentences[2]
 
 
 def test_classes_in_another_order_are_named_first():
@@ -157,32 +164,34 @@ def test_classes_in_another_order_are_named_first():
         ("network", "test"): table_of(4 * logits, wrong),
         ("temperature", "test"): table_of(logits / 144, wrong),
     }
-    told = verdict(tables, 577.0, training=trained(accuracy=0.05, gap=0.9, nll=22.3))
-    assert told[0].startswith(CHECKS)
-    assert "Its accuracy on its own training images is 0.050, near chance" in told[0]
+    sentences = verdict(tables, 577.0, training=trained(accuracy=0.05, gap=0.9, nll=22.3))
+    assert sentences[0].startswith(CHECKS)
+    assert "Its accuracy on its own training images is 0.050, near chance" in sentences[0]
     assert (
         "NLL on its own training images is 22.300 nats, worse than the 2.303 of a uniform guess"
-        in told[0]
+        in sentences[0]
     )
-    assert "the temperature of “Temperature” is 577" in told[0]
-    assert not any(sentence.startswith("Use") for sentence in told)
+    assert "the temperature of “Temperature” is 577" in sentences[0]
+    assert not any(sentence.startswith("Use") for sentence in sentences)
 
 
 def test_a_wrong_normalisation_is_named_first():
-    """A network is not far surer than right of the images that it was trained on."""
+    """A network is rarely very over-confident on the images that it was trained on."""
     logits, labels = exact(noise=1.6)
     tables = {
         ("network", "test"): table_of(1.3 * logits, labels),
         ("temperature", "test"): table_of(0.6 * logits, labels),
     }
-    told = verdict(tables, 2.2, training=trained(accuracy=0.52, gap=0.25, nll=1.4))
-    assert told[0].startswith(CHECKS)
-    assert "On its own training images it is over-confident by 25.0 points" in told[0]
-    assert not any(sentence.startswith("Use") for sentence in told)
+    sentences = verdict(tables, 2.2, training=trained(accuracy=0.52, gap=0.25, nll=1.4))
+    assert sentences[0].startswith(CHECKS)
+    assert "On its own training images it is over-confident by 25.0 points" in sentences[0]
+    assert not any(sentence.startswith("Use") for sentence in sentences)
 
 
-@pytest.mark.parametrize(("shift", "said"), [(-0.22, "too low by 0.2"), (0.22, "too high by 0.2")])
-def test_a_biased_regression_hears_of_it(shift, said):
+@pytest.mark.parametrize(
+    ("shift", "message"), [(-0.22, "too low by 0.2"), (0.22, "too high by 0.2")]
+)
+def test_a_biased_regression_hears_of_it(shift, message):
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(400, generator=generator).double()
     noise = torch.randn(400, generator=generator)
@@ -197,38 +206,38 @@ def test_a_biased_regression_hears_of_it(shift, said):
         ("network", "test"): table | {"standard_deviation": torch.full((400,), 0.2).double()},
         ("laplace", "test"): table | {"standard_deviation": torch.full((400,), 0.55).double()},
     }
-    told = verdict(tables, task="regression")
-    assert f"Its predictions are {said}" in told[0]
-    assert "Its standard deviations are too small" in told[0]
-    assert told[1].startswith("Use “Laplace”. On the same 400 rows, it lowers the NLL by")
-    assert "misfit of the standard deviations by" in told[1]
+    sentences = verdict(tables, task="regression")
+    assert f"Its predictions are {message}" in sentences[0]
+    assert "Its standard deviations are too small" in sentences[0]
+    assert sentences[1].startswith("Use “Laplace”. On the same 400 rows, it lowers the NLL by")
+    assert "misfit of the standard deviations by" in sentences[1]
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "opening"),
     [(1 + 1e-5, "No method improves the network"), (1.02, "Use “Laplace”")],
 )
-def test_a_gain_of_the_size_of_rounding_is_no_reason_to_use_a_method(factor, said, unit):
-    """It is certain, as every example has it. How small it is does not depend on the unit."""
+def test_a_gain_of_the_size_of_rounding_is_no_reason_to_use_a_method(factor, opening, unit):
+    """Every example has the gain, so it is significant; its size does not depend on the unit."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(400, generator=generator).double()
     error = 0.5 * torch.randn(400, generator=generator).double()
     shifted = {"test": target, "shift-5": target + 1}
     tables = {}
     for name, targets in shifted.items():
-        for method, by in (("network", 1.0), ("laplace", factor)):
+        for method, scale in (("network", 1.0), ("laplace", factor)):
             tables[method, name] = {
                 "index": torch.arange(400),
                 "mean": unit * (target + error - error.mean()),
                 "target": unit * targets,
                 "epistemic": torch.zeros(400).double(),
-                "standard_deviation": torch.full((400,), 0.2 * by * unit).double(),
+                "standard_deviation": torch.full((400,), 0.2 * scale * unit).double(),
             }
-    told = verdict(tables, task="regression")
-    assert told[1].startswith(said)
+    sentences = verdict(tables, task="regression")
+    assert sentences[1].startswith(opening)
     if factor < 1.01:
-        assert "For “Laplace”" not in told[-1]
+        assert "For “Laplace”" not in sentences[-1]
 
 
 def test_a_negligible_change_on_shifted_inputs_is_not_reported_as_one():
@@ -249,7 +258,7 @@ def test_a_negligible_change_on_shifted_inputs_is_not_reported_as_one():
 
 
 def test_methods_are_compared_on_the_examples_of_both():
-    """What predicts fewer, easier examples does no better than what predicts the same ones."""
+    """A method does not win because it predicts fewer and easier examples."""
     logits, labels = exact()
     sure = logits.softmax(1).amax(1).argsort(descending=True)[:300].sort().values
     tables = {
@@ -257,12 +266,14 @@ def test_methods_are_compared_on_the_examples_of_both():
         ("laplace-head", "test"): table_of(1.002 * logits, labels),
         ("laplace", "test"): table_of(logits[sure], labels[sure], index=sure),
     }
-    told = verdict(tables, training=trained())
-    assert told[1].startswith("Use “Laplace head”. On the same 1,500 images")
-    assert "No significant difference from “Laplace head” was found for “Laplace”" in told[2]
-    found = Comparison(tables, {"test": "test"}, Categorical()).differences()
-    between = [r for r in found if (r.method, r.reference) == ("laplace", "laplace-head")]
-    assert {row.num_examples for row in between} == {300}
+    sentences = verdict(tables, training=trained())
+    assert sentences[1].startswith("Use “Laplace head”. On the same 1,500 images")
+    assert "No significant difference from “Laplace head” was found for “Laplace”" in sentences[2]
+    differences = Comparison(tables, {"test": "test"}, Categorical()).differences()
+    rows = [
+        row for row in differences if (row.method, row.reference) == ("laplace", "laplace-head")
+    ]
+    assert {row.num_examples for row in rows} == {300}
 
 
 def test_foreign_inputs_are_noticed_by_a_score_or_not():
@@ -281,8 +292,8 @@ def test_foreign_inputs_are_noticed_by_a_score_or_not():
     }
     last = verdict(tables, training=trained())[-1]
     assert "is higher by" not in last
-    chosen = {"method": "laplace", "score": "variance"}
-    last = verdict(tables, training=trained(), recommended=chosen)[-1]
+    recommended = {"method": "laplace", "score": "variance"}
+    last = verdict(tables, training=trained(), recommended=recommended)[-1]
     assert "use the variance of “Laplace”." in last
     entropy = "The network's entropy"
     assert f"{entropy} does not separate “ood-sure” from test images, with an AUROC of 0" in last
@@ -291,11 +302,17 @@ def test_foreign_inputs_are_noticed_by_a_score_or_not():
     assert last.count("is higher by") == 1
     assert "the recommended score is lower by" in last
     first = {"method": "network", "score": "entropy"}
-    assert "higher by" not in verdict(tables, training=trained(), recommended=chosen | first)[-1]
+    assert (
+        "higher by" not in verdict(tables, training=trained(), recommended=recommended | first)[-1]
+    )
 
 
 def ood_tables(factors):
-    """The network and a posterior, whose logits on each OOD set are those of the test times one."""
+    """Tables of the network and a posterior, for the test set and for OOD sets.
+
+    Args:
+        factors: Factors of the logits of each OOD set, for the network and for the posterior.
+    """
     logits, labels = exact()
     tables = {
         ("network", "test"): table_of(2.5 * logits, labels),
@@ -309,28 +326,28 @@ def ood_tables(factors):
 
 
 def test_a_detector_at_chance_or_worse_is_not_recommended():
-    """One that is better than the network's own entropy is useless too if it is below chance."""
-    chosen = {"method": "laplace", "score": "entropy"}
-    # All examples of the set look surer than those of the test set, those of the network more so.
-    last = verdict(ood_tables({"sure": (8, 2)}), training=trained(), recommended=chosen)[-1]
+    """A detector below chance is useless, even if it is better than the network's entropy."""
+    recommended = {"method": "laplace", "score": "entropy"}
+    # Predictions for the OOD set are surer than for the test set, and surest by the network.
+    last = verdict(ood_tables({"sure": (8, 2)}), training=trained(), recommended=recommended)[-1]
     assert "To detect" not in last
     assert "higher by" not in last
     assert "No score that was chosen beforehand detects “ood-sure”. The AUROC is 0." in last
     assert "for the entropy of “Laplace”" in last
-    # The same distribution as the test set: the interval contains 0.5.
-    last = verdict(ood_tables({"same": (1, 1)}), training=trained(), recommended=chosen)[-1]
+    # The OOD set has the distribution of the test set, so the interval contains 0.5.
+    last = verdict(ood_tables({"same": (1, 1)}), training=trained(), recommended=recommended)[-1]
     assert "To detect" not in last
     assert "No score that was chosen beforehand detects “ood-same”" in last
 
 
 def test_a_score_is_recommended_for_the_sets_that_it_detects():
-    chosen = {"method": "laplace", "score": "entropy"}
+    recommended = {"method": "laplace", "score": "entropy"}
     tables = ood_tables({"sure": (8, 2), "odd": (0.3, 0.1)})
-    last = verdict(tables, training=trained(), recommended=chosen)[-1]
+    last = verdict(tables, training=trained(), recommended=recommended)[-1]
     assert "To detect inputs like those of “ood-odd”, use the entropy of “Laplace”." in last
     assert "The network's entropy separates “ood-odd” from test images" in last
     assert "No score that was chosen beforehand detects “ood-sure”" in last
-    only = verdict(ood_tables({"odd": (0.3, 0.1)}), training=trained(), recommended=chosen)[-1]
+    only = verdict(ood_tables({"odd": (0.3, 0.1)}), training=trained(), recommended=recommended)[-1]
     assert only.startswith("To detect out-of-distribution inputs, use the entropy of “Laplace”. ")
     assert "No score" not in only
 
@@ -340,8 +357,8 @@ def test_the_last_posterior_is_recommended():
     network = Method(key="network", label="n", describes="n.")
     last = Method(key="laplace", label="l", describes="l.", posterior=posterior)
     ensemble = Method(key="ensemble", label="e", describes="e.", uses_all_checkpoints=True)
-    found = recommended([network, last, ensemble], Categorical())
-    assert found == Recommendation("laplace", "entropy")
+    recommendation = recommended([network, last, ensemble], Categorical())
+    assert recommendation == Recommendation("laplace", "entropy")
     assert recommended([network, ensemble], MultiLabel()).method == "network"
     assert recommended([network, last], Gaussian()) is None
 
@@ -355,9 +372,9 @@ def test_the_hardest_shift_is_told():
         ("network", "shift-5"): table_of(2.5 * hard, hard_labels),
         ("laplace", "shift-5"): table_of(0.3 * hard, hard_labels),
     }
-    told = verdict(tables, training=trained())[-1]
-    assert told.startswith("On shifted inputs of severity 5, the network has an accuracy of")
-    assert "“Laplace” lowers the difference between confidence and accuracy by" in told
+    last = verdict(tables, training=trained())[-1]
+    assert last.startswith("On shifted inputs of severity 5, the network has an accuracy of")
+    assert "“Laplace” lowers the difference between confidence and accuracy by" in last
 
 
 def test_without_validation_it_says_what_is_open():
@@ -375,9 +392,9 @@ def test_a_search_that_got_better_up_to_its_end_is_named():
         ("network", "test"): table_of(logits, labels),
         ("laplace", "test"): table_of(logits, labels),
     }
-    told = verdict(tables, training=trained(), prior_precision_at_limit=True)
-    assert told[0].startswith(CHECKS)
-    assert "prior precision of “Laplace” is at the end of the range" in told[0]
+    sentences = verdict(tables, training=trained(), prior_precision_at_limit=True)
+    assert sentences[0].startswith(CHECKS)
+    assert "prior precision of “Laplace” is at the end of the range" in sentences[0]
 
     def sweep(*values):
         rows = [
@@ -403,11 +420,11 @@ def test_the_network_is_judged_on_its_first_training_examples():
         model.weight.copy_(torch.tensor([[0.0, 0, 0, 0], [9.0, 0, 0, 0]]))
     batches = list(zip(x.double().split(400), y.split(400), strict=True))
     loaded = SimpleNamespace(model=model, likelihood=Categorical(), train=batches)
-    found = training_record(loaded)
-    assert (found.num_examples, found.num_classes) == (1000, 2)
-    assert found.uniform_nll == pytest.approx(math.log(2))
+    record = training_record(loaded)
+    assert (record.num_examples, record.num_classes) == (1000, 2)
+    assert record.uniform_nll == pytest.approx(math.log(2))
     expected = (model(x[:1000].double()).argmax(1) == y[:1000]).double().mean().item()
-    assert found.rows[0].value == pytest.approx(expected)
+    assert record.rows[0].value == pytest.approx(expected)
     loaded = SimpleNamespace(
         model=model, likelihood=Gaussian(), train=[(a, model(a).detach() * 2) for a, _ in batches]
     )

@@ -41,7 +41,7 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
 
 
 @pytest.mark.parametrize(
-    ("methods", "task", "has_validation", "told"),
+    ("methods", "task", "has_validation", "message"),
     [
         ([NETWORK, TEMPERATURE], "regression", True, "Remove temperature"),
         (
@@ -52,8 +52,8 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(methods, task, has_validation, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_compared_is_refused(methods, task, has_validation, message):
+    with pytest.raises(ValueError, match=message):
         check_methods(methods, loaded(task, has_validation))
 
 
@@ -68,20 +68,20 @@ def test_a_posterior_of_one_example_is_refused():
 
 
 def test_posteriors_that_are_asked_for_come_last():
-    asked = {
+    posteriors = {
         "ekfac": PosteriorChoice(curvature="ekfac", params="all"),
         "head": PosteriorChoice(),
     }
-    found = chosen_methods(None, asked, 100, loaded("classification", True))
-    assert keys(found) == ["network", "temperature", "last-layer", "ekfac", "head"]
-    # Predicting with the last layer alone is cheap.
-    assert [method.examples for method in found[3:]] == [100, None]
+    methods = chosen_methods(None, posteriors, 100, loaded("classification", True))
+    assert keys(methods) == ["network", "temperature", "last-layer", "ekfac", "head"]
+    # Predicting with only the last layer is cheap, so it is not limited.
+    assert [method.examples for method in methods[3:]] == [100, None]
 
 
 def test_methods_can_be_named_and_keep_their_order():
-    found = chosen_methods(("laplace", "temperature"), {}, 7, loaded("classification", True))
-    assert keys(found) == ["network", "temperature", "laplace"]
-    assert found[-1].examples == 7
+    methods = chosen_methods(("laplace", "temperature"), {}, 7, loaded("classification", True))
+    assert keys(methods) == ["network", "temperature", "laplace"]
+    assert methods[-1].examples == 7
     with pytest.raises(ValueError, match=r"no method magic. Use network, temperature"):
         chosen_methods(("magic",), {}, None, loaded("classification", True))
     with pytest.raises(ValueError, match="built-in method"):

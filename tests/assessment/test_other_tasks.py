@@ -1,4 +1,4 @@
-"""Regressions, labels that apply or not, no validation examples, no sets beside the test set."""
+"""Runs of regressions, of labels that apply or not, and of data without some of the sets."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_a_regression(num_outputs, tmp_path):
     run = read(folder, "run.json")
     x, y = joined(loaded.validation)
     residuals = (y - loaded.model(x).detach()).double()
-    # The noise that the validation residuals are most likely under.
+    # The maximum-likelihood noise of the validation residuals.
     sigmas = residuals.square().mean(0).sqrt()
     assert isinstance(run["sigma"], float if num_outputs == 1 else list)
     assert torch.tensor(run["sigma"]).tolist() == pytest.approx(sigmas.squeeze().tolist(), rel=1e-6)
@@ -71,11 +71,11 @@ def test_a_regression(num_outputs, tmp_path):
     assert len(first["inputs"]) == 4
     assert set(first["predictions"]) == {"network", "last-layer"}
     ood = {(r["method"], r["score"]) for r in read(folder, "metrics.json")["rows"] if "score" in r}
-    assert ood == {("last-layer", "variance")}  # The network's is the same everywhere.
+    assert ood == {("last-layer", "variance")}  # The network's is constant.
 
 
 def test_outputs_of_several_scales_have_a_noise_each(tmp_path):
-    """One noise for all would be wrong by a factor of a hundred for the first output."""
+    """The same noise for both would be wrong by a factor of a hundred for the first output."""
     rows = a_run.loaded_rows(num_test=50, num_ood=0, num_outputs=2)
     scales = torch.tensor([0.01, 10.0])
     noise = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def test_an_output_that_is_predicted_exactly_is_named(tmp_path):
 
 
 def test_a_regression_whose_network_predicts_the_noise(tmp_path):
-    """The noise is the network's, of each input its own: nothing is fitted to the residuals."""
+    """The network predicts the noise of each input, so none is fitted to the residuals."""
     rows = a_run.loaded_rows(num_test=50, num_ood=20)
     torch.manual_seed(0)
     head = torch.nn.Linear(4, 2)
@@ -131,7 +131,8 @@ def test_a_regression_whose_network_predicts_the_noise(tmp_path):
     assert read(folder, "run.json")["sigma"] is None
     x, y = joined(loaded.test)
     outputs = model(x).detach().double()
-    mean, deviation = outputs[:, 0], (outputs[:, 1] / 2).exp()
+    mean = outputs[:, 0]
+    deviation = (outputs[:, 1] / 2).exp()
     table = pd.read_parquet(folder / "predictions/network/test.parquet")
     torch.testing.assert_close(torch.tensor(table["mean"].to_numpy()), mean)
     torch.testing.assert_close(torch.tensor(table["standard_deviation"].to_numpy()), deviation)
@@ -159,8 +160,8 @@ def test_labels_that_apply_or_not(task, tmp_path):
     p = z.sigmoid()
     expected = torch.cat([1 - p, p], 1) if task == "binary" else p
     table = pd.read_parquet(folder / "predictions/temperature/test.parquet")
-    found = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    probs = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
+    torch.testing.assert_close(probs, expected, rtol=1e-5, atol=1e-7)
     assert torch.tensor(table["label"].tolist()).equal(y.long())
     rows = read(folder, "metrics.json")["rows"]
     (value,) = (
@@ -183,8 +184,8 @@ def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):
     sweep = read(folder, "sweeps/last-layer.json")
     assert sweep["metric"] == "log_marginal_likelihood"
     values = [row["value"] for row in sweep["rows"]]
-    of = {row["prior_precision"]: row["value"] for row in sweep["rows"]}
-    assert of[sweep["chosen"]] == pytest.approx(max(values), abs=1e-3)
+    value_by_precision = {row["prior_precision"]: row["value"] for row in sweep["rows"]}
+    assert value_by_precision[sweep["chosen"]] == pytest.approx(max(values), abs=1e-3)
     with pytest.raises(
         ValueError, match="There are no validation examples for fitting the temperature of"
     ):
@@ -213,29 +214,31 @@ def test_a_posterior_from_a_file_is_used_as_it_is(tmp_path):
     assert entry["prior_precision"] == 3.5
     x, _ = joined(loaded.test)
     table = pd.read_parquet(folder / "predictions/mine/test.parquet")
-    found = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
-    torch.testing.assert_close(found, la.predict(x).probs.double(), rtol=1e-4, atol=1e-6)
+    probs = torch.tensor(table["probs"].tolist(), dtype=torch.float64)
+    torch.testing.assert_close(probs, la.predict(x).probs.double(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("mode", "asked", "seen"),
+    ("mode", "fit_examples", "num_read"),
     [("full", 70, 70), ("mini", 70, 70), ("crossfit", 70, 70), ("crossfit", 512, 200)],
 )
-def test_fits_see_the_first_examples(mode, asked, seen, tmp_path):
+def test_fits_see_the_first_examples(mode, fit_examples, num_read, tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
-    choice = PosteriorChoice(mode=mode, fit_examples=asked)
+    choice = PosteriorChoice(mode=mode, fit_examples=fit_examples)
     method = Method(key="mine", label="Mine", describes="", posterior=choice)
     folder = assess(loaded, tmp_path / "run", (NETWORK, method))
     x, y = joined(loaded.train)
     expected = Laplace(loaded.model, params="last_layer")
-    expected.fit([(x[:seen], y[:seen])], mode=mode, num_data=200)
-    found = Laplace.load(folder / "posteriors/mine.safetensors", loaded.model)
-    for ours, theirs in zip(
-        found.posterior.curvature.blocks.values(),
+    expected.fit([(x[:num_read], y[:num_read])], mode=mode, num_data=200)
+    la = Laplace.load(folder / "posteriors/mine.safetensors", loaded.model)
+    for block, expected_block in zip(
+        la.posterior.curvature.blocks.values(),
         expected.posterior.curvature.blocks.values(),
         strict=True,
     ):
-        torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            block.to_dense(), expected_block.to_dense(), rtol=1e-3, atol=1e-6
+        )
 
 
 def test_names_of_ood_sets_must_name_files(tmp_path):
@@ -265,7 +268,8 @@ def test_an_empty_set_is_refused(tmp_path):
 def test_targets_have_the_shapes_that_the_likelihood_takes(task, change, tmp_path):
     loaded = with_targets(a_run.loaded_yes_no(task), change)
     if task == "multilabel":
-        network, head = loaded.model[:-1], loaded.model[-1]
+        network = loaded.model[:-1]
+        head = loaded.model[-1]
         one_label = torch.nn.Linear(head.in_features, 1)
         one_label.weight.data = head.weight.data[:1].clone()
         one_label.bias.data = head.bias.data[:1].clone()
@@ -283,7 +287,7 @@ def test_targets_have_the_shapes_that_the_likelihood_takes(task, change, tmp_pat
 
 
 def with_targets(loaded, change):
-    """The same data with other targets."""
+    """Copy the data, with a function of its targets as targets."""
 
     def changed(batches):
         return None if batches is None else [(x, change(y)) for x, y in batches]
@@ -306,5 +310,5 @@ def test_a_target_may_be_constant(tmp_path):
     residuals = (y - loaded.model(x).detach())[:1000, 0].double()
     expected = 1 - residuals.square().mean() / y[:1000, 0].double().var(unbiased=False)
     assert explained["value"] == pytest.approx(float(expected), rel=1e-5)
-    again = assess(loaded, folder, (NETWORK, LAST_LAYER))
-    assert read(again, "run.json")["status"] == "complete"
+    repeated = assess(loaded, folder, (NETWORK, LAST_LAYER))
+    assert read(repeated, "run.json")["status"] == "complete"

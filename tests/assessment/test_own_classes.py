@@ -1,4 +1,4 @@
-"""A user's own likelihood of classes, whose outputs it does not call logits, in a whole run."""
+"""A whole run with a user's likelihood of classes, which does not call its outputs logits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What methods predict for a set: held against the Laplace object and against plain loops."""
+"""Predictions of methods for a set, compared with the Laplace object and with plain loops."""
 
 import copy
 from dataclasses import replace
@@ -7,6 +7,7 @@ import a_run
 import pytest
 import torch
 from torch import nn
+from user_files import every
 
 from laplace_debias import Laplace, Link
 from laplace_debias.assessment.predicting import (
@@ -28,27 +29,34 @@ def fitted():
 def test_probabilities_are_those_of_predict(fitted):
     loaded, la = fitted
     x, _ = loaded.test[0]
-    found = posterior_classes(la, x)
+    predictions = posterior_classes(la, x)
     torch.testing.assert_close(
-        probabilities(found.log_probs, la.likelihood).float(), la.predict(x).probs
+        probabilities(predictions.log_probs, la.likelihood).float(), la.predict(x).probs
     )
     scores = la.uncertainty(x).scores
     for name in ("variance", "instability"):
-        torch.testing.assert_close(found.scores[name].float(), scores[name], rtol=1e-3, atol=1e-6)
-    assert "energy" not in found.scores
+        torch.testing.assert_close(
+            predictions.scores[name].float(), scores[name], rtol=1e-3, atol=1e-6
+        )
+    assert "energy" not in predictions.scores
 
 
 def test_the_temperature_divides_the_logits_of_every_column(fitted):
     loaded, la = fitted
     x, _ = loaded.test[0]
-    mean, covariance = (part.double() for part in la.functional(x))
+    mean, covariance = (moment.double() for moment in la.functional(x))
     la.link = Link("pairwise", 4.0, draw_temperature=3.0)
-    found = posterior_classes(la, x)
-    predicted, scores = la.predict(x).probs, la.uncertainty(x).scores
+    predictions = posterior_classes(la, x)
+    predicted = la.predict(x).probs
+    scores = la.uncertainty(x).scores
     la.link = None
-    torch.testing.assert_close(probabilities(found.log_probs, la.likelihood).float(), predicted)
+    torch.testing.assert_close(
+        probabilities(predictions.log_probs, la.likelihood).float(), predicted
+    )
     for name in ("variance", "instability"):
-        torch.testing.assert_close(found.scores[name].float(), scores[name], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            predictions.scores[name].float(), scores[name], rtol=1e-3, atol=1e-6
+        )
     generator = torch.Generator().manual_seed(7)
     aleatoric = []
     for row in range(len(x)):
@@ -56,13 +64,15 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
         noise = torch.randn(40_000, 5, generator=generator, dtype=torch.float64)
         p = ((mean[row] + noise @ root.T) / 3).softmax(1)
         aleatoric.append(-(p * p.log()).sum(1).mean())
-    torch.testing.assert_close(found.scores["aleatoric"], torch.stack(aleatoric), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        predictions.scores["aleatoric"], torch.stack(aleatoric), rtol=0.02, atol=0
+    )
 
 
 def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
     loaded, la = fitted
     x = loaded.test[0][0][:4]
-    found = posterior_classes(la, x)
+    predictions = posterior_classes(la, x)
     mean, covariance = la.functional(x)
     generator = torch.Generator().manual_seed(7)
     for row in range(len(x)):
@@ -72,32 +82,38 @@ def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
         aleatoric = -(p * p.log()).sum(1).mean()
         total = -(p.mean(0) * p.mean(0).log()).sum()
         # 128 points of a Sobol sequence.
-        assert found.scores["aleatoric"][row] == pytest.approx(float(aleatoric), rel=0.1, abs=0.01)
+        assert predictions.scores["aleatoric"][row] == pytest.approx(
+            float(aleatoric), rel=0.1, abs=0.01
+        )
         expected = pytest.approx(float(total - aleatoric), rel=0.3, abs=0.01)
-        assert found.scores["mutual_information"][row] == expected
+        assert predictions.scores["mutual_information"][row] == expected
 
 
 def test_predictions_do_not_depend_on_the_batches(fitted):
     loaded, la = fitted
-    whole = torch.cat([x for x, _ in loaded.test])
-    labels = torch.cat([y for _, y in loaded.test])
-    both = [predict_set(loaded, a_run.batches_of(whole, labels, size), la) for size in (7, 40)]
-    columns = [found.predictions.columns(la.likelihood, found.targets) for found in both]
+    x, labels = every(loaded.test)
+
+    def columns_in_batches_of(size):
+        predicted = predict_set(loaded, a_run.batches_of(x, labels, size), la)
+        return predicted.predictions.columns(la.likelihood, predicted.targets)
+
+    small_batches = columns_in_batches_of(7)
+    one_batch = columns_in_batches_of(40)
     for name in ("probs", "aleatoric", "mutual_information", "variance"):
-        values = [found[name] for found in columns]
-        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(small_batches[name], one_batch[name], rtol=1e-4, atol=1e-6)
 
 
 def test_many_outputs_have_variances_alone():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Linear(3, 101).eval()
-        x, y = torch.randn(20, 3), torch.randint(101, (20,))
+        x = torch.randn(20, 3)
+        y = torch.randint(101, (20,))
     la = Laplace(model).fit([(x, y)], num_data=20)
-    found = posterior_classes(la, x)
-    assert set(found.scores) == {"variance"}
+    predictions = posterior_classes(la, x)
+    assert set(predictions.scores) == {"variance"}
     torch.testing.assert_close(
-        probabilities(found.log_probs, la.likelihood).float(), la.predict(x).probs
+        probabilities(predictions.log_probs, la.likelihood).float(), la.predict(x).probs
     )
 
 
@@ -106,25 +122,27 @@ def test_labels_that_apply_or_not(task):
     loaded = a_run.loaded_yes_no(task)
     la = Laplace(loaded.model, task).fit(loaded.train, num_data=loaded.num_train)
     x, _ = loaded.test[0]
-    found = posterior_classes(la, x)
+    predictions = posterior_classes(la, x)
     predicted = la.predict(x)
     if task == "binary":
         expected = torch.stack([1 - predicted.probs, predicted.probs], 1)
     else:
         expected = predicted.mean
-    torch.testing.assert_close(probabilities(found.log_probs, la.likelihood).float(), expected)
-    assert (found.scores["mutual_information"] >= 0).all()
-    assert found.scores["mutual_information"].max() > 0.01
+    torch.testing.assert_close(
+        probabilities(predictions.log_probs, la.likelihood).float(), expected
+    )
+    assert (predictions.scores["mutual_information"] >= 0).all()
+    assert predictions.scores["mutual_information"].max() > 0.01
     mean, variances = la.functional(x, diagonal=True)
-    torch.testing.assert_close(found.scores["variance"].float(), variances.mean(1))
+    torch.testing.assert_close(predictions.scores["variance"].float(), variances.mean(1))
     least = torch.special.ndtr(-mean.abs() / variances.sqrt()).amax(1)
-    torch.testing.assert_close(found.scores["instability"].exp().float(), least)
+    torch.testing.assert_close(predictions.scores["instability"].exp().float(), least)
 
 
 def test_some_examples_are_chosen_across_batches(fitted):
     loaded, _ = fitted
     positions = torch.tensor([0, 3, 12, 13, 39])
-    batches = a_run.batches_of(*(torch.cat(part) for part in zip(*loaded.test, strict=True)), 10)
+    batches = a_run.batches_of(*every(loaded.test), 10)
     selected = list(selected_batches(loaded.model, batches, positions))
     x, y = loaded.test[0]
     torch.testing.assert_close(torch.cat([batch.inputs for batch in selected]), x[positions])

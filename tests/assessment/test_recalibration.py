@@ -35,16 +35,17 @@ def yes_no(n=40_000):
 
 def test_vector_scaling_undoes_factors_and_offsets_of_classes():
     z, y = classes()
-    factors, offsets = torch.tensor([2.0, 0.5, 1.5]), torch.tensor([1.0, -1.0, 0.0])
+    factors = torch.tensor([2.0, 0.5, 1.5])
+    offsets = torch.tensor([1.0, -1.0, 0.0])
     distorted = factors * z + offsets
     recalibrated = fit_recalibration("vector", distorted, y)(distorted)
     error = recalibrated.softmax(1) - z.softmax(1)
     assert error.abs().mean() < 0.01
-    # NLL plus penalty is at its lowest: its derivatives in factors and offsets are zero.
+    # At the minimum of NLL plus penalty, the derivatives in factors and offsets are zero.
     errors = recalibrated.softmax(1) - F.one_hot(y, 3)
-    chosen = fit_recalibration("vector", distorted, y)
-    offset = chosen(torch.zeros(1, 3))[0]
-    factor = chosen(torch.ones(1, 3))[0] - offset
+    recalibration = fit_recalibration("vector", distorted, y)
+    offset = recalibration(torch.zeros(1, 3))[0]
+    factor = recalibration(torch.ones(1, 3))[0] - offset
     temperature = fit_temperature(distorted, y, "classification")
     assert (errors.sum(0) + offset).abs().max() < 1e-2
     slope = (errors * distorted).sum(0) + factor - 1 / temperature
@@ -70,7 +71,7 @@ def test_platt_scaling_undoes_a_factor_and_an_offset():
 
 
 def test_examples_that_are_all_right_have_finite_recalibrations():
-    """The lowest NLL alone would be at infinite factors: one new mistake has an infinite loss."""
+    """Without the penalty, factors would be infinite, and so would be the loss of a new mistake."""
     z = torch.linspace(-2, 2, 40, dtype=torch.float64).unsqueeze(1)
     y = (z > 0).long()
     recalibrate = fit_recalibration("platt", z, y)
@@ -86,15 +87,15 @@ def test_examples_that_are_all_right_have_finite_recalibrations():
 
 
 def pooled(values):
-    """Adjacent violators pooled, written out: the monotone fit of ordered values."""
+    """Fit ordered values by a monotone sequence, by pooling adjacent violators."""
     blocks = []
     for value in values.tolist():
         blocks.append([value, 1])
         while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
             mean, size = blocks.pop()
-            before, size_before = blocks.pop()
+            mean_before, size_before = blocks.pop()
             total = size + size_before
-            blocks.append([(mean * size + before * size_before) / total, total])
+            blocks.append([(mean * size + mean_before * size_before) / total, total])
     return torch.tensor([mean for mean, size in blocks for _ in range(size)]).double()
 
 
@@ -167,9 +168,9 @@ def test_a_report_fits_them_on_the_validation_examples_only(method, task, tmp_pa
     assert {row["method"] for row in rows if row["metric"] == "ece"} == {"network", method.key}
     # Other labels of the test examples change no prediction.
     relabelled = replace(loaded, test=[(inputs, labels.flip(0)) for inputs, labels in loaded.test])
-    other = assess(relabelled, tmp_path / "other", (NETWORK, method))
-    same = pd.read_parquet(other / f"predictions/{method.key}/test.parquet")
-    assert [list(row) for row in same["probs"]] == [list(row) for row in table["probs"]]
+    relabelled_folder = assess(relabelled, tmp_path / "other", (NETWORK, method))
+    relabelled_table = pd.read_parquet(relabelled_folder / f"predictions/{method.key}/test.parquet")
+    assert [list(row) for row in relabelled_table["probs"]] == [list(row) for row in table["probs"]]
 
 
 def test_what_cannot_be_recalibrated_is_refused():

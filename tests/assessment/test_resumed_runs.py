@@ -1,4 +1,4 @@
-"""Runs that are broken off, begun again, or begun where something else is."""
+"""Runs that are interrupted, resumed, or started in a folder with other files."""
 
 import errno
 import json
@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
+from user_files import every
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import assess, assessing
@@ -50,7 +51,7 @@ def run(loaded, folder, **options):
 
 @pytest.fixture(scope="module")
 def parameters(loaded):
-    """The network's, before any run."""
+    """The parameters of the network before any run, by name."""
     return {name: value.clone() for name, value in loaded.model.state_dict().items()}
 
 
@@ -60,38 +61,40 @@ def unbroken(loaded, parameters, tmp_path_factory):
 
 
 def contents(folder):
-    """What a run found, without times."""
-    found = {}
+    """The contents of a run's files by name, without times."""
+    contents_by_name = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix == ".parquet":
             columns = RunFolder(folder).read_predictions(path.parent.name, path.stem)
-            found[name] = {key: value.tolist() for key, value in columns.items()}
+            contents_by_name[name] = {key: value.tolist() for key, value in columns.items()}
         elif path.is_file() and name != "run.json":
-            found[name] = path.read_bytes()
-    told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            contents_by_name[name] = path.read_bytes()
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     for key in ("created", "seconds", "title"):
-        told.pop(key)
-    for method in told["methods"]:
+        record.pop(key)
+    for method in record["methods"]:
         for key in ("seconds", "seconds_per_example"):
             method.pop(key)
-    return json.loads(json.dumps({**found, "run.json": told}, default=str))
+    return json.loads(json.dumps({**contents_by_name, "run.json": record}, default=str))
 
 
 class Broken(Exception):  # noqa: N818
     pass
 
 
-def breaking_after(writes, error, monkeypatch):
-    """Lets some files be written, and then none."""
-    plain, left = run_folder.write_bytes, [writes]
+def break_after(num_writes, error, monkeypatch):
+    """Let a number of files be written, and then raise an error; `run.json` does not count."""
+    write_bytes = run_folder.write_bytes
+    num_remaining = num_writes
 
     def write(path, data):
+        nonlocal num_remaining
         if path.name != "run.json":
-            if not left[0]:
+            if num_remaining == 0:
                 raise error
-            left[0] -= 1
-        plain(path, data)
+            num_remaining -= 1
+        write_bytes(path, data)
 
     monkeypatch.setattr(run_folder, "write_bytes", write)
 
@@ -106,7 +109,7 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
         calls += 1
         assert calls < 60
         with monkeypatch.context() as patch:
-            breaking_after(calls, Broken(), patch)
+            break_after(calls, Broken(), patch)
             try:
                 folder = run(loaded, tmp_path / "run")
             except Broken:
@@ -114,26 +117,27 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
                 assert not path.exists() or read_json(path)["status"] == "running"
     assert calls > 5
     expected = contents(unbroken)
-    found = contents(folder)
-    assert found.keys() == expected.keys()
-    assert json.dumps(found) == json.dumps(expected)
+    actual = contents(folder)
+    assert actual.keys() == expected.keys()
+    assert json.dumps(actual) == json.dumps(expected)
 
 
 def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
-    save, batches = SavedPass.save, []
+    save = SavedPass.save
+    saved_fits = []
 
-    def breaking(self, *seen):
-        save(self, *seen)
-        batches.append(self._path.parent.name)
-        if len(batches) == 2:
+    def save_twice(self, *arguments):
+        save(self, *arguments)
+        saved_fits.append(self._path.parent.name)
+        if len(saved_fits) == 2:
             raise Broken
 
     with monkeypatch.context() as patch:
-        patch.setattr(SavedPass, "save", breaking)
+        patch.setattr(SavedPass, "save", save_twice)
         with pytest.raises(Broken):
             run(loaded, tmp_path / "run")
-        assert set(batches) == {"last-layer.fit"}
+        assert set(saved_fits) == {"last-layer.fit"}
         assert (tmp_path / "run" / "state" / "last-layer.fit").exists()
         folder = run(loaded, tmp_path / "run")
     assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
@@ -143,14 +147,14 @@ def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
 def test_a_run_that_could_not_tune_or_save_a_posterior_keeps_its_fit(
     loaded, unbroken, tmp_path, monkeypatch
 ):
-    def breaking(*_, **__):
+    def fail(*_, **__):
         raise Broken
 
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
     state = tmp_path / "run" / "state" / "last-layer.fit"
-    for place in ("assessment.stages.tune_posterior", "Laplace.save"):
+    for function in ("assessment.stages.tune_posterior", "Laplace.save"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"laplace_debias.{place}", breaking)
+            patch.setattr(f"laplace_debias.{function}", fail)
             with pytest.raises(Broken):
                 run(loaded, tmp_path / "run")
         assert list(state.glob("pass-*"))
@@ -163,38 +167,38 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
     def refuse(*_):
         raise AssertionError("predicted again")
 
-    before = contents(unbroken)
+    expected = contents(unbroken)
     monkeypatch.setattr("laplace_debias.assessment.stages.predict_set", refuse)
     monkeypatch.setattr("laplace_debias.assessment.stages.fitted_posterior", refuse)
-    again = run(loaded, unbroken, title="Another title")
-    assert json.dumps(contents(again)) == json.dumps(before)
-    assert read_json(again / "run.json")["title"] == "Another title"
+    folder = run(loaded, unbroken, title="Another title")
+    assert json.dumps(contents(folder)) == json.dumps(expected)
+    assert read_json(folder / "run.json")["title"] == "Another title"
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"seed": 1}, "seed was 0, is now 1"),
         ({"settings": {"data": "x"}}, "settings.data was None, is now x"),
         ({"methods": (NETWORK, TEMPERATURE)}, "methods.last-layer.key was last-layer, is now None"),
     ],
 )
-def test_other_settings_are_refused_and_named(loaded, unbroken, options, told):
-    before = contents(unbroken)
-    with pytest.raises(FileExistsError, match=told) as refused:
+def test_other_settings_are_refused_and_named(loaded, unbroken, options, message):
+    expected = contents(unbroken)
+    with pytest.raises(FileExistsError, match=message) as refused:
         run(loaded, unbroken, **options)
     assert "different --output, or add --overwrite" in str(refused.value)
-    assert json.dumps(contents(unbroken)) == json.dumps(before)
+    assert json.dumps(contents(unbroken)) == json.dumps(expected)
 
 
 def test_another_network_or_other_data_are_refused(loaded, unbroken):
-    other = a_run.loaded_images(num_test=40, num_ood=20, severities=(3,), seed=1)
+    other_seed = a_run.loaded_images(num_test=40, num_ood=20, severities=(3,), seed=1)
     with pytest.raises(FileExistsError, match=r"model was .*; data.test was "):
-        run(other, unbroken)
+        run(other_seed, unbroken)
 
 
 def with_a_changed_label(batches):
-    """The same batches, but for the last label of the last one."""
+    """Copy batches, with another last label in the last batch."""
     *first, (x, y) = batches
     y = y.clone()
     y[-1] = (y[-1] + 1) % 3
@@ -212,7 +216,7 @@ def run_of_several_batches(several_batches, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("field", "message"),
     [
         ("train", "training data was"),
         ("validation", "validation data was"),
@@ -222,18 +226,18 @@ def run_of_several_batches(several_batches, tmp_path_factory):
     ],
 )
 def test_data_that_differ_after_the_first_batch_are_refused(
-    several_batches, run_of_several_batches, part, told
+    several_batches, run_of_several_batches, field, message
 ):
-    data = getattr(several_batches, part)
-    if part == "ood":
+    data = getattr(several_batches, field)
+    if field == "ood":
         changed = {**data, "static": with_a_changed_label(data["static"])}
-    elif part == "shifts":
+    elif field == "shifts":
         changed = {3: with_a_changed_label(data[3])}
     else:
         changed = with_a_changed_label(data)
-    other = replace(several_batches, **{part: changed})
-    with pytest.raises(FileExistsError, match=f"different settings .{told}"):
-        run(other, run_of_several_batches, methods=(NETWORK,))
+    changed_data = replace(several_batches, **{field: changed})
+    with pytest.raises(FileExistsError, match=f"different settings .{message}"):
+        run(changed_data, run_of_several_batches, methods=(NETWORK,))
 
 
 def test_corrupted_images_are_compared_by_what_they_are_made_of(several_batches, tmp_path):
@@ -263,7 +267,7 @@ def test_training_examples_that_a_run_does_not_read_are_not_compared(several_bat
 
 
 def test_a_loader_that_shuffles_does_not_keep_a_run_from_going_on(several_batches, tmp_path):
-    x, y = (torch.cat(parts) for parts in zip(*several_batches.train, strict=True))
+    x, y = every(several_batches.train)
     train = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
     shuffled = replace(several_batches, train=train)
     folder = run(shuffled, tmp_path / "run", methods=(NETWORK,))
@@ -324,10 +328,10 @@ def test_a_run_of_an_earlier_version_that_cannot_be_compared_is_refused(loaded, 
 
 def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
     folder = run(loaded, tmp_path / "run", methods=(NETWORK, LAST_LAYER))
-    kept = folder / "mine.txt"
-    kept.write_text("a note")
+    note = folder / "mine.txt"
+    note.write_text("a note")
     run(loaded, folder, methods=(NETWORK,), overwrite=True)
-    assert kept.read_text() == "a note"
+    assert note.read_text() == "a note"
     assert not (folder / "posteriors/last-layer.safetensors").exists()
     assert [method["key"] for method in read_json(folder / "run.json")["methods"]] == ["network"]
 
@@ -335,11 +339,11 @@ def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
 def test_a_replacement_that_is_broken_off_begins_again(loaded, tmp_path, monkeypatch):
     folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
 
-    def broken(*_):
+    def fail(*_):
         raise Broken
 
-    with monkeypatch.context() as patched:
-        patched.setattr(run_folder.shutil, "rmtree", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.shutil, "rmtree", fail)
         with pytest.raises(Broken):
             run(loaded, folder, methods=(NETWORK, LAST_LAYER), overwrite=True)
     run(loaded, folder, methods=(NETWORK, LAST_LAYER), overwrite=True)
@@ -373,7 +377,7 @@ def test_a_damaged_table_is_made_again(loaded, unbroken, tmp_path):
 def test_a_full_disk_is_told_in_one_line_and_gone_on_from(loaded, unbroken, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")
-        breaking_after(5, full, patch)
+        break_after(5, full, patch)
         with pytest.raises(OSError, match="No space left"):
             run(loaded, tmp_path / "run")
     folder = run(loaded, tmp_path / "run")
@@ -382,8 +386,8 @@ def test_a_full_disk_is_told_in_one_line_and_gone_on_from(loaded, unbroken, tmp_
 
 @pytest.mark.usefixtures("unbroken")
 def test_the_model_is_left_as_it_was(loaded, parameters):
-    after = loaded.model.state_dict()
-    assert all(torch.equal(before, after[name]) for name, before in parameters.items())
+    state = loaded.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in parameters.items())
 
 
 @pytest.mark.slow

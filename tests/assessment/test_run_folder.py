@@ -1,4 +1,4 @@
-"""Every file of docs/run-folder.md, and what is in it."""
+"""The files of docs/run-folder.md and their contents."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def probs_of(table):
 
 def test_every_file_of_the_contract_is_there(run_of_images):
     path = run_of_images
-    found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     expected = {"run.json", "config.yaml", "metrics.json", "examples.json"}
     expected |= {f"predictions/{method}/{name}.parquet" for method in METHODS for name in SETS}
     for key in ("last-layer", "laplace"):
@@ -38,15 +38,15 @@ def test_every_file_of_the_contract_is_there(run_of_images):
     examples = read(run_of_images, "examples.json")
     groups = ("most_uncertain", "most_confidently_wrong")
     expected |= {f"examples/{e['index']}.png" for group in groups for e in examples[group]}
-    assert found == expected
+    assert files == expected
 
 
 def test_a_posterior_of_all_parameters_is_made_thin_and_says_so(run_of_images, images):
     (note,) = (note for note in read(run_of_images, "run.json")["notes"] if "Kept " in note)
     assert note.startswith("Laplace, all parameters: Kept ")
     la = Laplace.load(run_of_images / "posteriors/laplace.safetensors", images.model)
-    of_inputs = la.posterior.curvature.blocks["4.weight"].U_A
-    assert of_inputs.shape[-1] < of_inputs.shape[-2]
+    U_A = la.posterior.curvature.blocks["4.weight"].U_A
+    assert U_A.shape[-1] < U_A.shape[-2]
 
 
 def test_the_run_tells_what_was_done(run_of_images, images):
@@ -103,13 +103,13 @@ def test_posteriors_predict_what_predict_gives(run_of_images, images, key, name)
     la = Laplace.load(run_of_images / f"posteriors/{key}.safetensors", images.model)
     x, y = joined(images.test if name == "test" else images.ood[name])
     table = predictions(run_of_images, key, name)
-    at = torch.tensor(table["index"])
-    expected = la.predict(x[at]).probs.double()
+    indices = torch.tensor(table["index"])
+    expected = la.predict(x[indices]).probs.double()
     torch.testing.assert_close(probs_of(table), expected, rtol=1e-4, atol=1e-6)
     assert (table["mutual_information"] >= 0).all()
     assert ("label" in table) == (name == "test")
     if name == "test":
-        assert table["label"].tolist() == y[at].tolist()
+        assert table["label"].tolist() == y[indices].tolist()
 
 
 def test_a_limited_method_predicts_the_same_examples_of_shifts(run_of_images):
@@ -117,7 +117,7 @@ def test_a_limited_method_predicts_the_same_examples_of_shifts(run_of_images):
     assert [len(index) for index in limited] == [60, 60, 60, 30, 30]
     assert limited[0].tolist() == limited[1].tolist() == limited[2].tolist()
     assert limited[0].is_monotonic_increasing
-    assert limited[0].max() > 60  # Not the first ones.
+    assert limited[0].max() > 60  # They are not the first 60.
 
 
 def test_metrics_are_those_of_the_predictions(run_of_images):
@@ -125,9 +125,9 @@ def test_metrics_are_those_of_the_predictions(run_of_images):
     for method in METHODS:
         table = predictions(run_of_images, method, "shift-5")
         p = probs_of(table)
-        chosen = [row[label] for row, label in zip(p, table["label"], strict=True)]
+        label_probs = [row[label] for row, label in zip(p, table["label"], strict=True)]
         expected = {
-            "nll": -sum(math.log(value) for value in chosen) / len(chosen),
+            "nll": -sum(math.log(value) for value in label_probs) / len(label_probs),
             "accuracy": sum(p.argmax(1) == torch.tensor(table["label"])) / len(p),
             "brier": (p - torch.eye(5)[table["label"]]).square().sum(1).mean(),
         }
@@ -144,39 +144,44 @@ def test_metrics_are_those_of_the_predictions(run_of_images):
 
 def test_ood_rows_are_the_share_of_pairs_in_the_right_order(run_of_images):
     rows = read(run_of_images, "metrics.json")["rows"]
-    found = {
+    aurocs = {
         (r["method"], r["score"]): r["value"]
         for r in rows
         if r["set"] == "shuffled" and r["metric"] == "auroc"
     }
-    own = {"network": ("energy", "max_logit"), "temperature": ()}
-    of_posterior = ("mutual_information", "variance", "instability")
+    method_scores = {
+        "network": ("energy", "max_logit"),
+        "temperature": (),
+        "last-layer": ("mutual_information", "variance", "instability"),
+    }
     for method in METHODS[:3]:
         test, ood = (predictions(run_of_images, method, name) for name in ("test", "shuffled"))
-        scores = own.get(method, of_posterior)
-        assert {key[1] for key in found if key[0] == method} == {
+        scores = method_scores[method]
+        assert {key[1] for key in aurocs if key[0] == method} == {
             *("entropy", "max_probability", *scores)
         }
         for score in ("entropy", *scores):
-            pairs = [(b > a) + 0.5 * (b == a) for a in test[score] for b in ood[score]]
-            expected = sum(pairs) / len(pairs)
-            assert found[method, score] == pytest.approx(expected, abs=1e-6)
+            wins = [(b > a) + 0.5 * (b == a) for a in test[score] for b in ood[score]]
+            expected = sum(wins) / len(wins)
+            assert aurocs[method, score] == pytest.approx(expected, abs=1e-6)
 
 
 def test_differences_are_of_the_same_examples(run_of_images):
-    found = read(run_of_images, "metrics.json")["differences"]
-    keys = {(row["method"], row["reference"]) for row in found if row["set"] == "test"}
+    differences = read(run_of_images, "metrics.json")["differences"]
+    keys = {(row["method"], row["reference"]) for row in differences if row["set"] == "test"}
     assert keys == {(later, first) for first, later in itertools.combinations(METHODS, 2)}
-    of_ood = [row for row in found if row["set"] == "static" and row["metric"] == "auroc"]
-    assert {(row["reference"], row["reference_score"]) for row in of_ood} == {
+    ood_differences = [
+        row for row in differences if row["set"] == "static" and row["metric"] == "auroc"
+    ]
+    assert {(row["reference"], row["reference_score"]) for row in ood_differences} == {
         ("network", "entropy")
     }
-    # Every method and score but the reference.
-    assert len(of_ood) == 4 + 2 + 5 + 5 - 1
+    # There is a row for every method and score, except for the reference.
+    assert len(ood_differences) == 4 + 2 + 5 + 5 - 1
     for method, reference in sorted(keys):
         (row,) = (
             row
-            for row in found
+            for row in differences
             if (row["method"], row["reference"], row["set"]) == (method, reference, "test")
             and row["metric"] == "nll"
         )
@@ -195,8 +200,8 @@ def test_the_sweep_has_its_best_where_it_was_chosen(run_of_images):
     for key in ("last-layer", "laplace"):
         sweep = read(run_of_images, f"sweeps/{key}.json")
         assert sweep["metric"] == "nll"
-        of = {row["prior_precision"]: row for row in sweep["rows"]}
-        assert of[sweep["chosen"]]["value"] == pytest.approx(
+        row_by_precision = {row["prior_precision"]: row for row in sweep["rows"]}
+        assert row_by_precision[sweep["chosen"]]["value"] == pytest.approx(
             min(row["value"] for row in sweep["rows"]), rel=1e-3
         )
         assert all(row["low"] <= row["value"] <= row["high"] for row in sweep["rows"])
@@ -220,10 +225,10 @@ def test_the_examples_are_the_extremes(run_of_images, images):
     assert [e["index"] for e in examples["most_confidently_wrong"]] == expected
     first = examples["most_uncertain"][0]
     assert first["label"] == int(labels[first["index"]])
-    (top_class, top), *rest = first["probs"]["network"]
+    (top_class, top), *lower_classes = first["probs"]["network"]
     assert top_class == int(p[first["index"]].argmax())
     assert top == pytest.approx(float(p[first["index"]].max()))
-    assert len(rest) == 4
+    assert len(lower_classes) == 4
     picture = Image.open(run_of_images / "examples" / f"{first['index']}.png")
     x, _ = joined(images.test)
     expected_picture = images.picture(x[first["index"]])

@@ -1,4 +1,4 @@
-"""The table on the terminal: intervals where they fit, values alone where they do not."""
+"""The table on the terminal, which has intervals only where they fit."""
 
 import json
 import re
@@ -37,14 +37,14 @@ def test_every_word_and_value_is_whole(folder, columns, has_intervals, capsys, m
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     print_results(folder)
-    # Without the codes for bold text.
-    told = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert "…" not in told
-    assert all(len(line) <= columns for line in told.splitlines())
-    assert told.count("0.500") == 10
-    assert ("0.400–0.600" in told) == has_intervals
-    assert ("on the page" in told) != has_intervals
-    assert "It helps." in told
+    # The codes for bold text are removed.
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "…" not in printed
+    assert all(len(line) <= columns for line in printed.splitlines())
+    assert printed.count("0.500") == 10
+    assert ("0.400–0.600" in printed) == has_intervals
+    assert ("on the page" in printed) != has_intervals
+    assert "It helps." in printed
 
 
 def test_a_pipe_has_the_intervals_whatever_its_width(folder, capsys, monkeypatch):

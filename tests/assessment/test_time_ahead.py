@@ -1,4 +1,4 @@
-"""As many examples are predicted as ten minutes allow; where it takes long, the time is told."""
+"""As many examples are predicted as ten minutes allow, and a run says if it will take long."""
 
 import time
 from dataclasses import replace
@@ -16,31 +16,34 @@ from laplace_debias.runs.wording import duration
 
 def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypatch):
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=(1,))
-    made, lines = [], []
+    batch_sizes = []
+    lines = []
     monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6)
-    functional = predicting.posterior_predictions
+    posterior_predictions = predicting.posterior_predictions
 
-    def counted(la, x, *rest):
-        made.append(len(x))
-        return functional(la, x, *rest)
+    def counted(la, x, *further_arguments):
+        batch_sizes.append(len(x))
+        return posterior_predictions(la, x, *further_arguments)
 
     monkeypatch.setattr(predicting, "posterior_predictions", counted)
     assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), log=lines.append)
     (line,) = (line for line in lines if "will take about" in line)
     # A search takes as long as three predictions of the 60 that are chosen.
-    assert f"({sum(made) + 180} predictions)" in line
-    # It comes before the first prediction of a set by the posterior.
-    first = next(n for n, one in enumerate(lines) if one.startswith("Predicting"))
-    assert lines.index(line) < first
+    assert f"({sum(batch_sizes) + 180} predictions)" in line
+    # The line comes before the posterior predicts the first set.
+    first_prediction = next(
+        number for number, text in enumerate(lines) if text.startswith("Predicting")
+    )
+    assert lines.index(line) < first_prediction
 
 
 def test_the_time_of_an_example_is_that_of_a_batch(monkeypatch):
-    """What every call takes beside its examples is shared by all of a batch."""
+    """The time that a call takes besides its examples is divided among those of a batch."""
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=())
     la = Laplace(loaded.model).fit(list(loaded.train))
     monkeypatch.setattr(stages, "posterior_predictions", lambda *_: time.sleep(0.2))
     assert 0.2 / 30 <= stages.seconds_per_example(la, loaded) < 0.02
-    # Of slow examples a few tell.
+    # If examples are slow, few of them are timed.
     sizes = []
     monkeypatch.setattr(stages, "posterior_predictions", lambda _, x: sizes.append(len(x)))
     monkeypatch.setattr(stages, "_MEASURED_SECONDS", 0.0)
@@ -49,20 +52,20 @@ def test_the_time_of_an_example_is_that_of_a_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "given", "number"),
+    ("seconds", "limit", "number"),
     [(1e-9, None, 400), (10.0, None, 100), (10.0, 60, 60), (600 / 1150, None, 350)],
 )
 def test_as_many_examples_are_predicted_as_ten_minutes_allow(
-    seconds, given, number, tmp_path, monkeypatch
+    seconds, limit, number, tmp_path, monkeypatch
 ):
-    """But 100 at least; the user's number holds; and a run that goes on stays with its choice."""
+    """At least 100 are, or the number that the user passed; a resumed run keeps its number."""
     loaded = a_run.loaded_images(num_test=400, num_ood=0, severities=(1,))
-    # A search, as long as three passes over 150 validation examples, and two sets.
+    # A run takes a search, as long as three passes over 150 validation examples, and two sets.
     monkeypatch.setattr(stages, "seconds_per_example", lambda *_: seconds)
-    methods = (a_run.NETWORK, replace(a_run.ALL_PARAMETERS, examples=given))
+    methods = (a_run.NETWORK, replace(a_run.ALL_PARAMETERS, examples=limit))
     folder = assess(loaded, tmp_path / "run", methods)
-    found = read_json(folder / "metrics.json")["rows"]
-    assert {row["num_examples"] for row in found if row["method"] == "laplace"} == {number}
+    rows = read_json(folder / "metrics.json")["rows"]
+    assert {row["num_examples"] for row in rows if row["method"] == "laplace"} == {number}
     notes = [note for note in read_json(folder / "run.json")["notes"] if "10 min 0 s" in note]
     assert len(notes) == (number in (100, 350))
     if notes:
@@ -77,7 +80,7 @@ def test_as_many_examples_are_predicted_as_ten_minutes_allow(
     (folder / "predictions/laplace/test.parquet").unlink()
     monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6 - seconds)
     assess(loaded, folder, methods)
-    assert read_json(folder / "metrics.json")["rows"] == found
+    assert read_json(folder / "metrics.json")["rows"] == rows
 
 
 def test_the_last_layer_predicts_all(tmp_path, monkeypatch):
