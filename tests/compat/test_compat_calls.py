@@ -32,7 +32,9 @@ class Rewards(nn.Module):
 
     def forward(self, x):
         rewards = self.layers(x)
-        return rewards.squeeze(-1) if x.ndim == 3 else rewards
+        if x.ndim == 3:
+            return rewards.squeeze(-1)
+        return rewards
 
 
 def loader(likelihood, seed=1, batch_size=10):
@@ -46,16 +48,18 @@ def loader(likelihood, seed=1, batch_size=10):
     return DataLoader(TensorDataset(x, y), batch_size)
 
 
-def both(likelihood, model=None, **options):
+def both_libraries(likelihood, model=None, **options):
+    """A posterior of this library and one of laplace-torch, not fitted."""
     if likelihood == "regression":
         options.setdefault("sigma_noise", 0.3)
     options.setdefault("prior_precision", 0.7)
-    model = network() if model is None else model
+    if model is None:
+        model = network()
     return [library(model, likelihood, **options) for library in (Laplace, laplace.Laplace)]
 
 
 def fitted(likelihood, model=None, **options):
-    pair = both(likelihood, model, **options)
+    pair = both_libraries(likelihood, model, **options)
     for la in pair:
         la.fit(loader(likelihood))
     return pair
@@ -89,11 +93,11 @@ def test_terms_of_the_marginal_likelihood(likelihood, structure, subset):
     close(ours.functional_variance(Js), theirs.functional_variance(Js))
     close(ours.functional_covariance(Js), theirs.functional_covariance(Js))
     if likelihood == "regression":
-        pair = [
-            la.log_marginal_likelihood(torch.tensor(0.4), torch.tensor(1.3))
-            for la in (ours, theirs)
-        ]
-        close(*pair)
+        hyper_parameters = torch.tensor(0.4), torch.tensor(1.3)
+        close(
+            ours.log_marginal_likelihood(*hyper_parameters),
+            theirs.log_marginal_likelihood(*hyper_parameters),
+        )
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
@@ -109,7 +113,9 @@ def test_a_temperature_and_means_of_the_prior(likelihood, structure):
         close(ours.prior_mean, torch.as_tensor(mean))
         for name in ("scatter", "posterior_precision"):
             close(getattr(ours, name), getattr(theirs, name))
-        if likelihood == "classification":  # For regression theirs has the normaliser of T = 1.
+        if (
+            likelihood == "classification"
+        ):  # For regression, laplace-torch has the normaliser of T = 1.
             close(ours.log_likelihood, theirs.log_likelihood)
 
 
@@ -211,7 +217,7 @@ def test_reward_models(structure):
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_kronecker_factors_and_marginal_likelihoods_of_unequal_batches(likelihood):
-    ours, theirs = both(likelihood, subset_of_weights="all", hessian_structure="kron")
+    ours, theirs = both_libraries(likelihood, subset_of_weights="all", hessian_structure="kron")
     for la in (ours, theirs):
         la.fit(loader(likelihood, batch_size=4))
     expected = theirs.posterior_precision.to_matrix()
@@ -231,7 +237,7 @@ def test_models_that_take_the_whole_batch():
             return self.layers(batch["input_ids"])
 
     model = TakesABatch()
-    ours, theirs = both("classification", model, subset_of_weights="all")
+    ours, theirs = both_libraries("classification", model, subset_of_weights="all")
     x, y = loader("classification").dataset.tensors
     batch = {"input_ids": x, "labels": y}
     theirs.fit(DataLoader([{"input_ids": x[n], "labels": y[n]} for n in range(10)], batch_size=10))
@@ -309,8 +315,8 @@ def test_draws_have_the_derivatives_of_finite_differences(draws):
     x = torch.randn(3, 3, dtype=torch.float64).requires_grad_()
     direction = torch.randn(3, 3, dtype=torch.float64)
 
-    def weighted_sum(at):
-        drawn = draws(la, at, torch.Generator().manual_seed(2))
+    def weighted_sum(points):
+        drawn = draws(la, points, torch.Generator().manual_seed(2))
         return (drawn * torch.arange(drawn.numel()).view_as(drawn)).sum()
 
     (gradient,) = torch.autograd.grad(weighted_sum(x), x)
@@ -368,9 +374,9 @@ def test_a_state_dict_is_saved_and_loaded(options, tmp_path):
     x = loader("regression").dataset.tensors[0]
     for actual, expected in zip(loaded(x), la(x), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    before = la.posterior.posterior.curvature.to_dense() * 10
+    curvature = la.posterior.posterior.curvature.to_dense() * 10
     loaded.fit(loader("regression"), override=False)
-    torch.testing.assert_close(loaded.posterior.posterior.curvature.to_dense() * 20, 2 * before)
+    torch.testing.assert_close(loaded.posterior.posterior.curvature.to_dense() * 20, 2 * curvature)
 
 
 def test_a_state_dict_of_other_options_is_refused():
@@ -378,15 +384,15 @@ def test_a_state_dict_of_other_options_is_refused():
     la.fit(loader("regression"))
     state = la.state_dict()
     wide = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2)).double().eval()
-    others = [
+    posteriors = [
         Laplace(wide, "regression", "all", "diag"),
         Laplace(network(), "regression", "all", "kron"),
         Laplace(network(), "regression", "last_layer", "diag"),
         Laplace(network(), "classification", "all", "diag"),
     ]
-    for other in others:
+    for posterior in posteriors:
         with pytest.raises(ValueError, match=r"parameters|The state has"):
-            other.load_state_dict(state)
+            posterior.load_state_dict(state)
     with pytest.raises(ValueError, match="A state of laplace-torch cannot be loaded"):
         la.load_state_dict({"mean": la.mean})
 
@@ -424,11 +430,11 @@ def test_prior_precisions_of_each_parameter(likelihood, structure, subset):
         for name in names if structure == "diag" else names[:3]:
             close(getattr(ours, name), getattr(theirs, name))
         close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
-        actual, expected = ours(x), theirs(x)
         if likelihood == "classification":
-            actual, expected = (actual,), (expected,)
-        for a, b in zip(actual, expected, strict=True):
-            close(a, b)
+            close(ours(x), theirs(x))
+        else:
+            for actual, expected in zip(ours(x), theirs(x), strict=True):
+                close(actual, expected)
 
     assert_same()
     for value in (2 * precision, torch.tensor(0.7), precision):
@@ -526,8 +532,9 @@ def test_the_marginal_likelihood_has_its_optimum_in_each_precision():
 @pytest.mark.parametrize("unit", [1e-6, 1e6])
 def test_the_optimum_in_each_precision_does_not_depend_on_the_unit_of_the_targets(unit):
     torch.manual_seed(0)
-    x, y = torch.randn(40, 3).double(), torch.randn(40, 2).double()
-    las = []
+    x = torch.randn(40, 3).double()
+    y = torch.randn(40, 2).double()
+    posteriors = []
     for factor in (1.0, unit):
         torch.manual_seed(1)
         model = nn.Linear(3, 2).double()
@@ -537,8 +544,8 @@ def test_the_optimum_in_each_precision_does_not_depend_on_the_unit_of_the_target
         la = Laplace(model, "regression", "all", "diag", sigma_noise=0.5 * factor)
         la.fit([(x, factor * y)])
         la.optimize_prior_precision(prior_structure="diag")
-        las.append(la)
-    reference, la = las
+        posteriors.append(la)
+    reference, la = posteriors
     torch.testing.assert_close(la.prior_precision * unit**2, reference.prior_precision)
 
 
@@ -557,10 +564,10 @@ def test_prior_precisions_of_a_wrong_size_are_refused_before_the_fit(structure, 
         Laplace(network(), "classification", prior_precision=precision, **options)
     la = Laplace(network(), "classification", **options)
     la.fit(loader("classification"))
-    before = la.posterior_variance
+    variance = la.posterior_variance
     with pytest.raises(ValueError, match=message):
         la.prior_precision = precision
-    assert torch.equal(la.posterior_variance, before)
+    assert torch.equal(la.posterior_variance, variance)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
@@ -569,11 +576,11 @@ def test_a_refused_prior_precision_changes_nothing(structure):
     options = {"subset_of_weights": "all", "hessian_structure": structure}
     la = Laplace(network(), "classification", prior_precision=precision, **options)
     la.fit(loader("classification"))
-    before = la.posterior_covariance.to_dense()
+    covariance = la.posterior_covariance.to_dense()
     with pytest.raises(ValueError, match=r"too small for torch\.float64"):
         la.prior_precision = torch.full((32,), 1e-310, dtype=torch.float64)
     assert torch.equal(la.prior_precision, precision)
-    assert torch.equal(la.posterior_covariance.to_dense(), before)
+    assert torch.equal(la.posterior_covariance.to_dense(), covariance)
 
 
 def test_the_posterior_is_computed_anew_only_after_a_change():
@@ -610,7 +617,7 @@ NAMES = [
 def test_classes_by_structure(name):
     model = network()
     pair = [
-        # The noise and the prior precision, by their places.
+        # The noise and the prior precision are passed by position.
         getattr(library, name)(model, "regression", 0.3, 0.7, prior_mean=0.1)
         for library in (laplace_torch, laplace)
     ]
@@ -650,18 +657,18 @@ def test_a_state_of_another_last_layer_is_refused():
     named = Laplace(network(), "classification", last_layer_name="1")
     for la in (first, last, named):
         la.fit(loader("classification"))
-    for la, other in ((first, last), (last, first), (named, first)):
+    for la, saved in ((first, last), (last, first), (named, first)):
         with pytest.raises(ValueError, match="last_layer_name"):
-            la.load_state_dict(other.state_dict())
-    again = Laplace(network(), "classification", last_layer_name="0")
-    again.load_state_dict(first.state_dict())
-    assert again.n_params == first.n_params == 20
+            la.load_state_dict(saved.state_dict())
+    loaded = Laplace(network(), "classification", last_layer_name="0")
+    loaded.load_state_dict(first.state_dict())
+    assert loaded.n_params == first.n_params == 20
     # A state of an earlier version does not name the layer.
     state = named.state_dict()
     state.pop("last_layer_name")
-    again = Laplace(network(), "classification", last_layer_name="1")
-    again.load_state_dict(state)
-    assert again.n_params == named.n_params
+    loaded = Laplace(network(), "classification", last_layer_name="1")
+    loaded.load_state_dict(state)
+    assert loaded.n_params == named.n_params
 
 
 @pytest.mark.parametrize("precisions", [2.0, torch.linspace(0.5, 2.0, 30)])

@@ -91,9 +91,9 @@ def test_precisions_of_each_parameter_and_the_noise_have_derivatives(structure):
     _, log_sigma = hyper_parameters()
     la.log_marginal_likelihood(precisions, log_sigma.exp()).backward()
     step = 1e-4
-    around = log_sigma.detach()
-    higher = la.log_marginal_likelihood(precisions, (around + step).exp())
-    lower = la.log_marginal_likelihood(precisions, (around - step).exp())
+    centre = log_sigma.detach()
+    higher = la.log_marginal_likelihood(precisions, (centre + step).exp())
+    lower = la.log_marginal_likelihood(precisions, (centre - step).exp())
     slope = (higher - lower) / (2 * step)
     torch.testing.assert_close(log_sigma.grad[0], slope, rtol=1e-5, atol=1e-6)
 
@@ -137,11 +137,11 @@ def test_training_by_the_marginal_likelihood_of_classes_has_the_same_course(prio
         assert margliks[-1] < margliks[0]
         results.append((la, model, losses))
     (ours, our_model, our_losses), (theirs, their_model, their_losses) = results
-    # Losses are those of the epochs with a fit: every second one.
+    # This library returns the losses of epochs with a fit, which are every second one.
     assert our_losses == pytest.approx(their_losses[1::2], rel=1e-4)
     for parameter, expected in zip(our_model.parameters(), their_model.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
-    # Its prior precision is the one before the last step of Adam, which is at most about 0.1.
+    # laplace-torch returns the prior precision before the last step of Adam, which is at most 0.1.
     ratios = ours.prior_precision / theirs.prior_precision.detach()
     assert ratios.log().abs().max() < 0.12
     ours.prior_precision = theirs.prior_precision.detach()

@@ -1,4 +1,4 @@
-"""laplace-torch's names and shapes on the posteriors here, side by side with laplace-torch."""
+"""laplace-torch's names and shapes on posteriors of this library, compared with laplace-torch."""
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ def loader(likelihood, seed=1):
     return DataLoader(TensorDataset(x, y), batch_size=30), x
 
 
-def both(likelihood, **options):
+def fitted_by_both(likelihood, **options):
+    """The posteriors of this library and of laplace-torch, their data, and its inputs."""
     laplace = pytest.importorskip("laplace", reason="compares with laplace-torch")
     if likelihood == "regression":
         options["sigma_noise"] = 0.7
@@ -58,7 +59,7 @@ def test_the_example_of_its_readme_runs():
 @pytest.mark.parametrize("subset", ["all", "last_layer"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_classification_has_the_same_numbers(structure, subset):
-    ours, theirs, _, x = both(
+    ours, theirs, _, x = fitted_by_both(
         "classification", subset_of_weights=subset, hessian_structure=structure
     )
     for link in ("probit", "bridge", "bridge_norm"):
@@ -74,7 +75,9 @@ def test_classification_has_the_same_numbers(structure, subset):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_regression_has_the_same_numbers_and_shapes(structure):
-    ours, theirs, _, x = both("regression", subset_of_weights="all", hessian_structure=structure)
+    ours, theirs, _, x = fitted_by_both(
+        "regression", subset_of_weights="all", hessian_structure=structure
+    )
     for options in ({}, {"joint": True}, {"diagonal_output": True}):
         for actual, expected in zip(ours(x, **options), theirs(x, **options), strict=True):
             assert actual.shape == expected.shape
@@ -85,26 +88,30 @@ def test_regression_has_the_same_numbers_and_shapes(structure):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_further_data_are_added_with_the_same_numbers(structure):
-    ours, theirs, _, x = both(
+    ours, theirs, _, x = fitted_by_both(
         "classification", subset_of_weights="all", hessian_structure=structure
     )
-    more, _ = loader("classification", 5)
-    ours.fit(more, override=False)
-    theirs.fit(more, override=False)
+    further_data, _ = loader("classification", 5)
+    ours.fit(further_data, override=False)
+    theirs.fit(further_data, override=False)
     close(ours(x), theirs(x))
     close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
     assert ours.n_data == theirs.n_data == 60
 
 
 def test_matrices_have_its_shapes():
-    ours, theirs, *_ = both("classification", subset_of_weights="all", hessian_structure="full")
+    ours, theirs, *_ = fitted_by_both(
+        "classification", subset_of_weights="all", hessian_structure="full"
+    )
     close(ours.posterior_precision, theirs.posterior_precision)
     close(ours.posterior_covariance, theirs.posterior_covariance)
     close(ours.posterior_scale @ ours.posterior_scale, theirs.posterior_covariance)
     value = ours.mean + 0.1
     close(ours.log_prob(value), theirs.log_prob(value))
     close(ours.log_prob(value, normalized=False), theirs.log_prob(value, normalized=False))
-    ours, theirs, *_ = both("classification", subset_of_weights="all", hessian_structure="diag")
+    ours, theirs, *_ = fitted_by_both(
+        "classification", subset_of_weights="all", hessian_structure="diag"
+    )
     close(ours.posterior_precision, theirs.posterior_precision)
     close(ours.posterior_variance, theirs.posterior_variance)
     close(ours.posterior_scale, theirs.posterior_scale)
@@ -112,7 +119,7 @@ def test_matrices_have_its_shapes():
 
 def test_subnetworks_and_backends_have_the_same_numbers():
     indices = torch.tensor([0, 5, 20, 33])
-    ours, theirs, _, x = both(
+    ours, theirs, _, x = fitted_by_both(
         "classification",
         subset_of_weights="subnetwork",
         hessian_structure="full",
@@ -122,7 +129,7 @@ def test_subnetworks_and_backends_have_the_same_numbers():
     close(ours(x), theirs(x))
     from laplace.curvature import CurvlinopsEF
 
-    ours, theirs, *_ = both(
+    ours, theirs, *_ = fitted_by_both(
         "classification",
         subset_of_weights="all",
         hessian_structure="full",
@@ -162,9 +169,9 @@ def test_the_prior_precision_is_optimised():
     data, _ = loader("classification")
     la = Laplace(network(), "classification", "all", "kron")
     la.fit(data)
-    before = la.log_marginal_likelihood()
+    initial = la.log_marginal_likelihood()
     la.optimize_prior_precision()
-    assert la.log_marginal_likelihood() > before
+    assert la.log_marginal_likelihood() > initial
     scalar = la.log_marginal_likelihood()
     la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
     assert la.log_marginal_likelihood() >= scalar

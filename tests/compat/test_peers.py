@@ -1,8 +1,8 @@
 """Other libraries, which share no code with this one, come to the same numbers.
 
-What is equal up to a convention is compared after it: the libraries split a block's scale between
-its two factors in different ways, and none but this one has exact blocks for the biases of
-convolutions, so that biases are compared where nothing shares them.
+Results that differ only by a convention are converted before they are compared. The libraries split
+a block's scale between its two factors in different ways. Only this one has exact blocks for the
+biases of convolutions, so biases are compared only in layers that do not share them.
 """
 
 import copy
@@ -17,7 +17,7 @@ from laplace_debias.curvature import EKFAC, KFAC, EmpiricalFisher, Fisher
 from laplace_debias.linalg import frobenius_norm, inverse, trace
 from laplace_debias.operators import Identity
 
-_WANTED = "not installed: pip install '.[bench]'"
+_NOT_INSTALLED = "not installed: pip install '.[bench]'"
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def problem():
         nn.Flatten(),
         nn.Linear(16, 3),
     )
-    x, y = torch.randn(7, 2, 6, 6).double(), torch.randint(3, (7,))
+    x = torch.randn(7, 2, 6, 6).double()
+    y = torch.randint(3, (7,))
     return model.double().eval(), x, y
 
 
@@ -59,8 +60,8 @@ def _factors_of_curvlinops(curvlinops, problem, fisher):
 
 @pytest.mark.parametrize("backend", ["hooks", "backpack"])
 def test_curvlinops_has_the_same_exact_kfac(problem, backend):
-    """It puts 1/T into A where we put it into G; their product is the same."""
-    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    """It puts 1/T into A, but this library puts it into G; the product is the same."""
+    curvlinops = pytest.importorskip("curvlinops", reason=_NOT_INSTALLED)
     model, x, y = problem
     G, A = _factors_of_curvlinops(curvlinops, problem, "TYPE2")
     ours = _dense_blocks(Laplace(model, backend=backend).fit_batches([(x, y)]))
@@ -70,7 +71,7 @@ def test_curvlinops_has_the_same_exact_kfac(problem, backend):
 
 
 def test_curvlinops_has_the_same_exact_ekfac(problem):
-    curvlinops = pytest.importorskip("curvlinops", reason=_WANTED)
+    curvlinops = pytest.importorskip("curvlinops", reason=_NOT_INSTALLED)
     model, x, y = problem
     parameters = [model[0].weight, model[2].weight, model[5].weight]
     operator = curvlinops.EKFACLinearOperator(
@@ -90,8 +91,8 @@ class TestLaplaceTorch:
     """The whole posterior: predictions, evidence and tuning."""
 
     @pytest.fixture
-    def both(self, problem):
-        laplace = pytest.importorskip("laplace", reason=_WANTED)
+    def both_posteriors(self, problem):
+        laplace = pytest.importorskip("laplace", reason=_NOT_INSTALLED)
         model, x, y = problem
         theirs = laplace.Laplace(
             model, "classification", subset_of_weights="all", hessian_structure="kron"
@@ -99,8 +100,8 @@ class TestLaplaceTorch:
         theirs.fit(DataLoader(TensorDataset(x, y), batch_size=len(x)))
         return Laplace(model).fit_batches([(x, y)]), theirs
 
-    def test_functional_covariances_are_equal(self, both):
-        ours, theirs = both
+    def test_functional_covariances_are_equal(self, both_posteriors):
+        ours, theirs = both_posteriors
         x = torch.randn(4, 2, 6, 6).double()
         for delta in (0.01, 1.0, 30.0):
             ours.prior_precision = delta
@@ -108,24 +109,24 @@ class TestLaplaceTorch:
             mean, covariance = theirs._glm_predictive_distribution(x)
             _assert_equal(ours.functional(x), (mean, covariance))
 
-    def test_predictions_are_equal(self, both):
-        ours, theirs = both
+    def test_predictions_are_equal(self, both_posteriors):
+        ours, theirs = both_posteriors
         x = torch.randn(4, 2, 6, 6).double()
         _assert_equal(
             ours.predict(x, link="probit").probs, theirs(x, pred_type="glm", link_approx="probit")
         )
 
-    def test_marginal_likelihoods_are_equal(self, both):
-        ours, theirs = both
+    def test_marginal_likelihoods_are_equal(self, both_posteriors):
+        ours, theirs = both_posteriors
         for delta in (0.01, 1.0, 30.0):
             value = theirs.log_marginal_likelihood(
                 prior_precision=torch.tensor([delta], dtype=torch.float64)
             )
             _assert_equal(ours.log_marginal_likelihood(delta), value.detach().reshape(()))
 
-    def test_samples_have_the_same_covariance(self, both):
-        """Both posteriors' samples from the identity's rows are their covariance's roots."""
-        ours, theirs = both
+    def test_samples_have_the_same_covariance(self, both_posteriors):
+        """The rows of the identity, as standard normal draws, give a root of the covariance."""
+        ours, theirs = both_posteriors
         size = len(ours.mean)
         root = theirs.posterior_precision.bmm(torch.eye(size).double(), exponent=-0.5)
         root = root.reshape(size, size)
@@ -133,10 +134,10 @@ class TestLaplaceTorch:
 
 
 def test_tuning_on_a_grid_finds_the_prior_precision_of_laplace_torch():
-    laplace = pytest.importorskip("laplace", reason=_WANTED)
+    laplace = pytest.importorskip("laplace", reason=_NOT_INSTALLED)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
     with torch.no_grad():
-        model[2].weight *= 8  # Predictions are sure, so that the posterior matters.
+        model[2].weight *= 8  # Confident predictions make the posterior matter.
     x = torch.randn(40, 3).double()
     y = torch.distributions.Categorical(logits=model(x)).sample()
     ours = Laplace(model, prior_precision=3.0).fit([(x, y)])
@@ -150,7 +151,7 @@ def test_tuning_on_a_grid_finds_the_prior_precision_of_laplace_torch():
         val_loader=DataLoader(TensorDataset(x, y), batch_size=100),
         grid_size=21,
         link_approx="probit",
-        # Its default is a running mean that is not reset between the points of the grid.
+        # The default loss is a running mean that is not reset between the points of the grid.
         loss=lambda probs, labels: nn.functional.nll_loss(probs.log(), labels),
     )
     grid = torch.logspace(-4, 4, 21)
@@ -161,8 +162,8 @@ def test_tuning_on_a_grid_finds_the_prior_precision_of_laplace_torch():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_laplace_torch_has_the_same_temperature_and_prior_mean(problem, temperature):
-    """It divides the loss by T, too."""
-    laplace = pytest.importorskip("laplace", reason=_WANTED)
+    """Both libraries divide the loss by T."""
+    laplace = pytest.importorskip("laplace", reason=_NOT_INSTALLED)
     model, x, y = problem
     theirs = laplace.Laplace(
         model,
@@ -192,7 +193,8 @@ def test_backpack_has_the_same_diagonal_factors_and_gradients(perceptron):
     from backpack.extensions import KFLR, BatchGrad, DiagGGNExact, SumGradSquared
 
     model, x, y = perceptron
-    loss, data = nn.CrossEntropyLoss(), [(x, y)]
+    loss = nn.CrossEntropyLoss()
+    data = [(x, y)]
     twin = extend(copy.deepcopy(model))
     with backpack(DiagGGNExact(), KFLR(), BatchGrad(), SumGradSquared()):
         extend(nn.CrossEntropyLoss())(twin(x), y).backward()
@@ -201,9 +203,12 @@ def test_backpack_has_the_same_diagonal_factors_and_gradients(perceptron):
     _assert_equal(ours.to_dense().diagonal(), diagonal)
     blocks = KFAC(model, loss, data).blocks.blocks
     for name, parameter in twin.named_parameters():
-        factors = parameter.kflr
-        dense = torch.kron(*factors) if len(factors) == 2 else factors[0]
-        _assert_equal(blocks[name].to_dense(), dense)
+        if name.endswith("weight"):
+            G, A = parameter.kflr
+            block = torch.kron(G, A)
+        else:
+            (block,) = parameter.kflr
+        _assert_equal(blocks[name].to_dense(), block)
     fisher = EmpiricalFisher(model, loss, data).to_dense()
     gradients = torch.cat([p.grad_batch.flatten(1) for p in twin.parameters()], 1)
     _assert_equal(fisher, len(x) * gradients.T @ gradients)
@@ -221,13 +226,14 @@ def double_by_default():
 
 @pytest.mark.usefixtures("double_by_default")
 def test_nngeometry_has_the_same_fisher_matrices(perceptron):
-    pytest.importorskip("nngeometry", reason=_WANTED)
+    pytest.importorskip("nngeometry", reason=_NOT_INSTALLED)
     from nngeometry.layercollection import LayerCollection
     from nngeometry.metrics import FIM
     from nngeometry.object import PMatDense, PMatDiag, PMatEKFAC, PMatKFAC, PVector
 
     model, x, y = perceptron
-    loss, data = nn.CrossEntropyLoss(), [(x, y)]
+    loss = nn.CrossEntropyLoss()
+    data = [(x, y)]
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
 
     def theirs(representation):

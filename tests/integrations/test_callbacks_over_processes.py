@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(library, folder, num_processes, sampler, mode="full"):
-    """The numbers of every process."""
+    """Train with a number of processes; return the numbers that each of them wrote."""
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     environment = {
@@ -26,7 +26,7 @@ def run(library, folder, num_processes, sampler, mode="full"):
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *launcher, str(PROGRAM), library, str(folder), sampler, mode],
         env=environment,
         capture_output=True,
@@ -34,7 +34,7 @@ def run(library, folder, num_processes, sampler, mode="full"):
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert completed.returncode == 0, completed.stderr[-4000:]
     return [
         json.loads((folder / f"numbers-{rank}.json").read_text()) for rank in range(num_processes)
     ]
@@ -43,7 +43,7 @@ def run(library, folder, num_processes, sampler, mode="full"):
 @pytest.mark.parametrize(("sampler", "num_data"), [("all", 37), ("first", 20), ("weighted", 37)])
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_two_processes_have_the_posterior_of_one(library, sampler, num_data, tmp_path):
-    """The examples that the sampler of the run leaves out are in no posterior."""
+    """No posterior contains examples that the sampler of the run leaves out."""
     pytest.importorskip(library)
     (expected,) = run(library, tmp_path / "one", 1, sampler)
     results = run(library, tmp_path / "two", 2, sampler)

@@ -242,11 +242,10 @@ def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
         (LaplaceCallback(), (TRAIN, [VALIDATION] * 2), "has 2 validation loaders"),
     ):
         trained = module(lightning, None)
-        before = nn.utils.parameters_to_vector(trained.parameters())
+        weights = nn.utils.parameters_to_vector(trained.parameters())
         with pytest.raises(ValueError, match=message):
             trainer(lightning, tmp_path, [callback]).fit(trained, *loaders)
-        after = nn.utils.parameters_to_vector(trained.parameters())
-        assert torch.equal(after, before)
+        assert torch.equal(nn.utils.parameters_to_vector(trained.parameters()), weights)
 
 
 class Tied(nn.Module):
@@ -254,7 +253,8 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
         self.second.weight = self.first.weight
         self.head = nn.Linear(4, 3)
 
@@ -271,7 +271,7 @@ def test_lightning_keeps_weights_tied(lightning, network, tmp_path, unchecked):
     run = trainer(lightning, tmp_path, [callback], enable_checkpointing=True)
     run.fit(trained, TRAIN, VALIDATION)
     assert callback.path.parent.name == "checkpoints"
-    # The module's own weights have another storage.
+    # The user's module has its weights in another storage.
     user_model = trained if network is None else trained.inner
     assert callback.laplace.mean.data_ptr() != next(user_model.parameters()).data_ptr()
 
@@ -288,7 +288,7 @@ def test_lightning_keeps_weights_tied(lightning, network, tmp_path, unchecked):
 
 
 def precision_of(model, x, num_data):
-    """The diagonal of the posterior precision, from the GGN of some examples."""
+    """The diagonal of the posterior precision, from the GGN of the examples."""
     names = [name for name, _ in model.named_parameters()]
     return num_data * ggn(model, x, "classification", names).diagonal() + 1
 
@@ -486,10 +486,10 @@ def test_the_trainer_has_a_posterior_next_to_its_checkpoint(tmp_path, monkeypatc
     folder = tmp_path / "run" / "checkpoint-6"
     assert callback.folder == folder
     model = type(run.model).from_pretrained(folder).eval()
-    again = Laplace.from_pretrained(folder, model)
+    loaded = Laplace.from_pretrained(folder, model)
     batches = list(run.get_eval_dataloader())
-    assert torch.equal(again.predict(batches[0]).probs, callback.laplace.predict(batches[0]).probs)
-    report = again.evaluate(batches)
+    assert torch.equal(loaded.predict(batches[0]).probs, callback.laplace.predict(batches[0]).probs)
+    report = loaded.evaluate(batches)
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"| nll | {report['nll'].value:.4f} |" in card
     logged = {key: value for row in run.state.log_history for key, value in row.items()}
@@ -524,9 +524,9 @@ def test_the_trainer_fits_adapters_and_the_best_weights(tmp_path, unchecked):
     assert "## Posterior" in (callback.folder / "README.md").read_text(encoding="utf-8")
     trainable = {name for name, p in run.model.named_parameters() if p.requires_grad}
     assert set(callback.laplace.param_names) == trainable
-    again = Laplace.from_pretrained(callback.folder, run.model.eval())
+    loaded = Laplace.from_pretrained(callback.folder, run.model.eval())
     batch = next(iter(run.get_eval_dataloader()))
-    assert torch.equal(again.predict(batch).probs, callback.laplace.predict(batch).probs)
+    assert torch.equal(loaded.predict(batch).probs, callback.laplace.predict(batch).probs)
 
 
 class Logits(nn.Module):
@@ -597,10 +597,10 @@ def test_the_trainer_callback_refuses_a_part_of_data_of_unknown_size(tmp_path, u
 
     run.train_dataset = Examples()
     run.add_callback(LaplaceCallback(run, params="last_layer", mode="mini"))
-    before = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    weights = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
     with pytest.raises(ValueError, match=r'cannot be inferred .* Pass `mode="full"`'):
         run.train()
-    assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), before)
+    assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), weights)
 
 
 def test_the_trainer_callback_refuses_before_the_training(tmp_path, unchecked):

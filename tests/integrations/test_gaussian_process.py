@@ -12,12 +12,13 @@ from laplace_debias.integrations.botorch import joint_moments
 def fitted(num_outputs=2, sigma=0.3):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_outputs)).double().eval()
-    x, y = torch.randn(20, 3).double(), torch.randn(20, num_outputs).double()
+    x = torch.randn(20, 3).double()
+    y = torch.randn(20, num_outputs).double()
     return Laplace(model, "regression", "full", sigma=sigma).fit_batches([(x, y)])
 
 
 def dense(la, points):
-    """J P⁻¹ Jᵀ with rows point by point, output by output."""
+    """J P⁻¹ Jᵀ; its rows are ordered by points, and then by outputs."""
     J = oracle.flat_jacobian(la.model, points, la.param_names).flatten(0, 1)
     return J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.T
 
@@ -67,10 +68,12 @@ def test_botorch_has_the_same_moments(botorch_model, num_outputs):
     rows = samples[:, 0].flatten(1)
     scale = covariance[0].diagonal().max()
     assert (torch.cov(rows.T) - covariance[0]).abs().max() < 0.05 * scale
-    one = model.posterior(X, output_indices=[num_outputs - 1])
-    torch.testing.assert_close(one.mean, la.model(X).detach()[..., -1:])
-    own = joint_moments(la, X)[1][:, num_outputs - 1 :: num_outputs, num_outputs - 1 :: num_outputs]
-    torch.testing.assert_close(one.distribution.covariance_matrix, own)
+    last_output = model.posterior(X, output_indices=[num_outputs - 1])
+    torch.testing.assert_close(last_output.mean, la.model(X).detach()[..., -1:])
+    _, covariance = joint_moments(la, X)
+    rows = slice(num_outputs - 1, None, num_outputs)
+    expected = covariance[:, rows, rows]
+    torch.testing.assert_close(last_output.distribution.covariance_matrix, expected)
 
 
 def test_botorch_chooses_candidates(botorch_model):
@@ -78,19 +81,22 @@ def test_botorch_chooses_candidates(botorch_model):
     from botorch.optim import optimize_acqf, optimize_acqf_discrete
 
     la = fitted(1)
-    model, choices = botorch_model(la), torch.randn(30, 3).double()
+    model = botorch_model(la)
+    choices = torch.randn(30, 3).double()
     mean, covariance = joint_moments(la, choices)
     bound = mean[:, 0] + 2 * covariance.diagonal().sqrt()
-    chosen, value = optimize_acqf_discrete(UpperConfidenceBound(model, beta=4.0), 1, choices)
-    torch.testing.assert_close(chosen[0], choices[bound.argmax()])
+    candidate, value = optimize_acqf_discrete(UpperConfidenceBound(model, beta=4.0), 1, choices)
+    torch.testing.assert_close(candidate[0], choices[bound.argmax()])
     torch.testing.assert_close(value, bound.max())
-    several, _ = optimize_acqf_discrete(qUpperConfidenceBound(model, beta=4.0), 3, choices)
-    assert several.shape == (3, 3)
+    batch, _ = optimize_acqf_discrete(qUpperConfidenceBound(model, beta=4.0), 3, choices)
+    assert batch.shape == (3, 3)
     bounds = torch.tensor([[-1.0] * 3, [1.0] * 3]).double()
     options = {"with_grad": False, "maxiter": 3}
     acquisition = UpperConfidenceBound(model, beta=4.0)
-    _, found = optimize_acqf(acquisition, bounds, 1, num_restarts=1, raw_samples=8, options=options)
-    assert found.isfinite()
+    _, best_value = optimize_acqf(
+        acquisition, bounds, 1, num_restarts=1, raw_samples=8, options=options
+    )
+    assert best_value.isfinite()
 
 
 @pytest.mark.parametrize("q", [1, 2])

@@ -39,7 +39,7 @@ def trained_here(kind, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [LaplaceClassifier, LaplaceRegressor])
 def test_scikit_learns_checks_pass(kind, unchecked):
-    """All of them but one, which scikit-learn skips unless its array API is switched on."""
+    """One check is skipped by scikit-learn unless its array API is switched on."""
     results = check_estimator(trained_here(kind), on_skip=None)
     without_success = {r["check_name"] for r in results if r["status"] != "passed"}
     assert without_success <= {"check_array_api_input"}
@@ -54,14 +54,15 @@ def linear_data(num_targets):
 
 
 def covariance_of_linear_outputs(network, X, X_new, sigma, delta):
-    """That of f(x) = Wx + b, between all targets of all rows, from the normal equations."""
+    """Covariance of f(x) = Wx + b between all targets of all rows, from the normal equations."""
     columns = np.hstack([X, np.ones((len(X), 1))])
     new_columns = np.hstack([X_new, np.ones((len(X_new), 1))])
     blocks = []
     for target_sigma in sigma:
         precision = columns.T @ columns / target_sigma**2 + delta * np.eye(columns.shape[1])
         blocks.append(new_columns @ np.linalg.inv(precision) @ new_columns.T)
-    num_rows, num_targets = len(X_new), len(sigma)
+    num_rows = len(X_new)
+    num_targets = len(sigma)
     covariance = np.zeros((num_rows, num_targets, num_rows, num_targets))
     for target, block in enumerate(blocks):
         covariance[:, target, :, target] = block
@@ -102,7 +103,8 @@ def test_means_and_deviations_are_those_of_the_linear_model(num_targets, sigma):
     variance = covariance.diagonal().reshape(4, num_targets) + sigmas**2
     expected_mean = X_new @ weight.T + bias
     if num_targets == 1:
-        variance, expected_mean = variance[:, 0], expected_mean[:, 0]
+        variance = variance[:, 0]
+        expected_mean = expected_mean[:, 0]
     np.testing.assert_allclose(mean, expected_mean, rtol=1e-10)
     np.testing.assert_allclose(deviation, np.sqrt(variance), rtol=1e-10)
     np.testing.assert_array_equal(regressor.predict(X_new), mean)
@@ -219,16 +221,16 @@ def test_probabilities_of_two_labels_are_those_of_the_logistic_model():
 def test_a_network_that_is_trained_further_is_not_changed():
     X, y = load_iris(return_X_y=True)
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
-    before = pickle.dumps(network)
+    pickled = pickle.dumps(network)
     random_state = torch.get_rng_state()
     classifier = LaplaceClassifier(network, optimizer=ADAM, epochs=30, random_state=0).fit(X, y)
-    assert pickle.dumps(network) == before
+    assert pickle.dumps(network) == pickled
     assert network.training
     assert torch.equal(torch.get_rng_state(), random_state)
     assert classifier.score(X, y) > 0.9
     # The same network without training, in training mode: a copy in eval mode is fitted.
     assert LaplaceClassifier(network).fit(X, y).score(X, y) < 0.9
-    assert pickle.dumps(network) == before
+    assert pickle.dumps(network) == pickled
 
 
 def test_the_random_state_determines_the_network():
@@ -245,7 +247,7 @@ def test_the_random_state_determines_the_network():
 
 
 def test_the_random_state_determines_networks_that_threads_train():
-    """As in a search or an ensemble of scikit-learn with joblib's threads."""
+    """Searches and ensembles of scikit-learn train so with joblib's threads."""
     X, y = make_classification(60, 5, random_state=0)
     estimators = [
         LaplaceClassifier(hidden_layer, optimizer=ADAM, epochs=40, batch_size=10, random_state=seed)
@@ -323,14 +325,15 @@ def test_the_calibration_display_shows_the_probabilities():
 def test_a_pickled_estimator_predicts_the_same():
     X, y = load_iris(return_X_y=True)
     classifier = trained_here(LaplaceClassifier, epochs=2).fit(X, y)
-    again = pickle.loads(pickle.dumps(classifier))
-    np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
+    unpickled = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(unpickled.predict_proba(X), classifier.predict_proba(X))
 
 
 def coverage_interval(num_calibration, num_test, num_seeds, level=0.9):
-    """Where the mean coverage over seeds lies in 99.9 % of cases if the conformal method is right.
+    """The interval that has the mean coverage over seeds with probability 99.9 %.
 
-    A seed's number of covered examples is beta-binomial (Vovk, 2012).
+    If the conformal method is right, the number of covered examples of a seed is beta-binomial
+    (Vovk, 2012).
     """
     rank = math.ceil((num_calibration + 1) * level)
     covered = betabinom(num_test, rank, num_calibration + 1 - rank)
@@ -338,7 +341,9 @@ def coverage_interval(num_calibration, num_test, num_seeds, level=0.9):
     return covered.mean() / num_test - half_width, covered.mean() / num_test + half_width
 
 
-NUM_TRAIN, NUM_CALIBRATION, NUM_TEST = 60, 99, 300
+NUM_TRAIN = 60
+NUM_CALIBRATION = 99
+NUM_TEST = 300
 TRAIN = slice(0, NUM_TRAIN)
 CALIBRATION = slice(NUM_TRAIN, NUM_TRAIN + NUM_CALIBRATION)
 TEST = slice(NUM_TRAIN + NUM_CALIBRATION, None)
@@ -526,7 +531,8 @@ def test_batches_of_a_training_have_nearly_equal_sizes(num_rows, batch_size):
             return super().forward(x)
 
     rng = np.random.default_rng(0)
-    X, y = rng.normal(size=(num_rows, 3)), np.arange(num_rows) % 2
+    X = rng.normal(size=(num_rows, 3))
+    y = np.arange(num_rows) % 2
     LaplaceClassifier(
         Counted(3, 2), optimizer=torch.optim.SGD, epochs=1, batch_size=batch_size
     ).fit(X, y)

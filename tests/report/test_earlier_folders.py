@@ -1,4 +1,4 @@
-"""Run folders of earlier versions: what they lack has a default, what they have more is ignored."""
+"""Run folders of other versions: missing keys have a default, and unknown keys are ignored."""
 
 import json
 
@@ -73,7 +73,7 @@ def test_a_damaged_record_is_named(run_of_images, tmp_path, change, reason):
 
 
 def test_an_interrupted_run_of_an_earlier_version_resumes(tmp_path):
-    """Its record lacks keys of this version, and keeps its noise and its times."""
+    """Missing keys of the record are added; the noise and the time of creation are kept."""
     loaded = a_run.loaded_rows(num_test=30, num_ood=0)
     folder = assess(loaded, tmp_path / "run", (NETWORK,))
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def test_an_interrupted_run_of_an_earlier_version_resumes(tmp_path):
 
 @pytest.mark.parametrize("sigma", [None, 0.75, [0.75, 2.0]])
 def test_a_noise_is_one_number_or_a_list(sigma):
-    """Earlier versions have one number for several outputs."""
+    """Earlier versions wrote one number for all outputs."""
     record = from_json(
         RunRecord, {"format": 1, "task": "regression", "sets": [], "methods": [], "sigma": sigma}
     )

@@ -1,4 +1,4 @@
-"""The page of a run folder as a file: what it holds, what it leaves out, what it refuses."""
+"""The page of a run folder as a file: its contents, what it leaves out, and wrong folders."""
 
 import html
 import json
@@ -19,13 +19,17 @@ from laplace_debias.report.page import write_page
 MEGABYTE = 1_000_000
 
 
-class Seen(HTMLParser):
+class ParsedPage(HTMLParser):
     """Elements, ids, addresses and texts of a page."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.ids, self.addresses, self.handlers = [], [], [], []
-        self.headings, self.texts = [], []
+        self.tags = []
+        self.ids = []
+        self.addresses = []
+        self.handlers = []
+        self.headings = []
+        self.texts = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -45,10 +49,12 @@ class Seen(HTMLParser):
 
 
 def written(folder):
+    """Write the page of a folder, and read it."""
     return write_page(folder).read_text(encoding="utf-8")
 
 
 def change(path, **changes):
+    """Change entries of a JSON file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(content | changes), encoding="utf-8")
 
@@ -62,10 +68,10 @@ def page(page_of_images):
 def test_every_picture_is_a_file_and_in_the_page(page_of_images, page):
     folder = page_of_images.parent
     names = {path.stem for path in (folder / "pictures").iterdir()}
-    # The first one is a picture from below once more.
-    first, *others = re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)
-    assert sorted(others) == sorted(names)
-    assert first.removeprefix("first-") in others
+    # The first picture repeats one of those below.
+    first, *below = re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)
+    assert sorted(below) == sorted(names)
+    assert first.removeprefix("first-") in below
     for kind in ("reliability", "risk-coverage", "uncertainty", "severity"):
         assert any(name.startswith(kind) for name in names), kind
     assert {"sweep-laplace", "sweep-last-layer"} <= names
@@ -74,11 +80,11 @@ def test_every_picture_is_a_file_and_in_the_page(page_of_images, page):
 
 
 def test_the_first_screen_is_verdict_picture_and_table(page):
-    """In this order, and before anything else."""
-    parts = ["In short", "picture-first-", 'id="table"', 'id="differences"']
-    at = [page.index(part) for part in parts]
-    assert at == sorted(at)
-    assert page.index("<main") < at[0]
+    """They are in this order, and nothing comes before them."""
+    texts = ["In short", "picture-first-", 'id="table"', 'id="differences"']
+    positions = [page.index(text) for text in texts]
+    assert positions == sorted(positions)
+    assert page.index("<main") < positions[0]
     assert page.index("interval over the test") > page.index("<table")
 
 
@@ -98,22 +104,22 @@ def test_a_tables_columns_are_shown_by_name_and_unit(run_of_rows, tmp_path):
 
 
 def test_ids_are_unique_and_what_refers_to_them_finds_them(page):
-    seen = Seen(page)
-    assert len(seen.ids) == len(set(seen.ids))
-    inner = {address[1:] for address in seen.addresses if address.startswith("#")}
+    parsed = ParsedPage(page)
+    assert len(parsed.ids) == len(set(parsed.ids))
+    inner = {address[1:] for address in parsed.addresses if address.startswith("#")}
     inner |= set(re.findall(r"url\(#([^)]+)\)", page))
     inner |= set(re.findall(r'aria-(?:describedby|labelledby)="([^"]+)"', page))
-    assert inner <= set(seen.ids)
+    assert inner <= set(parsed.ids)
     assert any(name.startswith("severity-nll-") for name in inner)
 
 
 def test_nothing_is_asked_for_from_outside(page):
-    seen = Seen(page)
-    outside = [a for a in seen.addresses if not a.startswith(("#", "data:"))]
+    parsed = ParsedPage(page)
+    outside = [a for a in parsed.addresses if not a.startswith(("#", "data:"))]
     assert outside == []
     assert "@import" not in page
     assert set(re.findall(r"url\((.)", page)) == {"#"}
-    assert seen.handlers == []
+    assert parsed.handlers == []
     assert "default-src 'none'" in page
 
 
@@ -128,7 +134,8 @@ def test_names_of_methods_are_text_in_pictures_too(run_of_images, tmp_path):
     folder = shortened(run_of_images, tmp_path / "run", shifts=False, posterior=False)
     meta = json.loads((folder / "run.json").read_text())
     label = "</script><b onclick='x'>$x_1$ & </svg>"
-    meta["methods"][0]["label"] = meta["title"] = label
+    meta["title"] = label
+    meta["methods"][0]["label"] = label
     meta["conclusion"] = [label]
     (folder / "run.json").write_text(json.dumps(meta))
     text = written(folder)
@@ -150,7 +157,7 @@ def test_colours_are_those_of_the_theme(page):
     styles = page[page.index("<style>") : page.index("</style>")]
     for name in named:
         assert len(re.findall(rf"--{name}: #", styles)) == 3, name  # light, dark, dark by system
-    # Black is what SVG takes where nothing is said: it would not be seen in the dark.
+    # The default colour of SVG is black, which would be invisible in the dark mode.
     texts = re.findall(r"<text ([^>]*)>", body)
     assert all("fill: var(--ink" in text for text in texts)
     assert len(texts) > 200
@@ -183,7 +190,7 @@ def test_large_pictures_are_made_smaller(run_of_images, tmp_path):
     for path in (folder / "examples").iterdir():
         Image.fromarray(rng.integers(256, size=(300, 300, 3), dtype=np.uint8)).save(path)
     large = sum(path.stat().st_size for path in (folder / "examples").iterdir())
-    assert large > 5 * MEGABYTE  # else this shows nothing
+    assert large > 5 * MEGABYTE  # otherwise the test would show nothing
     assert len(written(folder)) < 5 * MEGABYTE
 
 
@@ -231,8 +238,8 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
     for name in ("examples.json", "config.yaml", "sweeps/laplace.json"):
         (folder / name).unlink()
     meta = json.loads((folder / "run.json").read_text())
-    kept = ("format", "status", "title", "task", "methods", "sets")
-    (folder / "run.json").write_text(json.dumps({key: meta[key] for key in kept}))
+    required_keys = ("format", "status", "title", "task", "methods", "sets")
+    (folder / "run.json").write_text(json.dumps({key: meta[key] for key in required_keys}))
     text = written(folder)
     assert 'id="examples"' not in text
     assert "To repeat it" not in text
@@ -243,7 +250,7 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spoil", "error", "told"),
+    ("spoil", "error", "message"),
     [
         (lambda f: (f / "run.json").unlink(), FileNotFoundError, "is not a run folder"),
         (lambda f: (f / "metrics.json").unlink(), FileNotFoundError, "has no metrics.json"),
@@ -280,10 +287,12 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
         ),
     ],
 )
-def test_damaged_folders_are_refused_with_what_to_do(run_of_images, tmp_path, spoil, error, told):
+def test_damaged_folders_are_refused_with_what_to_do(
+    run_of_images, tmp_path, spoil, error, message
+):
     folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False)
     spoil(folder)
-    with pytest.raises(error, match=re.escape(told)) as caught:
+    with pytest.raises(error, match=re.escape(message)) as caught:
         write_page(folder)
     assert re.search(
         r"run the report again|`laplace-debias report|Use the version of", str(caught.value)

@@ -1,4 +1,4 @@
-"""The page in a browser. Skipped where there is no Chromium."""
+"""The page in a browser; these tests are skipped where there is no Chromium."""
 
 import os
 import shutil
@@ -22,12 +22,14 @@ KINDS = ("full", "regression", "bare")
 
 
 def address_of(kind, request, folder):
-    """Where the page of a run lies, made where it is not that of all tests."""
+    """The address of the page of a run; all tests share the full page, others are written."""
     if kind == "full":
         return request.getfixturevalue("page_of_images").as_uri()
-    run = "run_of_rows" if kind == "regression" else "run_of_images"
-    options = BARE if kind == "bare" else {}
-    return write_page(shortened(request.getfixturevalue(run), folder / kind, **options)).as_uri()
+    if kind == "regression":
+        run = shortened(request.getfixturevalue("run_of_rows"), folder / kind)
+    else:
+        run = shortened(request.getfixturevalue("run_of_images"), folder / kind, **BARE)
+    return write_page(run).as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +43,28 @@ def browser():
 
 @pytest.fixture
 def opened(browser, request, tmp_path):
-    """Opens a page and gathers what goes wrong: errors, and requests to anywhere."""
-    contexts, wrong = [], []
+    """A function that opens a page; errors and requests to other addresses fail the test."""
+    contexts = []
+    problems = []
+
+    def note_foreign_request(page_request):
+        if not page_request.url.startswith(("file:", "data:")):
+            problems.append(page_request.url)
 
     def open_page(kind="full", width=1200, **options):
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on(
-            "request",
-            lambda request: (
-                None if request.url.startswith(("file:", "data:")) else wrong.append(request.url)
-            ),
-        )
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", note_foreign_request)
         page.goto(address_of(kind, request, tmp_path))
         return page
 
     yield open_page
     for context in contexts:
         context.close()
-    assert wrong == []
+    assert problems == []
 
 
 @pytest.mark.slow
@@ -93,34 +95,34 @@ def test_every_table_that_scrolls_says_so(opened, width, script):
     """On a narrow page the main table is cards, which do not scroll."""
     page = opened("full", width, java_script_enabled=script)
     page.wait_for_timeout(200)
-    told = page.evaluate(
+    tables = page.evaluate(
         """[...document.querySelectorAll('.scroll')].filter(
             r => !r.closest('details:not([open])')).map(r => [
             r.scrollWidth > r.clientWidth, r.previousElementSibling.getClientRects().length > 0,
             r.previousElementSibling.textContent, r.querySelector('table').className])"""
     )
-    assert len(told) >= 3
-    for scrolls, is_told, text, kind in told:
+    assert len(tables) >= 3
+    for scrolls, has_hint, text, kind in tables:
         assert "Scroll sideways" in text
         if script:
-            assert is_told == scrolls
+            assert has_hint == scrolls
         elif width == 390:
-            assert is_told or not scrolls
+            assert has_hint or not scrolls
         if kind == "cards" and width == 390:
             assert not scrolls
-            assert not is_told
+            assert not has_hint
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_first_screen_has_verdict_picture_and_table(opened, scheme):
     page = opened("full", 1280, color_scheme=scheme)
-    for part in (".said li", "[id^=picture-first] svg", "#table tbody th"):
-        box = page.locator(part).first.bounding_box()
-        assert box["y"] + box["height"] <= 900, part
+    for selector in (".said li", "[id^=picture-first] svg", "#table tbody th"):
+        box = page.locator(selector).first.bounding_box()
+        assert box["y"] + box["height"] <= 900, selector
 
 
 def shown_of(page, key):
-    """By picture, how many parts of a method are visible."""
+    """The number of visible elements of a method, by picture."""
     return page.evaluate(
         """key => Object.fromEntries([...document.querySelectorAll('figure')].map(f => [f.id,
             [f, ...f.querySelectorAll('[data-method]')].filter(part => part.dataset.method === key
@@ -131,16 +133,16 @@ def shown_of(page, key):
 
 def test_a_method_can_be_hidden_in_every_picture_and_shown_again(opened):
     page = opened()
-    before = {key: shown_of(page, key) for key in ("laplace", "network")}
-    several = [name for name in before["laplace"] if name.startswith(("picture-r", "picture-s"))]
-    assert sum(before["laplace"][name] > 0 for name in several) >= 7
-    assert before["laplace"]["picture-severity-nll"] > 0
+    shown = {key: shown_of(page, key) for key in ("laplace", "network")}
+    pictures = [name for name in shown["laplace"] if name.startswith(("picture-r", "picture-s"))]
+    assert sum(shown["laplace"][name] > 0 for name in pictures) >= 7
+    assert shown["laplace"]["picture-severity-nll"] > 0
     page.get_by_role("checkbox", name="Laplace, all parameters").uncheck()
     assert set(shown_of(page, "laplace").values()) == {0}
-    assert shown_of(page, "network") == before["network"]
+    assert shown_of(page, "network") == shown["network"]
     assert not page.locator("#picture-sweep-laplace").is_visible()
     page.get_by_role("checkbox", name="Laplace, all parameters").check()
-    assert shown_of(page, "laplace") == before["laplace"]
+    assert shown_of(page, "laplace") == shown["laplace"]
 
 
 def paper(page):
@@ -155,7 +157,8 @@ def stroke(page):
 
 
 def test_dark_mode_by_the_system_and_by_the_button(opened):
-    light, dark = opened(color_scheme="light"), opened(color_scheme="dark")
+    light = opened(color_scheme="light")
+    dark = opened(color_scheme="dark")
     assert paper(light) == "rgb(255, 255, 255)"
     assert paper(dark) == "rgb(21, 24, 28)"
     assert stroke(light) != stroke(dark)
@@ -169,7 +172,8 @@ def test_dark_mode_by_the_system_and_by_the_button(opened):
 def test_values_at_the_pointer_and_by_keys(opened):
     page = opened()
     figure = page.locator("#picture-severity-nll")
-    svg, tip = figure.locator("svg"), figure.locator(".tip")
+    svg = figure.locator("svg")
+    tip = figure.locator(".tip")
     assert tip.text_content() == ""
     svg.focus()
     page.keyboard.press("ArrowRight")

@@ -32,7 +32,7 @@ def numbers_run(run_of_rows):
 
 @pytest.fixture
 def drawn():
-    """Draws within the page's settings of matplotlib."""
+    """Use the page's settings of matplotlib."""
     with matplotlib.rc_context(SETTINGS):
         yield
 
@@ -42,7 +42,8 @@ def looks_of(run):
 
 
 def numbers_in(text):
-    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))]
+    """List the numbers in the text that is shown at a point of a picture."""
+    return [float(digits) for digits in re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))]
 
 
 def predictions(folder, method, data="test"):
@@ -64,13 +65,14 @@ def test_reliability_tells_each_bin_and_its_wilson_interval(run_of_images, run, 
     for probs, label in zip(table["probs"], table["label"], strict=True):
         index = min(int(max(probs) * 15), 14)
         bins.setdefault(index, []).append((max(probs), np.argmax(probs) == label))
-    told = [numbers_in(point.text) for point in picture.points]
-    assert len(told) == 2 * len(bins)  # once at the curve, once at the bars
-    for examples, found in zip((bins[i] for i in sorted(bins)), told, strict=False):
-        hits = sum(right for _, right in examples)
-        confidence = 100 * sum(sure for sure, _ in examples) / len(examples)
+    shown = [numbers_in(point.text) for point in picture.points]
+    assert len(shown) == 2 * len(bins)  # once at the curve, once at the bars
+    for index, numbers in zip(sorted(bins), shown, strict=False):
+        examples = bins[index]
+        hits = sum(is_right for _, is_right in examples)
+        confidence = 100 * sum(probability for probability, _ in examples) / len(examples)
         expected = [len(examples), confidence, 100 * hits / len(examples)]
-        assert found == pytest.approx([*expected, *wilson(hits, len(examples))], abs=0.0501)
+        assert numbers == pytest.approx([*expected, *wilson(hits, len(examples))], abs=0.0501)
 
 
 def test_risk_coverage_is_the_error_rate_of_those_kept(run_of_images, run, drawn):
@@ -78,12 +80,17 @@ def test_risk_coverage_is_the_error_rate_of_those_kept(run_of_images, run, drawn
     table = predictions(run_of_images, "last-layer")
     order = sorted(range(len(table)), key=lambda i: -max(table["probs"][i]))
     wrong = [np.argmax(table["probs"][i]) != table["label"][i] for i in order]
-    told = [numbers_in(p.text) for p in picture.points if p.method == "last-layer"]
-    assert told[-1][0] == 100
-    for share, risk in told:
-        kept = round(share / 100 * len(wrong))
-        near = [100 * np.mean(wrong[:k]) for k in (kept - 1, kept, kept + 1) if 0 < k <= len(wrong)]
-        assert min(near) - 0.06 <= risk <= max(near) + 0.06
+    shown = [numbers_in(p.text) for p in picture.points if p.method == "last-layer"]
+    assert shown[-1][0] == 100
+    for share, risk in shown:
+        # The share is rounded, so the number of examples may be off by one.
+        number = round(share / 100 * len(wrong))
+        risks = [
+            100 * np.mean(wrong[:count])
+            for count in (number - 1, number, number + 1)
+            if 0 < count <= len(wrong)
+        ]
+        assert min(risks) - 0.06 <= risk <= max(risks) + 0.06
 
 
 def test_histograms_of_uncertainty_add_up(run, drawn):
@@ -98,40 +105,44 @@ def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
     picture = sections.severity(run, looks_of(run), "nll")
     rows = run.rows[(run.rows["method"] == "laplace") & (run.rows["metric"] == "nll")]
     rows = rows[~rows["set_name"].isin(["static", "shuffled"])]
-    told = [numbers_in(p.text)[-3:] for p in picture.points if p.method == "laplace"]
-    assert len(told) == 6
-    for found, row in zip(told, rows.itertuples(), strict=True):
-        assert found == pytest.approx([row.value, row.low, row.high], rel=0.02)
+    shown = [numbers_in(p.text)[-3:] for p in picture.points if p.method == "laplace"]
+    assert len(shown) == 6
+    for numbers, row in zip(shown, rows.itertuples(), strict=True):
+        assert numbers == pytest.approx([row.value, row.low, row.high], rel=0.02)
 
 
 def test_coverage_counts_the_targets_within(numbers_run, drawn):
     picture = calibration.coverage(numbers_run, looks_of(numbers_run))
     table = predictions(numbers_run.folder.path, "laplace")
-    told = dict(numbers_in(p.text) for p in picture.points if p.method == "laplace")
+    coverage = dict(numbers_in(p.text) for p in picture.points if p.method == "laplace")
     inside = (table["target"] - table["mean"]).abs() <= 1.9599640 * table["standard_deviation"]
-    assert told[95] == pytest.approx(100 * inside.mean(), abs=0.051)
+    assert coverage[95] == pytest.approx(100 * inside.mean(), abs=0.051)
 
 
 def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
     picture = calibration.residuals(numbers_run, looks_of(numbers_run))
     table = predictions(numbers_run.folder.path, "laplace").sort_values("standard_deviation")
-    told = [numbers_in(p.text) for p in picture.points if p.method == "laplace"]
-    smallest = table.iloc[: math.ceil(len(table) / len(told))]
-    said = math.sqrt((smallest["standard_deviation"] ** 2).mean())
-    was = math.sqrt(((smallest["target"] - smallest["mean"]) ** 2).mean())
-    assert told[0] == pytest.approx([said, was], rel=0.01)
-    # The network has one noise for all: there is nothing to sort by.
+    shown = [numbers_in(p.text) for p in picture.points if p.method == "laplace"]
+    smallest = table.iloc[: math.ceil(len(table) / len(shown))]
+    predicted_error = math.sqrt((smallest["standard_deviation"] ** 2).mean())
+    actual_error = math.sqrt(((smallest["target"] - smallest["mean"]) ** 2).mean())
+    assert shown[0] == pytest.approx([predicted_error, actual_error], rel=0.01)
+    # The network has the same noise for all examples, so there is nothing to sort by.
     assert len([p for p in picture.points if p.method == "network"]) == 1
 
 
-def cells(table, label, where=""):
-    """The cells of a column by method."""
-    columns = enumerate(table.columns)
-    [at] = [i for i, (metric, of) in columns if metric.label == label and where in of]
-    return {method.key: row[at] for method, row in table.rows}
+def cells(table, label, caption=""):
+    """The cells of the metric's column whose caption contains a text, by method."""
+    (index,) = (
+        index
+        for index, (metric, column_caption) in enumerate(table.columns)
+        if metric.label == label and caption in column_caption
+    )
+    return {method.key: row[index] for method, row in table.rows}
 
 
-def table_of(run_of_images, folder, rows, differences):
+def run_with_metrics(run_of_images, folder, rows, differences):
+    """Read a run whose `metrics.json` has these rows and differences."""
     shortened(run_of_images, folder, shifts=False, ood=False)
     keys = ("method", "set", "metric", "value", "low", "high")
     write_json(
@@ -147,7 +158,7 @@ def table_of(run_of_images, folder, rows, differences):
 
 
 def test_the_table_marks_what_is_beyond_chance(run_of_images, tmp_path):
-    run = table_of(
+    run = run_with_metrics(
         run_of_images,
         tmp_path / "run",
         [
@@ -168,7 +179,8 @@ def test_the_table_marks_what_is_beyond_chance(run_of_images, tmp_path):
         ],
     )
     table = main_table(run)
-    accuracy, nll = cells(table, "Accuracy"), cells(table, "NLL")
+    accuracy = cells(table, "Accuracy")
+    nll = cells(table, "NLL")
     assert [c.verdict for c in accuracy.values()] == ["", "no clear difference", "", "better"]
     assert accuracy["last-layer"].value == "–"
     assert [c.verdict for c in nll.values()] == ["", "better", "", "worse"]
@@ -184,7 +196,7 @@ def test_the_table_marks_what_is_beyond_chance(run_of_images, tmp_path):
 
 def test_the_table_calls_certain_but_small_differences_negligible(run_of_images, tmp_path):
     """In the unit of the targets, the smallest difference is a share of the reference's error."""
-    run = table_of(
+    run = run_with_metrics(
         run_of_images,
         tmp_path / "run",
         [
@@ -217,7 +229,7 @@ def test_the_table_calls_certain_but_small_differences_negligible(run_of_images,
 
 
 def test_columns_in_small_units_have_powers_of_ten(run_of_images, tmp_path):
-    run = table_of(
+    run = run_with_metrics(
         run_of_images,
         tmp_path / "run",
         [
@@ -245,14 +257,14 @@ def test_columns_in_small_units_have_powers_of_ten(run_of_images, tmp_path):
 def test_scores_of_ood_sets_are_kept_apart(run):
     table = main_table(run)
     areas = cells(table, "AUROC", "static")
-    row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set_name"] == "static")]
-    entropies = row[row["score"] == "entropy"].set_index("method")["value"]
+    area_rows = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set_name"] == "static")]
+    entropies = area_rows[area_rows["score"] == "entropy"].set_index("method")["value"]
     assert float(areas["laplace"].value) == pytest.approx(entropies["laplace"], abs=0.001)
     tables = {table.columns[0][1]: table for table in full_tables(run, "static")}
     for label, score in (("entropy", "entropy"), ("largest probability", "max_probability")):
-        of_score = row[row["score"] == score].set_index("method")["value"]
+        areas_of_score = area_rows[area_rows["score"] == score].set_index("method")["value"]
         for method, (cell, *_) in tables[f"static, {label}"].rows:
-            assert float(cell.value) == pytest.approx(of_score[method.key], abs=0.0006)
+            assert float(cell.value) == pytest.approx(areas_of_score[method.key], abs=0.0006)
 
 
 @pytest.mark.parametrize(
