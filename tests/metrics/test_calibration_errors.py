@@ -98,7 +98,7 @@ def test_mce_equals_a_loop_over_the_bins(num_bins):
 
 
 def calibrated_and_one_certain_mistake(dtype, n=2000):
-    """Confidences in the last of 15 bins that are as often right as they say, and a wrong 1."""
+    """Predictions in the last of 15 bins that are calibrated, and a certain one that is wrong."""
     confidence = torch.full((n,), 0.975, dtype=dtype)
     probs = torch.stack([confidence, 1 - confidence], 1)
     labels = torch.zeros(n, dtype=torch.long)
@@ -163,7 +163,7 @@ def test_certainty_is_perfect_or_worst(metric):
     assert metric(probs, labels).item() == pytest.approx(0, abs=1e-6)
     # Two of the four classes are wrong in each example: the predicted one and the true one.
     worst = 0.5 if metric is metrics.classwise_ece else 1
-    # A width of 1 about the end loses nothing over the border: all kernels are reflected.
+    # Kernels of width 1 lose nothing beyond the ends, because they are reflected there.
     assert metric(probs, (labels + 1) % 4).item() == pytest.approx(worst, abs=1e-6)
 
 
@@ -195,7 +195,7 @@ def test_fewer_than_one_bin_is_refused(metric):
 
 
 def risk_by_loop(pairs):
-    """The mean error rate over the most confident 1, 2 … n examples, in the order given."""
+    """The error rates over the first 1, 2 … n pairs of `confidences`."""
     errors = 0.0
     risks = []
     for number, (_, right) in enumerate(pairs, start=1):

@@ -1,4 +1,4 @@
-"""Metrics are the same whatever torch's default dtype is, or refused."""
+"""Metrics do not depend on torch's default dtype, or are refused."""
 
 import pytest
 import torch

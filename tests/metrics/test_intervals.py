@@ -98,7 +98,7 @@ def test_the_interval_of_a_skewed_mean_solves_halls_equation():
     n = 40
     deviation = values.std(correction=0).item()
     gamma = stats.skew(values.numpy())
-    # The deviation of T is the one over n - 1.
+    # T uses the standard deviation with n - 1.
     T = (values.mean().item() - np.array(ends)) / (deviation * math.sqrt(n / (n - 1)))
     transformed = T + gamma * T**2 / 3 + gamma**2 * T**3 / 27 + gamma / (6 * n)
     quantile = stats.t.ppf(0.975, n - 1) / math.sqrt(n)
@@ -161,7 +161,7 @@ def test_the_interval_of_perfect_detection_is_wilsons(num_id, num_ood):
     for name in ("auroc", "aupr_out", "aupr_in"):
         interval = report[name]
         assert interval.value == interval.high == 1
-        # Wilson's lower end of a proportion of 1.
+        # It is Wilson's lower end of a proportion of 1.
         assert interval.low == pytest.approx(n / (n + z**2))
 
 
@@ -259,7 +259,7 @@ def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
     labels = torch.arange(200) % 2
     right = torch.where(torch.arange(200) < 140, labels, 1 - labels)
     noise = 0.02 * torch.rand(3, 200, generator=seeded(), dtype=torch.float64)
-    # 70 % right: too sure by 0.25, not sure enough by 0.15, and too sure by 0.1.
+    # 70 % are right, so the networks are over-confident by 0.25, by -0.15 and by 0.1.
     confidences = torch.tensor([[0.95], [0.55], [0.8]]).double() + noise - 0.01
     reports = [metrics.evaluate(torch.where(right == 1, c, 1 - c), labels) for c in confidences]
     gaps = [report["overconfidence"] for report in reports]

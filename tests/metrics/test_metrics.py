@@ -43,7 +43,7 @@ def ece_by_loop(probs, labels, num_bins):
 
 
 def fpr95_by_threshold(scores_id, scores_ood):
-    """Detects the smallest number of OOD examples that is at least 95%."""
+    """The false positive rate if as few OOD examples as possible, but 95 %, are detected."""
     detected = math.ceil(0.95 * len(scores_ood) - 1e-9)
     threshold = scores_ood.sort(descending=True).values[detected - 1]
     return (scores_id >= threshold).double().mean().item()

@@ -1,4 +1,4 @@
-"""The torchmetrics classes: over batches, after a reset, over processes."""
+"""The torchmetrics classes over batches, after a reset, and over processes."""
 
 import inspect
 
@@ -43,7 +43,7 @@ def data():
 
 
 def cases():
-    """Each class with its arguments and the function's value on all of them."""
+    """Yield each class, its arguments, and the value of the function of the same metric."""
     probs, labels, scores, is_ood = data()
     for kind, function in CLASSIFICATION_METRICS.items():
         yield kind, (probs, labels), function(probs, labels)
@@ -148,7 +148,7 @@ def compute_on_rank(rank, size, folder):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
-    # Shares of different sizes, so that nothing relies on equal ones.
+    # Processes have different numbers of examples, so that nothing relies on equal numbers.
     borders = [0, 11, 40, 70]
     values = {}
     for kind, arguments, _ in cases():

@@ -1,4 +1,4 @@
-"""Metrics of inputs at the edges: half precision, one example, sets that are well separated."""
+"""Metrics of unusual inputs: half precision, one example, sets that are well separated."""
 
 import math
 

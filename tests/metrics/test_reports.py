@@ -1,4 +1,4 @@
-"""The table of metrics and the comparison of two."""
+"""The report of metrics, and the comparison of two reports."""
 
 import json
 import pickle

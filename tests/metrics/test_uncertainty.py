@@ -1,4 +1,4 @@
-"""Uncertainty taken apart, and scores of it."""
+"""The decomposition of uncertainty, and scores of it."""
 
 import math
 
@@ -10,7 +10,7 @@ from laplace_debias import metrics
 
 
 def test_epistemic_uncertainty_is_the_mean_divergence_from_the_mixture():
-    """Mutual information by another formula, I = E KL(p_s ‖ p̄)."""
+    """The mutual information is computed by another formula, I = E KL(p_s ‖ p̄)."""
     probs = torch.randn(30, 7, 4, dtype=torch.float64).softmax(-1)
     uncertainty = metrics.uncertainty(probs)
     mixture = Categorical(probs.mean(0))

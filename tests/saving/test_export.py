@@ -81,7 +81,7 @@ OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
 
 
 class Case:
-    """A fit, what it was exported with, and inputs of several sizes."""
+    """A fit, the options of its export, and batches of inputs of several sizes."""
 
     def __init__(self, build, inputs, likelihood="classification", export=(), **options):
         self.likelihood = likelihood
@@ -184,7 +184,7 @@ def test_single_precision_is_within_a_millionth(tmp_path):
 
 
 class ByValue(nn.Module):
-    """Its forward pass looks at a value."""
+    """A network whose forward pass depends on the value of a tensor, which cannot be traced."""
 
     def __init__(self, num_outputs):
         super().__init__()
@@ -243,7 +243,7 @@ def test_arguments_that_do_not_fit_are_refused(options, error, message, tmp_path
 
 
 class Scaled(nn.Module):
-    """The last layer's outputs are not the network's."""
+    """A network that changes the outputs of its last layer."""
 
     def __init__(self, num_outputs):
         super().__init__()

@@ -36,7 +36,7 @@ def convolutional():
 
 
 def run(onnxruntime, path, **inputs):
-    """The outputs by name."""
+    """Run an exported model; return its outputs by name."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     arrays = {name: x.numpy() for name, x in inputs.items()}
     names = [output.name for output in session.get_outputs()]

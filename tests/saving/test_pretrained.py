@@ -36,9 +36,9 @@ def test_a_folder_holds_the_posterior_and_a_card(tmp_path):
     folder = tmp_path / "new" / "folder"
     la.save_pretrained(folder, evaluation=report)
     assert {path.name for path in folder.iterdir()} == {"README.md", "posterior.safetensors"}
-    again = Laplace.from_pretrained(folder, network(), memory_bound=10_000_000)
-    assert torch.equal(again.predict(X).probs, la.predict(X).probs)
-    assert again.prior_precision == 3.0
+    loaded = Laplace.from_pretrained(folder, network(), memory_bound=10_000_000)
+    assert torch.equal(loaded.predict(X).probs, la.predict(X).probs)
+    assert loaded.prior_precision == 3.0
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: laplace-debias\n")
     for name, value in report.items():
@@ -105,7 +105,7 @@ def changed(module):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub's interface as uploads and downloads of small files use."""
+    """The part of the Hub's interface that uploads and downloads of small files use."""
 
     def __init__(self, files, calls, *args):
         self.files = files

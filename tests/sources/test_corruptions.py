@@ -1,4 +1,4 @@
-"""Corrupted images: after CIFAR-10-C, the same whatever the batch."""
+"""Corruptions of images after CIFAR-10-C, which do not depend on the batch."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def smooth_colour_images(n: int) -> torch.Tensor:
-    """Structure at several scales, the finer the weaker, as photographs have it."""
+    """Make images with structure at several scales, weaker at finer ones, as in photographs."""
     images = torch.full((n, 3, 32, 32), 0.5)
     for size in (4, 7, 12, 20):
         grid = torch.randn(n, 3, size, size, generator=seeded(size))
@@ -64,8 +64,8 @@ def test_severity_raises_the_distance_to_the_clean_image(images, kind):
     ]
     assert distances[0] > 0
     assert distances[4] > 1.2 * distances[0]
-    # Two kinds have near ties: motion blur 3 and 4 differ in a negligible tail alone, and eight
-    # pixels leave `pixelate` three levels.
+    # Two kinds have near ties: motion blur 3 and 4 differ only in a negligible tail, and images of
+    # eight pixels leave only three levels to `pixelate`.
     slack = 0.9 if kind == "pixelate" else 0.99
     assert all(stronger > slack * weaker for weaker, stronger in pairwise(distances))
 
@@ -79,7 +79,7 @@ def test_mixed_corruption_gives_each_image_one_of_the_kinds_evenly():
         alone = corrupt(images, 4, kind, seed=1)
         counts[kind] = int((mixed == alone).flatten(1).all(1).sum())
     assert sum(counts.values()) == 520
-    # 520 draws over 13 kinds: 40 ± 6 each.
+    # With 520 draws over 13 kinds, each is drawn 40 ± 6 times.
     assert min(counts.values()) > 15
     assert max(counts.values()) < 65
 
@@ -136,7 +136,7 @@ def test_corruption_takes_one_of_several_kinds_whatever_the_batch_and_severity()
 
 def test_glass_blur_moves_pixels_by_one_and_invents_none():
     image = torch.arange(16 * 16, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    # At severity 1 the Gaussian's weights off the centre vanish, so what is left is a shuffle.
+    # At severity 1 the Gaussian's weights off the centre vanish, so the result is a shuffle.
     moved = corrupt(image, 1, "glass_blur")
     assert torch.equal(moved.flatten().sort().values, image.flatten())
     assert not torch.equal(moved, image)
@@ -145,7 +145,7 @@ def test_glass_blur_moves_pixels_by_one_and_invents_none():
 def test_elastic_transform_bends_the_image_but_keeps_its_colours():
     ramp = torch.linspace(0, 255, 32).round().to(torch.uint8).expand(4, 3, 32, 32).contiguous()
     bent = corrupt(ramp, 5, "elastic_transform")
-    # The ramp runs along the columns alone; bent, its rows differ.
+    # The rows of the image are equal; they differ once it is bent.
     assert (bent[:, :, 0].int() - bent[:, :, 20].int()).abs().max() > 3
     assert torch.equal(bent[:, 0], bent[:, 1])
     constant = torch.full((2, 3, 32, 32), 99, dtype=torch.uint8)

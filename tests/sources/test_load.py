@@ -34,7 +34,7 @@ def test_an_archive_gives_its_rows_mixed_and_the_same_each_time(folder):
     x, y = every(loaded.train)
     x_read_again, _ = every(loaded.train)
     assert torch.equal(x, x_read_again)
-    # The same rows with their labels, in another order.
+    # They are the same rows with their labels, in another order.
     order = [int(np.abs(content["x_train"] - row).sum(1).argmin()) for row in x.double().numpy()]
     assert sorted(order) == list(range(30))
     assert order != list(range(30))
@@ -423,7 +423,7 @@ def test_a_sampler_of_ones_own_says_how_many_examples_there_are(user_folder):
 
 @pytest.mark.parametrize("name", ["repeated", "own_batches", "stream"])
 def test_otherwise_the_number_of_examples_is_that_of_the_data_set(user_folder, name):
-    """They are drawn with replacement, or in batches of one's own."""
+    """Examples are drawn with replacement, or in batches of the user."""
     assert load_on_cpu(model="nets:rows", data=f"own:{name}").num_train == 30
 
 

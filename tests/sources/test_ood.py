@@ -94,13 +94,13 @@ def test_folders_of_other_sizes_are_resized_and_it_is_said(images):
 
 def test_archives_of_bytes_and_of_floats(images):
     rng = np.random.default_rng(0)
-    same = rng.integers(256, size=(4, 16, 20, 3), dtype=np.uint8)
-    np.savez(images / "same.npz", x=same)
+    pixels = rng.integers(256, size=(4, 16, 20, 3), dtype=np.uint8)
+    np.savez(images / "same.npz", x=pixels)
     floats = rng.normal(size=(4, 3, 16, 20))
     np.savez(images / "floats.npz", x_test=floats)
     names = ("same", "floats")
     loaded = load_on_cpu(data=images, ood={name: str(images / f"{name}.npz") for name in names})
-    assert np.array_equal(as_pixels(loaded, loaded.ood["same"]).numpy(), same)
+    assert np.array_equal(as_pixels(loaded, loaded.ood["same"]).numpy(), pixels)
     np.testing.assert_allclose(every(loaded.ood["floats"])[0], floats, rtol=1e-6, atol=1e-6)
 
 

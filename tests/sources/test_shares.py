@@ -1,4 +1,4 @@
-"""Batches that several processes share: each takes its part of them, or every n-th."""
+"""Batches that processes share: each takes a part of every batch, or every n-th batch."""
 
 import pytest
 import torch

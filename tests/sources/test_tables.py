@@ -1,4 +1,4 @@
-"""Tables: columns as inputs, a column as the target."""
+"""Tables, whose columns are the inputs and the target of a network."""
 
 import numpy as np
 import pandas
@@ -164,7 +164,7 @@ def test_missing_values_of_all_rows_and_columns_are_counted(folder):
     data.to_csv("t.csv", index=False)
     with pytest.raises(ValueError, match=r"36 in age, 20 in price. The first is in data row 3"):
         load_on_cpu(data="t.csv", target="price", features=("age", "height"))
-    # In a table of further inputs likewise.
+    # They are also counted in a table of further inputs.
     table().to_csv("whole.csv", index=False)
     loaded = load_on_cpu(
         data="whole.csv",

@@ -83,7 +83,7 @@ WRONG = {
         [*ROWS, "--checkpoint=text.pt"],
         "text.pt is damaged, or was not written by torch.save",
     ),
-    # Words that torch's reader takes for instructions: it ends in KeyError, IndexError and others.
+    # torch's reader interprets words as instructions, so it fails with KeyError and other errors.
     "text": (
         [*ROWS, "--checkpoint=words.pt"],
         "words.pt is damaged, or was not written by torch.save",
