@@ -44,7 +44,9 @@ def table_of(logits, labels=None, index=None, extra=0.0):
         "variance": torch.full_like(nothing, extra) if extra else nothing,
         **dict.fromkeys(("instability", "energy", "max_logit"), nothing),
     }
-    return columns if labels is None else columns | {"label": labels}
+    if labels is not None:
+        columns["label"] = labels
+    return columns
 
 
 def exact(n=N, seed=0, noise=1.0):
@@ -56,7 +58,12 @@ def exact(n=N, seed=0, noise=1.0):
 
 
 def verdict(
-    tables, temperature=1.0, task="classification", training=None, recommended=None, **method
+    tables,
+    temperature=1.0,
+    task="classification",
+    training=None,
+    recommended=None,
+    **laplace_fields,
 ):
     """The sentences about tables, which are stored by method and set; `network` is first."""
     keys = list(dict.fromkeys(key for key, _ in tables))
@@ -71,24 +78,33 @@ def verdict(
         "format": 1,
         "task": task,
         "input_name": "image" if task == "classification" else "row",
-        "methods": [
-            {
-                "key": key,
-                "label": key.replace("-", " ").capitalize(),
-                "is_laplace": key.startswith("laplace"),
-                "temperature": temperature if key == "temperature" else None,
-                **(method if key.startswith("laplace") else {}),
-            }
-            for key in keys
-        ],
+        "methods": [method_entry(key, temperature, laplace_fields) for key in keys],
         "sets": [
-            {"name": name, "role": role, "severity": 5 if role == "shift" else None}
-            | {"num_examples": len(tables[keys[0], name]["index"])}
+            set_entry(name, role, num_examples=len(tables[keys[0], name]["index"]))
             for name, role in roles.items()
         ],
         "training": training,
     }
     return conclude(from_json(RunRecord, run), measurements)
+
+
+def method_entry(key, temperature, laplace_fields):
+    """The entry of a method in `run.json`; only Laplace methods have the further fields."""
+    entry = {
+        "key": key,
+        "label": key.replace("-", " ").capitalize(),
+        "is_laplace": key.startswith("laplace"),
+        "temperature": temperature if key == "temperature" else None,
+    }
+    if entry["is_laplace"]:
+        entry |= laplace_fields
+    return entry
+
+
+def set_entry(name, role, num_examples):
+    """The entry of a data set in `run.json`."""
+    severity = 5 if role == "shift" else None
+    return {"name": name, "role": role, "severity": severity, "num_examples": num_examples}
 
 
 def trained(accuracy=0.95, gap=0.0, nll=0.2):

@@ -21,7 +21,7 @@ HEAVY = ("torch", "numpy", "pandas", "matplotlib", "PIL", "pyarrow", "jaxtyping"
 
 
 def environment(folder, source):
-    """Variables under which the modules that take long to import are a source of our own."""
+    """Environment variables with which modules that import slowly are replaced by a source."""
     for name in HEAVY:
         (folder / f"{name}.py").write_text(source)
     return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
@@ -154,7 +154,7 @@ def test_help_of_a_report(capsys, monkeypatch):
     assert "--ood NAME=PATH" in text
     examples = text.partition("\nExamples:\n")[2]
     assert examples.count("laplace-debias report ") == 2
-    # They are read as the command reads them.
+    # The command accepts the options of the examples.
     for example in examples.replace("\\\n", " ").strip().splitlines():
         _, command, *options = example.split()
         assert main([command, *options, "--print_config"]) == 0

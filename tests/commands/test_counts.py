@@ -175,7 +175,8 @@ def test_counts_go_through_every_command(counts, capsys):
     for quantile, name in ((0.025, "lower"), (0.975, "upper")):
         ends = columns[name][:20]
         for end, m, v in zip(ends, mean[:20], variance[:20], strict=True):
-            assert _below(end - 1, m, v) < quantile <= _below(end, m, v) + 1e-6
+            assert probability_up_to(end - 1, m, v) < quantile
+            assert quantile <= probability_up_to(end, m, v) + 1e-6
 
     run_json(capsys, "predict", *COMMON, task, POSTERIOR, "--method=map", "--output=map.csv")
     columns = pandas.read_csv("map.csv")
@@ -184,14 +185,8 @@ def test_counts_go_through_every_command(counts, capsys):
 
     options = ["--examples=40", "--eigenpairs=2", "--max_matvecs=60", "--tolerance=1e-6"]
     spectrum = run_json(capsys, "spectrum", *COMMON, task, *options, "--output=spectrum")
-    features = []
-    for row in user_files.every(counts.train)[0][:40]:
-        gradients = torch.autograd.grad(counts.model(row[None])[0, 0], counts.model.parameters())
-        features.append(torch.cat([gradient.flatten() for gradient in gradients]))
-    J = torch.stack(features).double()
-    with torch.no_grad():
-        weights = counts.model(user_files.every(counts.train)[0][:40]).double().exp() / 40
-    largest = torch.linalg.eigvalsh(J.T @ (weights * J))[-1].item()
+    x_train, _ = user_files.every(counts.train)
+    largest = largest_eigenvalue(counts.model, x_train[:40])
     assert max(spectrum["eigenvalues"]) == pytest.approx(largest, rel=1e-4)
 
     page = Path(reported["page"]).read_text(encoding="utf-8")
@@ -201,8 +196,20 @@ def test_counts_go_through_every_command(counts, capsys):
     assert main(["report", "--from=run"]) == 0
 
 
-def _below(count, mean, variance):
-    """Probability of at most a count, by a fine sum over the log-rate."""
+def largest_eigenvalue(model, x):
+    """The largest eigenvalue of the GGN of the mean Poisson loss of some inputs."""
+    rows = []
+    for row in x:
+        gradients = torch.autograd.grad(model(row[None])[0, 0], model.parameters())
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    J = torch.stack(rows).double()
+    with torch.no_grad():
+        weights = model(x).double().exp() / len(x)
+    return torch.linalg.eigvalsh(J.T @ (weights * J))[-1].item()
+
+
+def probability_up_to(count, mean, variance):
+    """The probability of at most a count, for a normal log-rate, by a fine sum over it."""
     f = mean + np.sqrt(variance) * np.linspace(-9, 9, 4001)
     weights = stats.norm.pdf(np.linspace(-9, 9, 4001))
     return (weights * stats.poisson.cdf(count, np.exp(f))).sum() / weights.sum()

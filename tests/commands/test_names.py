@@ -38,7 +38,7 @@ def test_the_command_line_offers_every_name(capsys):
 
 
 def test_posteriors_have_keys_of_their_own():
-    """Some letters of a file's name can stand in no path of a run."""
+    """Letters of a file's name that cannot be in a path of a run are replaced."""
     names = ["p 1", "p-1", "P.1", "é", "è"]
     keys = evaluate._keys([Path(f"{name}.safetensors") for name in names])
     assert [path.stem for path in keys.values()] == names

@@ -168,7 +168,7 @@ def test_a_report_and_an_evaluation_say_what_one_process_says(folder, processes,
     common = [*SOURCE, "--data=nets:rows", "--batch_size=4"]
     method = '{"params": "all", "mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
     report = ["report", *common, "--methods=[temperature]", "--examples=5"]
-    # Processes whose data ends at different batches read in step.
+    # Processes read in step, although their data ends at different batches.
     report += [
         f"--posteriors.mine={method}",
         '--posteriors.rounds={"params": "all", "mode": "auto"}',
@@ -218,7 +218,7 @@ def assert_same(expected, actual):
         for expected_entry, actual_entry in zip(expected, actual, strict=True):
             assert_same(expected_entry, actual_entry)
     elif isinstance(expected, float):
-        # A difference of two numbers of order one has their rounding, not its own.
+        # A difference of two numbers of order one has the rounding errors of these numbers.
         assert actual == pytest.approx(expected, rel=1e-12, abs=1e-13)
     else:
         assert expected == actual

@@ -111,7 +111,7 @@ def test_regression_with_its_noise(folder):
     np.testing.assert_allclose(table["upper"], table["mean"] + half, atol=1e-5)
     epistemic = covariance[:, 0, 0].sqrt().numpy()
     np.testing.assert_allclose(table["epistemic"], epistemic, rtol=1e-5)
-    # From draws it is nearly the same; the network alone has none.
+    # It is nearly the same if it is estimated from draws. The network alone has none.
     assert main([*predict, "--method=glm-mc", "--samples=2000", "--overwrite"]) == 0
     np.testing.assert_allclose(pandas.read_csv("p.csv")["epistemic"], epistemic, rtol=0.1)
     assert main([*predict, "--method=map", "--overwrite"]) == 0
@@ -198,7 +198,7 @@ def test_a_table_has_the_scores_of_the_posterior(folder):
 
 
 def test_a_network_that_predicts_its_noise(folder, capsys):
-    """Means and log-variances: the noise is E[exp s] of normal log-variances s."""
+    """It predicts means and log-variances; the noise is E[exp s] of normal log-variances s."""
     with open("nets.py", "a") as file:
         file.write("\n\ndef noisy():\n    torch.manual_seed(0)\n    return nn.Linear(4, 2)\n")
     user_files.archive(folder / "r.npz", **user_files.arrays("numbers"))
@@ -307,7 +307,7 @@ def test_json_is_all_there_is_on_the_standard_output(folder, capsys):
     assert results["tune"]["prior_precision"] == pytest.approx(float(la.prior_precision))
     assert results["predict"]["num_predictions"] == 9
     assert len(results["spectrum"]["eigenvalues"]) == 2
-    assert main(["fit", *ROWS, "--output=p.safetensors", "--json"]) == 2  # it exists
+    assert main(["fit", *ROWS, "--output=p.safetensors", "--json"]) == 2  # because the file exists
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "add --overwrite" in captured.err

@@ -1,4 +1,4 @@
-"""`laplace-debias report` and `evaluate`, on a network and data of somebody's own."""
+"""`laplace-debias report` and `evaluate`, on a network and data of a user."""
 
 import json
 

@@ -103,7 +103,7 @@ def test_settings_out_of_range_are_refused(change, message):
 
 
 def test_all_eigenvalues_of_a_small_matrix(tmp_path, capsys, monkeypatch):
-    """Nothing remains for a density: no rounding errors are shown as one."""
+    """Nothing remains for a density, so rounding errors must not be shown as one."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
