@@ -199,7 +199,7 @@ def test_subnetworks_of_laplace_torchs_masks(mask):
 def test_the_calibration_example_has_the_same_predictions_and_a_larger_evidence():
     data = loader("classification")
     x, _ = data.dataset.tensors
-    pair = []
+    posteriors = []
     for library in (Laplace, laplace.Laplace):
         la = library(
             trained("classification"),
@@ -209,8 +209,8 @@ def test_the_calibration_example_has_the_same_predictions_and_a_larger_evidence(
         )
         la.fit(data)
         la.optimize_prior_precision(method="marglik")
-        pair.append(la)
-    ours, theirs = pair
+        posteriors.append(la)
+    ours, theirs = posteriors
     assert ours.log_marginal_likelihood() >= theirs.log_marginal_likelihood() - 1e-5
     ours.prior_precision = theirs.prior_precision.detach()
     torch.testing.assert_close(ours(x), theirs(x).to(ours(x)), rtol=1e-4, atol=1e-5)
