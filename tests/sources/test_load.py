@@ -44,7 +44,7 @@ def test_an_archive_gives_its_rows_mixed_and_the_same_each_time(folder):
     assert y.tolist() == content["y_test"].tolist()
     assert (loaded.task, loaded.num_train, loaded.input_name) == ("classification", 30, "example")
     x_of_another_seed, _ = every(load_on_cpu(model="nets:rows", data="d.npz", seed=1).train)
-    assert not torch.equal(x_of_another_seed, x)
+    assert not torch.equal(x_of_another_seed, x_read_again)
 
 
 def test_limits_choose_by_the_seed_and_leave_n_as_it_is(folder):
