@@ -18,32 +18,33 @@ def network():
 
 
 def data(n=12, batch=5):
-    x, y = randn(n, 3), torch.arange(n) % 3
+    x = randn(n, 3)
+    y = torch.arange(n) % 3
     return list(zip(x.split(batch), y.split(batch), strict=True))
 
 
 def dense(model, loss, batches, curvature, weight_decay, decayed):
-    """Eq. 1 and 2 with the data as one batch, by torch.func."""
-    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    """Value, gradient, curvature and position of Eq. 1 and 2, with the data as one batch."""
+    x, y = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     named = {name: p.detach() for name, p in model.named_parameters()}
     sizes = [p.numel() for p in named.values()]
     theta0 = torch.cat([p.flatten() for p in named.values()])
     mask = torch.cat([torch.full((p.numel(),), float(decayed(n))) for n, p in named.items()])
 
-    def outputs(theta):
-        parts = theta.split(sizes)
-        values = {n: v.view_as(p) for (n, p), v in zip(named.items(), parts, strict=True)}
+    def outputs_of_vector(theta):
+        entries = theta.split(sizes)
+        values = {n: v.view_as(p) for (n, p), v in zip(named.items(), entries, strict=True)}
         return functional_call(model, values, (x,))
 
     def objective(theta):
-        return loss(outputs(theta), y) + weight_decay / 2 * (mask * theta.square()).sum()
+        return loss(outputs_of_vector(theta), y) + weight_decay / 2 * (mask * theta.square()).sum()
 
     if curvature == "hessian":
         H = hessian(objective)(theta0)
     else:
-        J = jacrev(outputs)(theta0).flatten(0, 1)
-        at_outputs = hessian(lambda f: loss(f, y))(outputs(theta0))
-        H = J.T @ at_outputs.reshape(len(J), len(J)) @ J + weight_decay * torch.diag(mask.double())
+        J = jacrev(outputs_of_vector)(theta0).flatten(0, 1)
+        H_outputs = hessian(lambda f: loss(f, y))(outputs_of_vector(theta0))
+        H = J.T @ H_outputs.reshape(len(J), len(J)) @ J + weight_decay * torch.diag(mask.double())
     return objective(theta0), torch.func.grad(objective)(theta0), H, theta0
 
 
@@ -70,9 +71,9 @@ def test_it_is_the_dense_one_however_the_data_is_cut(curvature, decay_biases, lo
             weight_decay=0.2,
             decay_biases=decay_biases,
         )
-        found = q.value, q.gradient, q.matrix.to_dense(), q.position
-        for ours, theirs in zip(found, expected, strict=True):
-            assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+        actual = (q.value, q.gradient, q.matrix.to_dense(), q.position)
+        for actual_value, expected_value in zip(actual, expected, strict=True):
+            assert_close(actual_value, expected_value, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -80,29 +81,30 @@ def test_the_mean_over_a_partition_is_the_full_batch():
     """Eq. 5 on a network."""
     model = network()
     batches = data(8, 4)
-    D, theta = randn(31, 3), randn(31, seed=1)
+    D = randn(31, 3)
+    theta = randn(31, seed=1)
     for curvature in ("ggn", "hessian"):
         full = Quadratic.from_data(model, nn.CrossEntropyLoss(), batches, curvature)
-        parts = [
+        quadratics = [
             Quadratic.from_data(model, nn.CrossEntropyLoss(), [batch], curvature)
             for batch in batches
         ]
-        slopes = torch.stack([q.slope(D, at=theta) for q in parts]).mean(0)
-        curvatures = torch.stack([q.curvature(D) for q in parts]).mean(0)
+        slopes = torch.stack([q.slope(D, at=theta) for q in quadratics]).mean(0)
+        curvatures = torch.stack([q.curvature(D) for q in quadratics]).mean(0)
         assert_close(slopes, full.slope(D, at=theta), rtol=1e-8, atol=1e-8)
         assert_close(curvatures, full.curvature(D), rtol=1e-8, atol=1e-8)
 
 
 def test_a_newton_step_decreases_the_real_loss_and_leaves_the_model():
     model = network()
-    before = {name: p.clone() for name, p in model.state_dict().items()}
+    state_before = {name: p.clone() for name, p in model.state_dict().items()}
     q = Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), weight_decay=0.01)
     step = q.newton_step(damping=0.5)
     for name, p in model.state_dict().items():
-        assert torch.equal(p, before[name])
+        assert torch.equal(p, state_before[name])
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     nn.utils.vector_to_parameters(q.position + step, model.parameters())
-    x, y = (torch.cat(part) for part in zip(*data(), strict=True))
+    x, y = (torch.cat(tensors) for tensors in zip(*data(), strict=True))
     weights = sum(m.weight.square().sum() for m in model if isinstance(m, nn.Linear))
     assert F.cross_entropy(model(x), y) + 0.005 * weights < q.value
 
@@ -150,17 +152,17 @@ def test_the_quadratic_stays_where_it_was_built(curvature):
     torch.manual_seed(0)
     layers = [nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)]
     model = nn.Sequential(*layers).double().eval()
-    x, y = randn(12, 3), torch.arange(12) % 3
+    x = randn(12, 3)
+    y = torch.arange(12) % 3
     q = Quadratic.from_data(model, nn.CrossEntropyLoss(), [(x, y)], curvature)
     theta = q.position + 0.1 * randn(*q.position.shape, seed=3)
-    expected = q(theta), q.matrix.to_dense(), q.curvature(theta)
+    expected = (q(theta), q.matrix.to_dense(), q.curvature(theta))
     with torch.no_grad():
         for tensor in (*model.parameters(), layers[1].running_mean):
             tensor.add_(0.3)
-    for found, value in zip(
-        (q(theta), q.matrix.to_dense(), q.curvature(theta)), expected, strict=True
-    ):
-        assert_close(found, value, rtol=0, atol=0)
+    actual = (q(theta), q.matrix.to_dense(), q.curvature(theta))
+    for actual_value, expected_value in zip(actual, expected, strict=True):
+        assert_close(actual_value, expected_value, rtol=0, atol=0)
 
 
 def test_a_model_in_training_mode_is_refused():

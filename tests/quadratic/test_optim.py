@@ -21,12 +21,13 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 2)
         self.unused = nn.Parameter(torch.ones(2))
-        self.two.bias.requires_grad_(False)
+        self.second.bias.requires_grad_(False)
 
     def forward(self, x):
-        return self.two(torch.tanh(self.one(torch.tanh(self.one(x)))))
+        return self.second(torch.tanh(self.first(torch.tanh(self.first(x)))))
 
 
 def closure(model, x, y, loss=F.cross_entropy):
@@ -58,7 +59,7 @@ def test_products_are_those_of_the_dense_ggn(loss):
     ggn = GraphGGN(value, outputs, list(parameters.values())).to_dense()
     detached = {name: p.detach() for name, p in parameters.items()}
     J = jacrev(lambda p: functional_call(model, p, x))(detached)
-    J = torch.cat([part.reshape(10, -1) for part in J.values()], dim=1)
+    J = torch.cat([entries.reshape(10, -1) for entries in J.values()], dim=1)
     H = hessian(lambda f: loss(f, y))(outputs.detach()).reshape(10, 10)
     assert_close(ggn, J.T @ H @ J, rtol=1e-10, atol=1e-12)
 
@@ -66,21 +67,22 @@ def test_products_are_those_of_the_dense_ggn(loss):
 def test_one_step_solves_a_regularised_linear_regression():
     torch.manual_seed(0)
     model = nn.Linear(4, 1).double()
-    x, y = randn(20, 4), randn(20, 1, seed=1)
+    x = randn(20, 4)
+    y = randn(20, 1, seed=1)
     groups = [{"params": [model.weight], "weight_decay": 0.3}, {"params": [model.bias]}]
     optimizer = DebiasedHessianFree(groups, damping=0.0, tol=1e-13)
-    before = F.mse_loss(model(x), y) + 0.15 * model.weight.square().sum()
+    loss_before = F.mse_loss(model(x), y) + 0.15 * model.weight.square().sum()
     loss = optimizer.step(closure(model, x, y, F.mse_loss))
     X = torch.cat([x, torch.ones(20, 1).double()], dim=1)
     decay = torch.diag(torch.tensor([0.3] * 4 + [0.0]).double())
     exact = torch.linalg.solve(2 / 20 * X.T @ X + decay, 2 / 20 * X.T @ y)[:, 0]
     assert_close(torch.cat([model.weight[0], model.bias]), exact, rtol=1e-8, atol=1e-8)
-    assert_close(loss, before)
+    assert_close(loss, loss_before)
     report = optimizer.last_step
     assert report.step_size == 1.0
     assert abs(report.reduction_ratio - 1) < 1e-8
-    after = F.mse_loss(model(x), y) + 0.15 * model.weight.square().sum()
-    assert_close(torch.tensor(report.new_loss).double(), after)
+    loss_after = F.mse_loss(model(x), y) + 0.15 * model.weight.square().sum()
+    assert_close(torch.tensor(report.new_loss).double(), loss_after)
 
 
 def test_directions_are_of_the_first_batch_and_step_sizes_of_the_second():
@@ -117,7 +119,8 @@ def test_the_first_batch_twice_is_the_single_batch_step():
 
 
 def test_damping_follows_the_reduction_ratio():
-    x, y = randn(20, 4), randn(20, 1, seed=1)
+    x = randn(20, 4)
+    y = randn(20, 1, seed=1)
     model = nn.Linear(4, 1).double()
     trusting = DebiasedHessianFree(model.parameters(), damping=0.9)
     trusting.step(closure(model, x, y, F.mse_loss))
@@ -135,13 +138,13 @@ def test_damping_follows_the_reduction_ratio():
             outputs = model(x)
             return F.mse_loss(outputs, y) * (1 if self.calls == 1 else 100), outputs
 
-    before = [p.detach().clone() for p in model.parameters()]
+    parameters_before = [p.detach().clone() for p in model.parameters()]
     distrusting = DebiasedHessianFree(model.parameters(), damping=0.6)
     distrusting.step(Worse())
     assert distrusting.param_groups[0]["damping"] == pytest.approx(0.9)
     assert distrusting.last_step.step_size == 0.0
     assert distrusting.last_step.new_loss == distrusting.last_step.loss
-    for p, q in zip(model.parameters(), before, strict=True):
+    for p, q in zip(model.parameters(), parameters_before, strict=True):
         assert torch.equal(p, q)
     fixed = DebiasedHessianFree(model.parameters(), damping=0.6, adapt_damping=False)
     fixed.step(Worse())
@@ -151,7 +154,8 @@ def test_damping_follows_the_reduction_ratio():
 def test_the_line_search_takes_the_first_sufficient_step_back():
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, 2.0)
-    x, y = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+    x = torch.ones(1, 1).double()
+    y = torch.zeros(1, 1).double()
 
     def steep(outputs, targets):
         # Convex, and far flatter at 2 than its quadratic says: Newton's step overshoots.
@@ -182,14 +186,15 @@ def test_the_line_search_takes_the_first_sufficient_step_back():
 def test_what_is_not_trained_stays():
     torch.manual_seed(0)
     model = Tied().double()
-    frozen, unused = model.two.bias.clone(), model.unused.detach().clone()
+    frozen = model.second.bias.clone()
+    unused = model.unused.detach().clone()
     optimizer = DebiasedHessianFree(model.parameters(), weight_decay=0.0)
     x, y = data()
-    weight = model.one.weight.detach().clone()
+    weight = model.first.weight.detach().clone()
     optimizer.step(closure(model, x, y), closure(model, *data(1)))
-    assert torch.equal(model.two.bias, frozen)
+    assert torch.equal(model.second.bias, frozen)
     assert torch.equal(model.unused, unused)
-    assert not torch.equal(model.one.weight, weight)
+    assert not torch.equal(model.first.weight, weight)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -199,14 +204,14 @@ def test_training_goes_on_from_a_saved_state():
     optimizer = DebiasedHessianFree(model.parameters(), damping=0.5)
     for _ in range(3):
         optimizer.step(closure(model, x, y), closure(model, *data(1)))
-    other = network(1)
-    other.load_state_dict(model.state_dict())
-    resumed = DebiasedHessianFree(other.parameters())
+    resumed_model = network(1)
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = DebiasedHessianFree(resumed_model.parameters())
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.param_groups[0]["damping"] == optimizer.param_groups[0]["damping"] != 0.5
-    for m, o in ((model, optimizer), (other, resumed)):
-        o.step(closure(m, x, y), closure(m, *data(1)))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+    optimizer.step(closure(model, x, y), closure(model, *data(1)))
+    resumed.step(closure(resumed_model, x, y), closure(resumed_model, *data(1)))
+    for p, q in zip(model.parameters(), resumed_model.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
@@ -222,7 +227,7 @@ def test_a_copy_can_be_asked_for_its_last_step():
 def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():
     x, y = data()
     model = network()
-    before = [p.detach().clone() for p in model.parameters()]
+    parameters_before = [p.detach().clone() for p in model.parameters()]
     calls = []
 
     def fails():
@@ -233,7 +238,7 @@ def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():
 
     with pytest.raises(KeyboardInterrupt):
         DebiasedHessianFree(model.parameters()).step(fails)
-    for p, q in zip(model.parameters(), before, strict=True):
+    for p, q in zip(model.parameters(), parameters_before, strict=True):
         assert torch.equal(p, q)
 
 
@@ -269,21 +274,23 @@ def test_a_group_added_later_is_checked_too(options, message):
 
 
 def test_a_group_added_later_is_part_of_the_step():
-    model, (x, y) = network(), data()
+    model = network()
+    x, y = data()
     optimizer = DebiasedHessianFree(model[0].parameters(), damping=0.4)
     optimizer.step(closure(model, x, y))
     damping = optimizer.param_groups[0]["damping"]
     assert damping != 0.4
-    before = model[2].weight.clone()
+    weight_before = model[2].weight.clone()
     optimizer.add_param_group({"params": model[2].parameters(), "weight_decay": 0.1})
     optimizer.step(closure(model, x, y))
     assert optimizer.last_step.damping == damping
     assert optimizer.param_groups[1]["damping"] == optimizer.param_groups[0]["damping"]
-    assert not torch.equal(model[2].weight, before)
+    assert not torch.equal(model[2].weight, weight_before)
 
 
 def test_at_a_minimum_the_damping_stays():
-    model, (x, y) = network(), data()
+    model = network()
+    x, y = data()
     optimizer = DebiasedHessianFree(model.parameters(), damping=0.4)
     optimizer.step(closure(model, x, y, loss=lambda outputs, _: outputs.square().mean() * 0))
     assert optimizer.last_step.predicted == 0
@@ -291,7 +298,8 @@ def test_at_a_minimum_the_damping_stays():
 
 
 def test_closures_and_groups_that_cannot_work_are_named():
-    model, (x, y) = network(), data()
+    model = network()
+    x, y = data()
     optimizer = DebiasedHessianFree(model.parameters())
     good = closure(model, x, y)
     for bad, error, message in (

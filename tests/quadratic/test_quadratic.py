@@ -19,12 +19,14 @@ def quadratic(n=9, seed=0, eigenvalues=None):
     if eigenvalues is None:
         eigenvalues = torch.logspace(-1, 1, n, dtype=torch.float64)
     H = with_eigenvalues(eigenvalues, seed)
-    value, g, theta0 = randn(1, seed=seed)[0], randn(n, seed=seed + 1), randn(n, seed=seed + 2)
+    value = randn(1, seed=seed)[0]
+    g = randn(n, seed=seed + 1)
+    theta0 = randn(n, seed=seed + 2)
     return Quadratic(value, g, Counted(H), theta0), H
 
 
 def value_of(q, H, theta):
-    """Eq. 2 as it stands."""
+    """The value of Eq. 2, written out."""
     step = theta - q.position
     return q.value + q.gradient @ step + 0.5 * step @ H @ step
 
@@ -44,7 +46,8 @@ def test_value_and_gradient_anywhere_are_those_of_the_formula():
 
 def test_slopes_and_curvatures_are_derivatives_along_unit_vectors():
     q, H = quadratic()
-    D, X = 3 * randn(9, 5, seed=4), randn(9, 5, seed=5)
+    D = 3 * randn(9, 5, seed=4)
+    X = randn(9, 5, seed=5)
     for j in range(5):
         unit = D[:, j] / D[:, j].norm()
 
@@ -67,7 +70,8 @@ def test_slopes_and_curvatures_are_derivatives_along_unit_vectors():
 
 def test_products_are_as_few_as_promised():
     q, _ = quadratic()
-    D, X = randn(9, 5, seed=4), randn(9, 5, seed=5)
+    D = randn(9, 5, seed=4)
+    X = randn(9, 5, seed=5)
     for call, products in (
         (lambda: q.slope(D), 0),
         (lambda: q.slope(D, at=X[:, 0]), 1),
@@ -76,18 +80,21 @@ def test_products_are_as_few_as_promised():
         (lambda: q.cut(D[:, :2])(torch.linspace(-1, 1, 50).double(), torch.zeros(50)), 2),
         (lambda: q.cut(D[:, :2], at=X[:, 0]), 3),
     ):
-        before = q.matrix.columns
+        columns_before = q.matrix.columns
         call()
-        assert q.matrix.columns - before == products
+        assert q.matrix.columns - columns_before == products
 
 
 def test_cuts_are_the_quadratic_on_lines_planes_and_beyond():
     q, H = quadratic()
     V = 2 * randn(9, 3, seed=3)
-    a, b = torch.linspace(-2, 1, 4).double(), torch.linspace(-1, 3, 5).double()
-    for at in (None, randn(9, seed=8)):
-        origin = q.position if at is None else at
-        line, plane, space = q.cut(V[:, 0], at), q.cut(V[:, :2], at), q.cut(V, at)
+    a = torch.linspace(-2, 1, 4).double()
+    b = torch.linspace(-1, 3, 5).double()
+    for point in (None, randn(9, seed=8)):
+        origin = q.position if point is None else point
+        line = q.cut(V[:, 0], point)
+        plane = q.cut(V[:, :2], point)
+        space = q.cut(V, point)
         grid = plane(a[:, None], b)
         assert grid.shape == (4, 5)
         for i in range(4):
@@ -109,8 +116,8 @@ def test_a_plane_is_six_numbers():
     assert_close(cut.curvatures, torch.diag(torch.linalg.eigvalsh(H)[-2:]), **EXACT)
     assert cut.value == q.value
     assert_close(cut.slopes, V.T @ q.gradient, **EXACT)
-    here = q(q.position + 0.5 * V[:, 0] - 2 * V[:, 1])
-    assert_close(cut(0.5, -2), here, **EXACT)
+    expected = q(q.position + 0.5 * V[:, 0] - 2 * V[:, 1])
+    assert_close(cut(0.5, -2), expected, **EXACT)
     assert_close(cut(torch.tensor([1, 0]), 0)[1], q.value, **EXACT)
 
 
@@ -157,18 +164,23 @@ def test_the_regulariser_acts_where_the_mask_says():
 
 def test_the_mean_over_a_partition_is_the_full_batch():
     """Eq. 5, for slopes anywhere and for curvatures."""
-    parts = [quadratic(seed=seed) for seed in range(4)]
-    theta0 = parts[0][0].position
+    theta0 = quadratic(seed=0)[0].position
+    batches = []
+    hessians = []
+    for seed in range(4):
+        q, H = quadratic(seed=seed)
+        batches.append(Quadratic(q.value, q.gradient, q.matrix, theta0))
+        hessians.append(H)
     full = Quadratic(
-        torch.stack([q.value for q, _ in parts]).mean(),
-        torch.stack([q.gradient for q, _ in parts]).mean(0),
-        Counted(torch.stack([H for _, H in parts]).mean(0)),
+        torch.stack([q.value for q in batches]).mean(),
+        torch.stack([q.gradient for q in batches]).mean(0),
+        Counted(torch.stack(hessians).mean(0)),
         theta0,
     )
-    D, theta = randn(9, 6, seed=9), randn(9, seed=10)
-    parts = [Quadratic(q.value, q.gradient, q.matrix, theta0) for q, _ in parts]
-    slopes = torch.stack([q.slope(D, at=theta) for q in parts])
-    curvatures = torch.stack([q.curvature(D) for q in parts])
+    D = randn(9, 6, seed=9)
+    theta = randn(9, seed=10)
+    slopes = torch.stack([q.slope(D, at=theta) for q in batches])
+    curvatures = torch.stack([q.curvature(D) for q in batches])
     assert_close(slopes.mean(0), full.slope(D, at=theta), **EXACT)
     assert_close(curvatures.mean(0), full.curvature(D), **EXACT)
 
@@ -181,9 +193,12 @@ spectra = st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=8)
 def test_curvatures_on_another_batch_are_means_of_its_eigenvalues(spectrum, seed, seed2):
     """Eq. 6, 7 and 20 for equal spectra in any two eigenbases."""
     eigenvalues = torch.tensor(sorted(spectrum)).double()
-    n, top = len(eigenvalues), eigenvalues[-1]
-    H, H2 = with_eigenvalues(eigenvalues, seed), with_eigenvalues(eigenvalues, seed2 + 10**7)
-    (values, U), (values2, U2) = torch.linalg.eigh(H), torch.linalg.eigh(H2)
+    n = len(eigenvalues)
+    top = eigenvalues[-1]
+    H = with_eigenvalues(eigenvalues, seed)
+    H2 = with_eigenvalues(eigenvalues, seed2 + 10**7)
+    values, U = torch.linalg.eigh(H)
+    values2, U2 = torch.linalg.eigh(H2)
     zero = torch.zeros(n).double()
     q, q2 = (Quadratic(zero[0], zero, Counted(M), zero) for M in (H, H2))
     W = (U.T @ U2) ** 2
@@ -191,13 +206,13 @@ def test_curvatures_on_another_batch_are_means_of_its_eigenvalues(spectrum, seed
     assert_close(W.sum(0), torch.ones(n).double(), **EXACT)
     assert_close(W.sum(1), torch.ones(n).double(), **EXACT)
     assert_close(q.curvature(U), values, **scaled)
-    other = q2.curvature(U)
-    assert_close(other, W @ values2, **scaled)
-    assert other[-1] <= top * (1 + 1e-12)
-    assert other[0] >= eigenvalues[0] - 1e-12 * top
+    curvatures = q2.curvature(U)
+    assert_close(curvatures, W @ values2, **scaled)
+    assert curvatures[-1] <= top * (1 + 1e-12)
+    assert curvatures[0] >= eigenvalues[0] - 1e-12 * top
     # Strict, by at least the overlap that is lost times the gap to the next eigenvalue.
-    assert top - other[-1] >= (1 - W[-1, -1]) * (top - eigenvalues[-2]) - 1e-10 * top
-    assert other[0] - eigenvalues[0] >= (1 - W[0, 0]) * (eigenvalues[1] - eigenvalues[0]) - (
+    assert top - curvatures[-1] >= (1 - W[-1, -1]) * (top - eigenvalues[-2]) - 1e-10 * top
+    assert curvatures[0] - eigenvalues[0] >= (1 - W[0, 0]) * (eigenvalues[1] - eigenvalues[0]) - (
         1e-10 * top
     )
 
@@ -209,7 +224,8 @@ def test_the_slope_along_the_negative_gradient_is_steepest_on_its_own_batch(seed
     g, g2 = (
         norm * torch.nn.functional.normalize(randn(n, seed=s), dim=0) for s in (seed, -seed - 1)
     )
-    zero, identity = torch.zeros(n).double(), Counted(torch.eye(n).double())
+    zero = torch.zeros(n).double()
+    identity = Counted(torch.eye(n).double())
     q, q2 = (Quadratic(zero[0], gradient, identity, zero) for gradient in (g, g2))
     cosine = torch.nn.functional.cosine_similarity(g, g2, dim=0)
     assert_close(q.slope(-g), torch.tensor(-norm, dtype=torch.float64), rtol=1e-10, atol=0)
@@ -223,7 +239,8 @@ def test_the_slope_along_the_negative_gradient_is_steepest_on_its_own_batch(seed
 
 def test_bad_input_is_named(unchecked):
     q, _ = quadratic()
-    g, theta = q.gradient, q.position
+    g = q.gradient
+    theta = q.position
     with pytest.raises(ValueError, match="do not match"):
         Quadratic(q.value, g[:4], q.matrix, theta)
     with pytest.raises(ValueError, match="have the same dtype"):
@@ -263,7 +280,9 @@ def test_a_quadratic_without_minimum_says_so():
 
 def test_autocast_is_refused():
     torch.manual_seed(0)
-    g, theta, directions = torch.randn(6), torch.randn(6), torch.randn(6, 2)
+    g = torch.randn(6)
+    theta = torch.randn(6)
+    directions = torch.randn(6, 2)
     matrix = Dense(torch.eye(6))
     q = Quadratic(torch.zeros(()), g, matrix, theta)
     cut = q.cut(directions)

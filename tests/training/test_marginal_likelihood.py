@@ -1,4 +1,4 @@
-"""Marginal-likelihood training: its steps written out, and what it finds where that is known."""
+"""Marginal-likelihood training, against its steps written out and against exact optima."""
 
 import copy
 import math
@@ -61,9 +61,13 @@ def evidence(model, x, y, blocks, deltas, sigma, temperature):
 
 @pytest.mark.parametrize("per", [None, "block"])
 def test_an_epoch_and_the_steps_after_it_are_those_written_out(per):
-    temperature, lr, delta, sigma = 0.8, 0.05, 0.5, 1.0
+    temperature = 0.8
+    lr = 0.05
+    delta = 0.5
+    sigma = 1.0
     x, y = sine()
-    model, expected = network(), network()
+    model = network()
+    expected = network()
     result = run(
         model,
         batches(x, y),
@@ -89,19 +93,21 @@ def test_an_epoch_and_the_steps_after_it_are_those_written_out(per):
     adam = torch.optim.Adam([log_deltas, log_sigma], lr=0.2)
     for _ in range(4):
         adam.zero_grad()
-        deltas, k = log_deltas.exp().expand(4), log_sigma.exp()
-        (-evidence(expected, x, y, blocks, deltas, k, temperature)).backward()
+        deltas = log_deltas.exp().expand(4)
+        sigma_optimised = log_sigma.exp()
+        (-evidence(expected, x, y, blocks, deltas, sigma_optimised, temperature)).backward()
         adam.step()
-    deltas, k = log_deltas.detach().exp().expand(4), log_sigma.detach().exp()
+    deltas = log_deltas.detach().exp().expand(4)
+    sigma_optimised = log_sigma.detach().exp()
     (row,) = result.history
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         oracle.close(p.detach(), q.detach())
     oracle.close(torch.tensor(row["prior_precision"], dtype=torch.float64), deltas, 1e-7)
-    assert row["sigma"] == pytest.approx(float(k), rel=1e-6)
-    value = float(evidence(expected, x, y, blocks, deltas, k, temperature))
+    assert row["sigma"] == pytest.approx(float(sigma_optimised), rel=1e-6)
+    value = float(evidence(expected, x, y, blocks, deltas, sigma_optimised, temperature))
     assert row["log_marginal_likelihood"] == pytest.approx(value, rel=1e-6)
     assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(value, rel=1e-6)
-    assert float(result.laplace.sigma) == pytest.approx(float(k), rel=1e-6)
+    assert float(result.laplace.sigma) == pytest.approx(float(sigma_optimised), rel=1e-6)
 
 
 def test_a_linear_model_ends_at_the_largest_evidence():
@@ -112,7 +118,8 @@ def test_a_linear_model_ends_at_the_largest_evidence():
     y = x @ w.T + 0.4 * torch.randn(40, 1, generator=g, dtype=torch.float64)
 
     def exact(logs):
-        delta, sigma = math.exp(logs[0]), math.exp(logs[1])
+        delta = math.exp(logs[0])
+        sigma = math.exp(logs[1])
         covariance = sigma**2 * torch.eye(40, dtype=torch.float64) + x @ x.T / delta
         normal = torch.distributions.MultivariateNormal(torch.zeros_like(y[:, 0]), covariance)
         return -float(normal.log_prob(y[:, 0]))
@@ -129,7 +136,8 @@ def test_a_linear_model_ends_at_the_largest_evidence():
 def classification():
     torch.manual_seed(0)
     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
-    x, y = torch.randn(60, 4), torch.randint(3, (60,))
+    x = torch.randn(60, 4)
+    y = torch.randint(3, (60,))
     return nn.Sequential(*layers), DataLoader(TensorDataset(x, y), 20, shuffle=True)
 
 
@@ -228,17 +236,18 @@ def test_runs_with_the_same_seed_are_equal():
 )
 def test_bad_options_are_refused_before_training(options, message):
     model = network()
-    before = copy.deepcopy(model.state_dict())
+    state_before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         run(model, batches(*sine()), **{"epochs": 2, **options})
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state_before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_weight_decay_or_parameters_of_another_model_are_refused():
-    model, data = network(), batches(*sine())
+    model = network()
+    data = batches(*sine())
     decayed = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
-    other = torch.optim.SGD(network().parameters(), lr=0.1)
-    for optimizer, message in ((decayed, "weight_decay=0.0001"), (other, "none of the model's")):
+    foreign = torch.optim.SGD(network().parameters(), lr=0.1)
+    for optimizer, message in ((decayed, "weight_decay=0.0001"), (foreign, "none of the model's")):
         with pytest.raises(ValueError, match=message):
             marginal_likelihood_training(model, data, "regression", optimizer=optimizer, epochs=1)
 
@@ -260,7 +269,7 @@ def schedule(optimizer, name):
 )
 def test_steps_that_need_an_argument_are_refused_before_training(optimizer_cls, options, message):
     model = network()
-    before = copy.deepcopy(model.state_dict())
+    state_before = copy.deepcopy(model.state_dict())
     optimizer = optimizer_cls(model.parameters(), lr=0.05)
     with pytest.raises(ValueError, match=message):
         marginal_likelihood_training(
@@ -271,7 +280,7 @@ def test_steps_that_need_an_argument_are_refused_before_training(optimizer_cls, 
             epochs=1,
             **options(optimizer),
         )
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state_before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_schedule_of_the_number_of_steps_is_followed():
@@ -296,16 +305,20 @@ def dropping_loader():
 
 def test_a_loader_that_leaves_out_examples_needs_their_number():
     model = network()
-    before = copy.deepcopy(model.state_dict())
+    state_before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"leaves out 3 of its 24 examples .*`num_data=24`"):
         run(model, dropping_loader(), epochs=1)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state_before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("num_data", [N, 1000])
 def test_the_posterior_has_the_precision_of_the_number_that_is_passed(num_data):
-    sigma, temperature, lr, delta = 0.4, 0.8, 0.05, 0.5
-    model, expected = network(), network()
+    sigma = 0.4
+    temperature = 0.8
+    lr = 0.05
+    delta = 0.5
+    model = network()
+    expected = network()
     result = run(
         model,
         dropping_loader(),
@@ -359,12 +372,16 @@ def test_examples_with_weights_train_as_repeated_ones_do():
     x, y = sine(8)
     weights = torch.tensor([1.0, 2, 1, 3, 1, 1, 2, 1])
     repeated = [(x.repeat_interleave(weights.long(), 0), y.repeat_interleave(weights.long(), 0))]
-    model, expected_model = network(), network()
+    model = network()
+    expected_model = network()
     expected = run(expected_model, repeated, epochs=6, every=2)
     result = run(model, [(x, y, weights)], epochs=6, every=2, num_data=int(weights.sum()))
-    for parameter, other in zip(model.parameters(), expected_model.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
-    deltas, expected_deltas = result.laplace.prior_precision, expected.laplace.prior_precision
+    for parameter, expected_parameter in zip(
+        model.parameters(), expected_model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, expected_parameter, rtol=1e-10, atol=1e-12)
+    deltas = result.laplace.prior_precision
+    expected_deltas = expected.laplace.prior_precision
     torch.testing.assert_close(deltas, expected_deltas, rtol=1e-9, atol=0)
     for row, expected_row in zip(result.history, expected.history, strict=True):
         assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-10)
@@ -372,20 +389,24 @@ def test_examples_with_weights_train_as_repeated_ones_do():
 
 def test_batches_whose_weights_are_all_zero_are_left_out():
     x, y = sine()
-    model, expected_model = network(), network()
+    model = network()
+    expected_model = network()
     expected = run(expected_model, [(x, y)], epochs=3)
     weights = torch.ones(len(x))
     with_padding = [(x, y, weights), (x + 1, y, 0 * weights)]
     result = run(model, with_padding, epochs=3, num_data=len(x))
-    for parameter, other in zip(model.parameters(), expected_model.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
+    for parameter, expected_parameter in zip(
+        model.parameters(), expected_model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, expected_parameter, rtol=1e-10, atol=1e-12)
     for row, expected_row in zip(result.history, expected.history, strict=True):
         assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-10)
 
 
 def test_training_records_gradients_where_a_caller_has_turned_them_off():
     x, y = sine()
-    model, expected_model = network(), network()
+    model = network()
+    expected_model = network()
     expected = run(expected_model, batches(x, y), epochs=2)
     with torch.no_grad():
         result = run(model, batches(x, y), epochs=2)

@@ -62,9 +62,13 @@ def projected(U_new, U_old, values):
 
 def running_factors(model, data, layer, number, every=1):
     """The discounted means of G and A over the measured batches before a number."""
-    G, A, weight = 0, 0, 0
+    G = 0
+    A = 0
+    weight = 0
     for index, (x, _) in enumerate(data[:number]):
-        G, A, weight = BETA * G, BETA * A, BETA * weight
+        G = BETA * G
+        A = BETA * A
+        weight = BETA * weight
         if index % every == 0:
             factors = oracle.kfac_factors(model, x, "classification", layer)
             G = G + len(x) * factors["G"]
@@ -82,23 +86,27 @@ def refreshes(number, every=1):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("layer", ["0", "3"])
 def test_squares_along_earlier_directions_are_averaged(layer, every):
-    model, data = convolutional(), batches()
-    U, L, weight = None, 0, 0
+    model = convolutional()
+    data = batches()
+    U = None
+    eigenvalues = 0
+    weight = 0
     for number, (x, _) in enumerate(data):
-        L, weight = BETA * L, BETA * weight
+        eigenvalues = BETA * eigenvalues
+        weight = BETA * weight
         if number % every or number == 0:
             continue
         if refreshes(number, every):
             G, A = running_factors(model, data, layer, number, every)
             U_new = torch.kron(oracle.eigen(G)[1], oracle.eigen(A)[1])
-            L = L if U is None else projected(U_new, U, L)
+            eigenvalues = eigenvalues if U is None else projected(U_new, U, eigenvalues)
             U = U_new
         C = oracle.ggn_block(model, x, "classification", f"{layer}.weight")
-        L = L + len(x) * along(U, C)
+        eigenvalues = eigenvalues + len(x) * along(U, C)
         weight = weight + len(x)
     la = updated(model, data, every=every).posterior(100)
     block = la.posterior.curvature.blocks[f"{layer}.weight"].to_dense()
-    oracle.close(block, U @ torch.diag(L / weight) @ U.T)
+    oracle.close(block, U @ torch.diag(eigenvalues / weight) @ U.T)
 
 
 def test_factors_of_few_examples_are_summed_for_a_weight_and_its_bias():
@@ -106,7 +114,8 @@ def test_factors_of_few_examples_are_summed_for_a_weight_and_its_bias():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3)).double()
     data = batches((6, 5, 7), (4,))
-    G, A = 0, 0
+    G = 0
+    A = 0
     for x, _ in data:
         factors = oracle.kfac_factors(model, x, "classification", "0")
         G = BETA * G + len(x) * factors["G"]
@@ -119,16 +128,23 @@ def test_factors_of_few_examples_are_summed_for_a_weight_and_its_bias():
 
 @pytest.mark.parametrize("layer", ["0", "3"])
 def test_curvature_of_factors_along_earlier_directions_is_averaged(layer):
-    model, data = convolutional(), batches()
-    U_G, U_A, along_G, along_A, weight = None, None, 0, 0, 0
+    model = convolutional()
+    data = batches()
+    U_G = None
+    U_A = None
+    along_G = 0
+    along_A = 0
+    weight = 0
     for number, (x, _) in enumerate(data):
         if refreshes(number):
             G, A = running_factors(model, data, layer, number)
-            new_G, new_A = oracle.eigen(G)[1], oracle.eigen(A)[1]
+            new_G = oracle.eigen(G)[1]
+            new_A = oracle.eigen(A)[1]
             if U_G is not None:
                 along_G = projected(new_G, U_G, along_G)
                 along_A = projected(new_A, U_A, along_A)
-            U_G, U_A = new_G, new_A
+            U_G = new_G
+            U_A = new_A
         if number > 0:
             factors = oracle.kfac_factors(model, x, "classification", layer)
             along_G = BETA * along_G + len(x) * along(U_G, factors["G"])
@@ -141,8 +157,10 @@ def test_curvature_of_factors_along_earlier_directions_is_averaged(layer):
 
 
 def test_the_loss_is_the_discounted_mean_of_the_batches():
-    model, data = convolutional(), batches()
-    total, weight = 0, 0
+    model = convolutional()
+    data = batches()
+    total = 0
+    weight = 0
     for x, y in data:
         total = BETA * total + oracle.nll("classification", model(x).detach(), y).sum()
         weight = BETA * weight + len(x)
@@ -157,7 +175,8 @@ def test_the_loss_is_the_discounted_mean_of_the_batches():
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_two_updates_are_a_debiased_fit_with_present_statistics_of_normalisations(curvature):
-    model, data = normalised(), batches((14, 9), (4,))
+    model = normalised()
+    data = batches((14, 9), (4,))
     online = OnlineCurvature(model, "classification", curvature=curvature, fisher="exact", every=1)
     model.train()(torch.randn(50, 4, dtype=torch.float64) * 3 + 1)
     for x, y in data:
@@ -214,7 +233,8 @@ def test_training_goes_on_as_without_updates():
 
 
 def test_a_posterior_stays_while_training_goes_on(tmp_path):
-    model, data = normalised(), batches(SIZES, (4,))
+    model = normalised()
+    data = batches(SIZES, (4,))
     online = OnlineCurvature(model, refresh=2, every=2)
     trained(model, data, online)
     la = online.posterior(100)
@@ -232,7 +252,8 @@ def test_a_posterior_stays_while_training_goes_on(tmp_path):
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_the_fisher_matrix_is_the_one_that_was_chosen(fisher):
     """Many labels approach the exact curvature; the true ones give the squares of gradients."""
-    model, (first, second) = convolutional(), batches((14, 400))
+    model = convolutional()
+    first, second = batches((14, 400))
     samples = {"mc_samples": 64} if fisher == "mc" else {}
     online = updated(model, [first, second], fisher=fisher, **samples)
     block = online.posterior(100).posterior.curvature.blocks["3.bias"].to_dense()
@@ -246,7 +267,8 @@ def test_the_fisher_matrix_is_the_one_that_was_chosen(fisher):
         tolerance = 1e-9
     U = oracle.eigen(oracle.kfac_factors(model, first[0], "classification", "3")["bias"])[1]
     if fisher == "empirical":
-        p, y = model(first[0]).softmax(1).detach(), nn.functional.one_hot(first[1], 3)
+        p = model(first[0]).softmax(1).detach()
+        y = nn.functional.one_hot(first[1], 3)
         U = oracle.eigen((p - y).T @ (p - y))[1]
         oracle.close(block, U @ torch.diag(along(U, C)) @ U.T, tolerance)
     assert float(block.trace()) == pytest.approx(float(C.trace()), rel=tolerance)
@@ -276,7 +298,8 @@ def test_with_equal_weights_it_approaches_cross_fitting():
     [(0, 1, "mc"), (1, 1, "signs"), (4, 1, "mc"), (4, 1, "signs"), (3, 2, "mc"), (4, 2, "signs")],
 )
 def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, every, fisher, tmp_path):
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     options = {"fisher": fisher, "every": every, "generator": torch.Generator().manual_seed(5)}
     interrupted = updated(model, data[:num_updates], **options)
     torch.save(interrupted.state_dict(), tmp_path / "online.pt")
@@ -295,7 +318,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, every, fisher, 
 
 
 def test_a_state_of_another_model_or_run_is_refused():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     state = updated(model, data[:2]).state_dict()
     wider = nn.Sequential(nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     with pytest.raises(ValueError, match=r"factors of '0.weight' have the shapes"):
@@ -326,7 +350,8 @@ def test_a_state_of_another_model_or_run_is_refused():
 def test_a_state_with_other_options_is_refused_when_it_is_loaded(
     likelihood, saved, loaded, message
 ):
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     if likelihood == "regression":
         data = [(x, model(x).detach() + 1) for x, _ in data]
     earlier = OnlineCurvature(model, likelihood, **OPTIONS, **saved)
@@ -339,14 +364,16 @@ def test_a_state_with_other_options_is_refused_when_it_is_loaded(
 
 
 def test_a_state_of_another_likelihood_is_refused():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     state = updated(model, data[:3]).state_dict()
     with pytest.raises(ValueError, match=r"likelihood=\{'name': 'classification'"):
         OnlineCurvature(model, "multilabel", **OPTIONS).load_state_dict(state)
 
 
 def test_a_state_of_an_earlier_version_lacks_options_and_parameters():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     interrupted = updated(model, data[:3])
     state = interrupted.state_dict()
     del state["parameters"]
@@ -361,7 +388,8 @@ def test_a_state_of_an_earlier_version_lacks_options_and_parameters():
 
 def test_a_state_with_some_of_the_blocks_is_refused_by_every_update():
     """Without its parameters, the state of an earlier version cannot be refused before."""
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     state = updated(model, data[:3], params=["3.weight"]).state_dict()
     del state["parameters"]
     online = OnlineCurvature(model, **OPTIONS)
@@ -390,9 +418,10 @@ def test_options_out_of_range_are_refused(options, message):
 
 
 def test_a_batch_that_cannot_be_measured_changes_nothing():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     online = updated(model, data[:4])
-    before = dense(online.posterior(100))
+    dense_before = dense(online.posterior(100))
     x, y = data[4]
     with pytest.raises(ValueError, match="Inputs must contain at least one example"):
         online.update(x[:0], y[:0])
@@ -401,12 +430,13 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
     with pytest.raises(ValueError, match="11 inputs, but its targets"):
         online.update(x, y[:3])
     assert online.num_updates == 4
-    assert torch.equal(dense(online.posterior(100)), before)
+    assert torch.equal(dense(online.posterior(100)), dense_before)
 
 
 @pytest.mark.parametrize(("count", "every"), [(0, 1), (1, 1), (3, 3)])
 def test_a_posterior_needs_two_measured_batches(count, every):
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     message = f"With every={every}, {count} updates are not enough for this. Call `update` "
     message += f"at least {every + 1}"
     with pytest.raises(RuntimeError, match=message):
@@ -415,7 +445,8 @@ def test_a_posterior_needs_two_measured_batches(count, every):
 
 
 def test_a_state_without_every_is_of_a_run_that_measured_every_batch():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     state = updated(model, data[:3]).state_dict()
     del state["options"]["every"]
     with pytest.raises(ValueError, match="every=1, but this object has every=4"):
@@ -456,7 +487,8 @@ def test_a_state_with_directions_in_double_precision_is_loaded(curvature):
 
 
 def test_a_posterior_of_a_model_that_was_converted_since_is_refused():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     online = updated(model, data[:6])
     model.to({torch.float32: torch.float64, torch.float64: torch.float32}[model[0].weight.dtype])
     with pytest.raises(RuntimeError, match=r"0.weight was moved or replaced"):
@@ -464,7 +496,8 @@ def test_a_posterior_of_a_model_that_was_converted_since_is_refused():
 
 
 def test_replaced_and_half_precision_parameters_are_refused():
-    model, data = convolutional(), batches()
+    model = convolutional()
+    data = batches()
     online = updated(model, data[:2])
     model[0].weight.data = model[0].weight.data.clone()
     with pytest.raises(RuntimeError, match=r"0.weight was moved or replaced"):
@@ -514,7 +547,8 @@ def test_a_refresh_does_not_depend_on_the_basis_of_a_null_space(curvature, refre
     """The first batch leaves null spaces: the order of its examples decides nothing else."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3)).double().eval()
-    x, y = torch.randn(12, 12, dtype=torch.float64), torch.randint(3, (12,))
+    x = torch.randn(12, 12, dtype=torch.float64)
+    y = torch.randint(3, (12,))
 
     def precision(first):
         online = OnlineCurvature(
