@@ -19,7 +19,11 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 
 F64 = torch.float64
-V, D, CLASSES, IGNORED, PAD = 5, 4, 3, -100, 0
+V = 5
+D = 4
+CLASSES = 3
+IGNORED = -100
+PAD = 0
 LENGTHS = (3, 5, 2, 4, 5, 1, 4, 3)
 N = len(LENGTHS)
 
@@ -27,7 +31,8 @@ N = len(LENGTHS)
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
 
     def forward(self, h, allowed):
         q, k, v = self.qkv(h).chunk(3, -1)
@@ -40,10 +45,14 @@ class Transformer(nn.Module):
 
     def __init__(self, causal, pool):
         super().__init__()
-        self.causal, self.pool = causal, pool
-        self.token, self.position = nn.Embedding(V, D), nn.Embedding(64, D)
-        self.attention, self.norm = Attention(), nn.LayerNorm(D)
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.causal = causal
+        self.pool = pool
+        self.token = nn.Embedding(V, D)
+        self.position = nn.Embedding(64, D)
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
         self.head = nn.Linear(D, CLASSES)
 
     def forward(self, tokens, mask):
@@ -79,12 +88,13 @@ class Encoder(nn.Module):
 
 
 class Bag(nn.Module):
-    """A mask made of the tokens inside."""
+    """A model that computes its mask from the tokens."""
 
     def __init__(self, padding_idx):
         super().__init__()
         self.token = nn.Embedding(V + 1, D, padding_idx=padding_idx)
-        self.f, self.head = nn.Linear(D, D), nn.Linear(D, CLASSES)
+        self.f = nn.Linear(D, D)
+        self.head = nn.Linear(D, CLASSES)
 
     def forward(self, tokens):
         mask = (tokens != PAD).unsqueeze(-1)
@@ -108,16 +118,17 @@ class TextConvolution(nn.Module):
 class Features(nn.Module):
     """Features with their lengths, a mask in floating point, or zeros where there is nothing."""
 
-    def __init__(self, told_by):
+    def __init__(self, mask_source):
         super().__init__()
-        self.told_by = told_by
-        self.f, self.head = nn.Linear(3, D), nn.Linear(D, CLASSES)
+        self.mask_source = mask_source
+        self.f = nn.Linear(3, D)
+        self.head = nn.Linear(D, CLASSES)
 
-    def forward(self, x, other=None):
-        if self.told_by == "lengths":
-            mask = torch.arange(x.shape[1]) < other[:, None]
-        elif self.told_by == "mask":
-            mask = other
+    def forward(self, x, mask_or_lengths=None):
+        if self.mask_source == "lengths":
+            mask = torch.arange(x.shape[1]) < mask_or_lengths[:, None]
+        elif self.mask_source == "mask":
+            mask = mask_or_lengths
         else:
             mask = (x != 0).any(-1)
         mask = mask.unsqueeze(-1)
@@ -158,19 +169,20 @@ def build(name, dtype=F64):
 
 
 def examples(name, dtype=F64):
-    """One example after the other, without padding, as the model takes a batch of one."""
+    """Batches of one example each, without padding."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    data = []
     for length in LENGTHS:
         tokens = torch.randint(1, V, (1, length), generator=generator)
         features = torch.randn(1, length, 3, dtype=F64, generator=generator).to(dtype)
         by_position = name in ("causal", "bidirectional", "by token")
         y = torch.randint(CLASSES, (1, length) if by_position else (1,), generator=generator)
-        found.append((inputs(name, tokens, features, torch.ones(1, length)), y))
-    return found
+        data.append((inputs(name, tokens, features, torch.ones(1, length)), y))
+    return data
 
 
 def inputs(name, tokens, features, mask):
+    """The tokens or features of an example, and the mask that the model needs, if any."""
     if name in ("padding_idx", "tokens", "convolution"):
         return tokens
     if name in ("zeros", "by token"):
@@ -179,36 +191,43 @@ def inputs(name, tokens, features, mask):
         return features, mask.to(features.dtype)
     if name == "lengths":
         return features, mask.sum(1).long()
-    return (tokens, mask == 0) if name == "encoder" else (tokens, mask.long())
+    if name == "encoder":
+        return tokens, mask == 0
+    return tokens, mask.long()
 
 
 def padded(name, data, length, side="right"):
-    """All examples in one batch."""
+    """All examples in one batch, padded to a length on one side."""
 
     def extend(x, value):
         missing = length - x.shape[1]
-        where = (missing, 0) if side == "left" else (0, missing)
-        return F.pad(x, (*[0, 0] * (x.ndim - 2), *where), value=value)
+        padding = (missing, 0) if side == "left" else (0, missing)
+        return F.pad(x, (*[0, 0] * (x.ndim - 2), *padding), value=value)
 
-    def joined(parts):
-        if parts[0].ndim == 1:
-            return torch.cat(parts)
-        if parts[0].dtype == torch.bool:
-            return torch.cat([extend(x, True) for x in parts])
-        return torch.cat([extend(x, 0) for x in parts])
+    def join(tensors):
+        if tensors[0].ndim == 1:
+            return torch.cat(tensors)
+        if tensors[0].dtype == torch.bool:
+            return torch.cat([extend(x, True) for x in tensors])
+        return torch.cat([extend(x, 0) for x in tensors])
 
     xs = [x if isinstance(x, tuple) else (x,) for x, _ in data]
-    x = tuple(joined(list(parts)) for parts in zip(*xs, strict=True))
+    x = tuple(join(list(tensors)) for tensors in zip(*xs, strict=True))
     ys = [y for _, y in data]
-    y = torch.cat([extend(y, IGNORED) for y in ys] if ys[0].ndim > 1 else ys)
-    return (x if len(x) > 1 else x[0]), y
+    if ys[0].ndim > 1:
+        ys = [extend(y, IGNORED) for y in ys]
+    if len(x) == 1:
+        x = x[0]
+    return x, torch.cat(ys)
 
 
 # ------------------------------------------------------------------------------------- oracle
 
 
 def call(model, x):
-    return model(*x) if isinstance(x, tuple) else model(x)
+    if isinstance(x, tuple):
+        return model(*x)
+    return model(x)
 
 
 def root(logits):
@@ -221,15 +240,15 @@ def root(logits):
 def cotangents(outputs, y):
     """[K, 1, ..., C]: one column at one counted position each."""
     terms = outputs.detach().flatten(0, -2)
-    found = []
+    columns_at_positions = []
     for t, columns in enumerate(root(terms)):
         if y.flatten()[t] == IGNORED:
             continue
         for column in columns.T:
-            at = torch.zeros_like(terms)
-            at[t] = column
-            found.append(at.view_as(outputs))
-    return found
+            cotangent = torch.zeros_like(terms)
+            cotangent[t] = column
+            columns_at_positions.append(cotangent.view_as(outputs))
+    return columns_at_positions
 
 
 def rows_of(layer, x, z, gradients):
@@ -246,72 +265,94 @@ def rows_of(layer, x, z, gradients):
     return a, torch.stack([g.reshape(-1, g.shape[-1]) for g in gradients])
 
 
+def run_with_layers(model, x, names):
+    """The outputs of a model, and the inputs and outputs of the layers with these names."""
+    layer_inputs = {}
+    layer_outputs = {}
+
+    def record(name):
+        def hook(_, inputs, outputs):
+            layer_inputs[name] = inputs[0].detach()
+            layer_outputs[name] = outputs
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in names]
+    outputs = call(model, x)
+    for handle in handles:
+        handle.remove()
+    return outputs, layer_inputs, layer_outputs
+
+
+def factors_of(a, g, sharing):
+    """A and G of an example, from activations [T, d_in] and output gradients [K, T, d_out]."""
+    T = max(1, len(a))
+    if sharing == "expand":
+        return a.T @ a, torch.einsum("kti,ktj->ij", g, g) / T
+    mean = a.sum(0) / T
+    total = g.sum(1)
+    return torch.outer(mean, mean), total.T @ total
+
+
 def oracle_blocks(model, data, sharing, counted=None):
     """The dense block of the mean loss for every weight matrix, by name.
 
-    A is the mean over the examples that have a target. `counted` says which positions of an example
-    a layer counts: all if None.
+    A is the mean over the examples that have a target. `counted` is a function of a layer's name
+    and an example's number. It returns which positions the layer counts; all if None.
     """
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d)
-    names = [n for n, m in model.named_modules() if isinstance(m, kinds)]
-    names = [n for n in names if "self_attn" not in n]
-    sums = {}
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    names = [name for name in names if "self_attn" not in name]
+    sums_of_A = dict.fromkeys(names, 0)
+    sums_of_G = dict.fromkeys(names, 0)
     num_present = 0
     for number, (x, y) in enumerate(data):
-        caught = {}
-        handles = [
-            model.get_submodule(n).register_forward_hook(
-                lambda _, x, z, n=n, to=caught: to.update({n: (x[0].detach(), z)})
-            )
-            for n in names
-        ]
-        outputs = call(model, x)
-        for handle in handles:
-            handle.remove()
-        zs = [caught[n][1] for n in names]
+        outputs, layer_inputs, layer_outputs = run_with_layers(model, x, names)
+        z = [layer_outputs[name] for name in names]
         gradients = [
-            torch.autograd.grad(outputs, zs, c, retain_graph=True) for c in cotangents(outputs, y)
+            torch.autograd.grad(outputs, z, cotangent, retain_graph=True)
+            for cotangent in cotangents(outputs, y)
         ]
         if not gradients:
             continue
         num_present += 1
-        for index, n in enumerate(names):
-            layer = model.get_submodule(n)
-            a, g = rows_of(layer, *caught[n], [gs[index] for gs in gradients])
+        for index, name in enumerate(names):
+            layer = model.get_submodule(name)
+            layer_gradients = [gradients_of_column[index] for gradients_of_column in gradients]
+            a, g = rows_of(layer, layer_inputs[name], layer_outputs[name], layer_gradients)
             if counted is not None and len(a) > 1:
-                keep = counted(n, number)
-                a, g = a[keep], g[:, keep]
-            T = max(1, len(a))
-            if sharing == "expand" or isinstance(layer, nn.Embedding):
-                A = a.T @ a
-                G = torch.einsum("kti,ktj->ij", g, g) / T
-            else:
-                mean, total = a.sum(0) / T, g.sum(1)
-                A, G = torch.outer(mean, mean), total.T @ total
-            old = sums.get(n, (0, 0))
-            sums[n] = (old[0] + A, old[1] + G)
-    return {f"{n}.weight": torch.kron(G / len(data), A / num_present) for n, (A, G) in sums.items()}
+                is_counted = counted(name, number)
+                a = a[is_counted]
+                g = g[:, is_counted]
+            A, G = factors_of(a, g, "expand" if isinstance(layer, nn.Embedding) else sharing)
+            sums_of_A[name] = sums_of_A[name] + A
+            sums_of_G[name] = sums_of_G[name] + G
+    return {
+        f"{name}.weight": torch.kron(sums_of_G[name] / len(data), sums_of_A[name] / num_present)
+        for name in names
+    }
 
 
 def assert_blocks(la, expected, rtol=1e-10):
     blocks = la.posterior.curvature.blocks
-    seen = 0
+    num_blocks = 0
     for name, dense in expected.items():
         actual = blocks[name].to_dense().double()
         error = (actual - dense).abs().max() / dense.abs().max()
         assert error < rtol, (name, float(error))
-        seen += 1
-    assert seen == len(expected) > 0
+        num_blocks += 1
+    assert num_blocks == len(expected) > 0
 
 
-def assert_same(one, two, rtol):
-    blocks = one.posterior.curvature.blocks
+def assert_same(first, second, rtol):
+    blocks = first.posterior.curvature.blocks
     largest = max(float(block.magnitudes.max()) for block in blocks.values())
     for name, block in blocks.items():
-        a, b = block.to_dense(), two.posterior.curvature.blocks[name].to_dense()
-        # The bias of the keys has no curvature: rounding alone.
-        scale = a.abs().max().clamp_min(1e-6 * largest)
-        error = float((a - b).abs().max() / scale)
+        actual = block.to_dense()
+        expected = second.posterior.curvature.blocks[name].to_dense()
+        # The bias of the keys has no curvature, only rounding errors.
+        scale = actual.abs().max().clamp_min(1e-6 * largest)
+        error = float((actual - expected).abs().max() / scale)
         assert error < rtol, (name, error)
 
 
@@ -329,7 +370,8 @@ def fitted(model, *data, curvature="kfac", mode="full", generator=0, **settings)
 
 @pytest.mark.parametrize(("name", "sharing"), one_axis_at_a_time(MODELS, ["expand", "reduce"]))
 def test_kfac_is_that_of_every_example_without_padding(name, sharing):
-    model, data = build(name), examples(name)
+    model = build(name)
+    data = examples(name)
     expected = oracle_blocks(model, data, sharing)
     for length, side in ((5, "right"), (9, "left" if name in LEFT_TOO else "right")):
         la = fitted(model, padded(name, data, length, side), sharing=sharing)
@@ -341,7 +383,8 @@ def test_kfac_is_that_of_every_example_without_padding(name, sharing):
     one_axis_at_a_time(["hooks", "backpack"], ["expand", "reduce"], [False, True]),
 )
 def test_both_backends_leave_ignored_positions_out(backend, sharing, joint):
-    model, data = build("by token"), examples("by token")
+    model = build("by token")
+    data = examples("by token")
     batch = padded("by token", data, 7)
     la = fitted(model, batch, sharing=sharing, backend=backend, joint=joint)
     if not joint:
@@ -352,7 +395,8 @@ def test_both_backends_leave_ignored_positions_out(backend, sharing, joint):
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_token_of_ignored_target_counts_below_the_attention_and_not_above(sharing):
     """A prompt has no targets, and yet later positions attend to it."""
-    model, data = build("causal"), examples("causal")
+    model = build("causal")
+    data = examples("causal")
     data = [(x, y.clone()) for x, y in data]
     for _, y in data:
         y[:, : y.shape[1] // 2] = IGNORED
@@ -372,14 +416,15 @@ def test_a_token_of_ignored_target_counts_below_the_attention_and_not_above(shar
 
 
 def test_an_example_whose_targets_are_all_ignored_is_not_in_the_mean_of_the_inputs():
-    model, data = build("by token"), examples("by token")
+    model = build("by token")
+    data = examples("by token")
     data[1] = (data[1][0], torch.full_like(data[1][1], IGNORED))
     expected = oracle_blocks(model, data, "expand")
     assert_blocks(fitted(model, padded("by token", data, 6)), expected)
 
 
 def test_positions_of_a_dead_relu_count():
-    """No gradient of the numbers at hand is not padding."""
+    """A position without a gradient at these parameters is not padding."""
 
     class Rectified(Bag):
         def forward(self, tokens):
@@ -413,18 +458,20 @@ def test_positions_of_a_dead_relu_count():
     ),
 )
 def test_posteriors_do_not_depend_on_the_padding(name, fisher, sharing, curvature):
-    model, data = build(name), examples(name)
+    model = build(name)
+    data = examples(name)
     settings = {"fisher": fisher, "sharing": sharing, "curvature": curvature}
-    one = fitted(model, padded(name, data, 5), **settings)
-    two = fitted(model, padded(name, data, 11, "left"), **settings)
-    assert_same(one, two, 1e-10)
+    short = fitted(model, padded(name, data, 5), **settings)
+    long = fitted(model, padded(name, data, 11, "left"), **settings)
+    assert_same(short, long, 1e-10)
 
 
 @pytest.mark.parametrize(
     ("curvature", "mode"), one_axis_at_a_time(["kfac", "ekfac"], ["debiased", "mini", "crossfit"])
 )
 def test_every_mode(curvature, mode):
-    model, data = build("bidirectional"), examples("bidirectional")
+    model = build("bidirectional")
+    data = examples("bidirectional")
     halves = data[: N // 2], data[N // 2 :]
     fits = []
     for length, side in ((5, "right"), (9, "left")):
@@ -437,27 +484,33 @@ def test_every_mode(curvature, mode):
 
 @pytest.mark.parametrize("name", ["causal", "bidirectional, mean", "padding_idx"])
 def test_single_precision(name):
-    model, data = build(name, torch.float32), examples(name, torch.float32)
+    model = build(name, torch.float32)
+    data = examples(name, torch.float32)
     for parameter in model.parameters():
         # Variances of a saturated network multiply rounding by more than the tolerance.
         parameter.data.mul_(0.3)
     for sharing in ("expand", "reduce"):
-        one, two = (
+        short, long = (
             fitted(model, padded(name, data, length, side), sharing=sharing)
             for length, side in ((5, "right"), (32, "left"))
         )
-        assert_same(one, two, 1e-6)
+        assert_same(short, long, 1e-6)
         x, _ = padded(name, data, 5)
-        a, b = (la.functional(x, diagonal=True)[1] for la in (one, two))
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+        short_variances, long_variances = (
+            la.functional(x, diagonal=True)[1] for la in (short, long)
+        )
+        torch.testing.assert_close(short_variances, long_variances, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cuts_into_batches_and_chunks_and_columns_do_not_matter(name):
-    model, data = build(name), examples(name)
-    whole = fitted(model, padded(name, data, 6))
-    cut = fitted(model, padded(name, data[:5], 8), padded(name, data[5:], 6), memory_bound=2**13)
-    assert_same(whole, cut, 1e-10)
+    model = build(name)
+    data = examples(name)
+    in_one_batch = fitted(model, padded(name, data, 6))
+    in_two_batches = fitted(
+        model, padded(name, data[:5], 8), padded(name, data[5:], 6), memory_bound=2**13
+    )
+    assert_same(in_one_batch, in_two_batches, 1e-10)
 
 
 @pytest.mark.parametrize("fisher", ["exact", "mc", "signs", "empirical"])
@@ -472,22 +525,23 @@ def test_the_operator_of_a_torch_loss(fisher):
         def forward(self, tokens, mask):
             return self.inner(tokens, mask).mT
 
-    model, data = ClassesFirst().eval(), examples("causal")
-    found = []
+    model = ClassesFirst().eval()
+    data = examples("causal")
+    operators = []
     for length, side in ((5, "right"), (12, "right"), (7, "left")):
         is_random = fisher in ("mc", "signs")
         generator = torch.Generator().manual_seed(2) if is_random else None
         x, y = padded("causal", data, length, side)
         loss = nn.CrossEntropyLoss(reduction="sum")
-        found.append(KFAC(model, loss, [(x, y)], fisher=fisher, generator=generator))
-    first = found[0].to_dense()
-    for other in found[1:]:
-        error = (other.to_dense() - first).abs().max() / first.abs().max()
+        operators.append(KFAC(model, loss, [(x, y)], fisher=fisher, generator=generator))
+    first = operators[0].to_dense()
+    for operator in operators[1:]:
+        error = (operator.to_dense() - first).abs().max() / first.abs().max()
         assert error < 1e-10
     if fisher == "exact":
         expected = oracle_blocks(model.inner, data, "expand")
         for name, block in expected.items():
-            actual = found[0].blocks.blocks[f"inner.{name}"].to_dense()
+            actual = operators[0].blocks.blocks[f"inner.{name}"].to_dense()
             # The operator is that of the summed loss.
             torch.testing.assert_close(actual, N * block, rtol=1e-9, atol=1e-12)
 
@@ -496,13 +550,13 @@ def test_drawn_labels_belong_to_the_counted_positions():
     outputs = torch.randn(3, 4, CLASSES, generator=torch.Generator().manual_seed(0))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc", 2, 7))
     y = torch.zeros(3, 4, dtype=torch.long)
-    plain = cotangents(outputs, y, 10).columns
-    for left in (0, 3):
-        wide = F.pad(outputs, (0, 0, left, 3 - left), value=1.7)
-        targets = F.pad(y, (left, 3 - left), value=IGNORED)
-        columns = cotangents(wide, targets, 10).columns
-        torch.testing.assert_close(columns[:, :, left : left + 4], plain, rtol=0, atol=0)
-        assert columns.count_nonzero() == plain.count_nonzero()
+    expected = cotangents(outputs, y, 10).columns
+    for num_left in (0, 3):
+        padded_outputs = F.pad(outputs, (0, 0, num_left, 3 - num_left), value=1.7)
+        targets = F.pad(y, (num_left, 3 - num_left), value=IGNORED)
+        columns = cotangents(padded_outputs, targets, 10).columns
+        torch.testing.assert_close(columns[:, :, num_left : num_left + 4], expected, rtol=0, atol=0)
+        assert columns.count_nonzero() == expected.count_nonzero()
 
 
 # ------------------------------------------------------------------------ what stays as it was
@@ -510,20 +564,21 @@ def test_drawn_labels_belong_to_the_counted_positions():
 
 @pytest.fixture
 def passes(monkeypatch):
-    """How often the positions were asked for by a pass over the network."""
-    made = []
+    """A list with an entry for each pass that finds the positions."""
+    calls = []
     original = positions._Pass.run
 
     def run(self, *arguments):
-        made.append(1)
+        calls.append(1)
         return original(self, *arguments)
 
     monkeypatch.setattr(positions._Pass, "run", run)
-    return made
+    return calls
 
 
 def test_models_without_padding_take_no_further_pass(passes):
-    x, y = torch.randn(6, 3, 6, 6).double(), torch.randint(3, (6,))
+    x = torch.randn(6, 3, 6, 6).double()
+    y = torch.randint(3, (6,))
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
     fitted(network, (x, y))
     data = examples("by token")
@@ -543,7 +598,9 @@ def test_images_keep_all_their_positions():
     class Vision(nn.Module):
         def __init__(self):
             super().__init__()
-            self.patches, self.mlp, self.head = nn.Linear(4, D), nn.Linear(D, D), nn.Linear(D, 3)
+            self.patches = nn.Linear(4, D)
+            self.mlp = nn.Linear(D, D)
+            self.head = nn.Linear(D, 3)
 
         def forward(self, x):
             h = torch.tanh(self.patches(x))
@@ -562,14 +619,15 @@ def test_images_keep_all_their_positions():
 
 
 def test_the_last_block_of_a_classifier_of_tokens_counts_all_real_positions():
-    model, data = build("causal, last"), examples("causal, last")
-    whole = fitted(model, padded("causal, last", data, 7))
-    keep = {name for name, _ in model.named_parameters() if name.startswith(("down", "head"))}
-    part = fitted(
-        model, padded("causal, last", data, 7), params=lambda name, parameter: name in keep
+    model = build("causal, last")
+    data = examples("causal, last")
+    all_parameters = fitted(model, padded("causal, last", data, 7))
+    names = {name for name, _ in model.named_parameters() if name.startswith(("down", "head"))}
+    last_block = fitted(
+        model, padded("causal, last", data, 7), params=lambda name, parameter: name in names
     )
-    for name, block in part.posterior.curvature.blocks.items():
-        expected = whole.posterior.curvature.blocks[name].to_dense()
+    for name, block in last_block.posterior.curvature.blocks.items():
+        expected = all_parameters.posterior.curvature.blocks[name].to_dense()
         torch.testing.assert_close(block.to_dense(), expected, rtol=1e-10, atol=1e-13)
 
 
