@@ -105,11 +105,16 @@ def fit(model, x, y, mode, permutation, sizes, **options):
         permutation: A new order of the examples within each half (and within each fold).
         sizes: How the examples of a half are cut into batches.
     """
-    parts = [torch.arange(len(x))] if mode in ("full", "crossfit") else [*torch.arange(12).split(6)]
+    if mode in ("full", "crossfit"):
+        subsets = [torch.arange(len(x))]
+    elif mode == "mini":
+        subsets = [torch.arange(6)]
+    else:
+        subsets = [torch.arange(6), torch.arange(6, 12)]
     loaders = []
-    for part in parts[: 1 if mode == "mini" else 2]:
-        part = part[permutation(len(part))]
-        loaders.append([(x[i], y[i]) for i in part.split(sizes)])
+    for subset in subsets:
+        indices = subset[permutation(len(subset))]
+        loaders.append([(x[i], y[i]) for i in indices.split(sizes)])
     la = Laplace(model, **options)
     folds = FOLDS if mode == "crossfit" else None
     return la.fit_batches(*loaders, num_data=NUM_DATA, folds=folds)
@@ -120,18 +125,21 @@ def in_order(n):
 
 
 def within_folds(n):
-    """Examples change places within their folds, i mod K: the folds stay what they are."""
+    """An order that exchanges examples within each fold, i mod K, so that the folds stay equal."""
     order = torch.arange(n)
     for k in range(FOLDS):
         order[k::FOLDS] = order[k::FOLDS].flip(0)
     return order
 
 
-def assert_same(one, two, x, tolerance):
-    first, second = (la.posterior.precision.to_dense() for la in (one, two))
-    assert (first - second).abs().max() <= tolerance * first.abs().max()
-    first, second = (la.functional(x)[1] for la in (one, two))
-    assert (first - second).abs().max() <= tolerance * first.abs().max()
+def assert_same(actual, expected, x, tolerance):
+    """The precisions and the functional covariances of two fits agree."""
+    precision = actual.posterior.precision.to_dense()
+    difference = precision - expected.posterior.precision.to_dense()
+    assert difference.abs().max() <= tolerance * precision.abs().max()
+    covariance = actual.functional(x)[1]
+    difference = covariance - expected.functional(x)[1]
+    assert difference.abs().max() <= tolerance * covariance.abs().max()
 
 
 @pytest.mark.parametrize(("name", "curvature", "sharing", "mode"), in_every_mode())
@@ -141,10 +149,10 @@ def test_order_batches_threads_and_memory_change_nothing(name, curvature, sharin
     expected = fit(model, x, y, mode, in_order, 12, **options)
     torch.set_num_threads(2)
     try:
-        other = fit(model, x, y, mode, within_folds, 5, memory_bound=2**15, **options)
+        actual = fit(model, x, y, mode, within_folds, 5, memory_bound=2**15, **options)
     finally:
         torch.set_num_threads(1)
-    assert_same(other, expected, x, 1e-8)
+    assert_same(actual, expected, x, 1e-8)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full"])
@@ -155,7 +163,8 @@ def test_a_shuffled_first_batch_gives_the_same_debiased_posterior(curvature, see
     model = nn.Sequential(nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 5)).double().eval()
     if curvature == "full":
         model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5)).double().eval()
-    x, y = torch.randn(16, model[0].in_features).double(), torch.randint(5, (16,))
+    x = torch.randn(16, model[0].in_features).double()
+    y = torch.randint(5, (16,))
     fits = []
     for order in (torch.arange(8), torch.randperm(8)):
         la = Laplace(model, curvature=curvature)
@@ -167,7 +176,7 @@ def test_a_shuffled_first_batch_gives_the_same_debiased_posterior(curvature, see
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_single_precision_is_double_precision_to_its_accuracy(curvature, mode):
-    """Where eigenvalues are apart; what belongs to a null space in one is not noise in the other.
+    """Null spaces in double precision are not taken for noise in single precision.
 
     The bound is on the variances of the outputs, as a share of the largest.
     """

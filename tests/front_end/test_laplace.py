@@ -41,12 +41,12 @@ def fitted(model, loader):
 
 def snapshot(model):
     """Everything about a model that must not change."""
-    found = fingerprint(model)
+    state = fingerprint(model)
     for path, module in model.named_modules():
-        found["inplace", path] = getattr(module, "inplace", None)
+        state["inplace", path] = getattr(module, "inplace", None)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found["version", name] = tensor.data_ptr(), tensor._version, sorted(vars(tensor))
-    return found
+        state["version", name] = tensor.data_ptr(), tensor._version, sorted(vars(tensor))
+    return state
 
 
 # ------------------------------------------------------------------ the model is left alone
@@ -61,7 +61,7 @@ def test_the_model_and_its_inputs_are_untouched(loader, backend, curvature):
     model(torch.randn(2, 1, 8, 8)).sum().backward()
     if backend == "hooks":
         model[7].register_forward_hook(lambda *_: None)
-    before = snapshot(model)
+    state_before = snapshot(model)
     la = Laplace(model, curvature=curvature, backend=backend)
     for mode in ("full", "mini", "debiased", "crossfit"):
         la.fit(loader, mode=mode)
@@ -71,13 +71,14 @@ def test_the_model_and_its_inputs_are_untouched(loader, backend, curvature):
     la.tune(loader, grid=torch.tensor([0.1, 1.0]))
     la.tune(method="marglik")
     la.evaluate(loader, ood={"noise": loader})
-    assert (is_same(snapshot(model), before), x._version) == (True, 0)
+    assert (is_same(snapshot(model), state_before), x._version) == (True, 0)
 
 
 @pytest.mark.parametrize("backend", ["backpack", "hooks"])
 def test_the_model_and_the_old_fit_survive_an_exception(model, loader, backend):
     la = Laplace(model, backend=backend).fit(loader)
-    before, posterior = snapshot(model), la.posterior
+    state_before = snapshot(model)
+    posterior = la.posterior
     good = next(iter(loader))
     for bad in (
         (good[0], torch.full((8,), 3)),
@@ -88,21 +89,21 @@ def test_the_model_and_the_old_fit_survive_an_exception(model, loader, backend):
             la.fit_batches([good, bad], num_data=24)
         with pytest.raises((ValueError, RuntimeError)):
             la.fit_batches([good], [bad], num_data=24)
-        assert is_same(snapshot(model), before)
+        assert is_same(snapshot(model), state_before)
         assert la.posterior is posterior
     with pytest.raises(ValueError, match="NaN"):
         la.predict(good[0] * float("nan"))
-    assert is_same(snapshot(model), before)
+    assert is_same(snapshot(model), state_before)
 
 
 def test_backpack_keeps_no_trace(model, loader):
     from backpack.context import CTX
 
-    before = (len(CTX.hook_handles), CTX.get_active_exts())
+    hooks_before = (len(CTX.hook_handles), CTX.get_active_exts())
     la = Laplace(model, backend="backpack").fit(loader)
     with pytest.raises(ValueError, match="labels"):
         la.fit_batches([(torch.randn(2, 1, 8, 8), torch.tensor([0, 9]))])
-    assert (len(CTX.hook_handles), CTX.get_active_exts()) == before
+    assert (len(CTX.hook_handles), CTX.get_active_exts()) == hooks_before
 
 
 # -------------------------------------------------------------------------- predictives
@@ -126,7 +127,8 @@ def test_predictives_of_each_likelihood(loader):
             assert predicted.batch_shape == (5,)
             assert predicted.log_prob(predicted.sample()).isfinite().all()
             assert predicted.entropy().shape == (5,)
-        certain, uncertain = la.predict(x, "map").entropy(), la.predict(x).entropy()
+        certain = la.predict(x, "map").entropy()
+        uncertain = la.predict(x).entropy()
         assert (uncertain >= certain - 1e-6).all()
         assert uncertain.sum() > certain.sum()
 
@@ -190,12 +192,12 @@ def test_files_of_other_models_are_refused(fitted, model, tmp_path):
     fitted.save(path)
     with pytest.raises(FileNotFoundError):
         Laplace.load(tmp_path / "nothing", model)
-    other = network()
+    other_model = network()
     with pytest.raises(ValueError, match="since the fit: its parameters differ"):
-        Laplace.load(path, other)
-    other[6] = nn.Linear(6, 4)
+        Laplace.load(path, other_model)
+    other_model[6] = nn.Linear(6, 4)
     with pytest.raises(ValueError, match=r"283 parameters, but .* of the model have 290"):
-        Laplace.load(path, other)
+        Laplace.load(path, other_model)
     with pytest.raises(ValueError, match=r"but the model does not have them\. Its parameters are"):
         Laplace.load(path, nn.Sequential(nn.Linear(3, 3)).eval())
     with pytest.raises(ValueError, match=r"in torch\.float32, but the model is in torch\.float64"):
@@ -270,7 +272,8 @@ def test_backpack_refuses_what_it_would_get_wrong():
     model = nn.Sequential(Residual(), nn.Linear(3, 2)).eval()
     with pytest.raises(NotImplementedError, match=r"0 \(Residual\) has its own forward pass"):
         Laplace(model, backend="backpack")
-    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    x = torch.randn(4, 3)
+    y = torch.randint(2, (4,))
     la = Laplace(model).fit_batches([(x, y)])
     assert la.block_names == ["0.layer.weight", "0.layer.bias", "1.weight", "1.bias"]
 
@@ -319,9 +322,9 @@ def test_outputs_of_the_wrong_rank_are_refused(loader):
 @pytest_unchecked
 def test_fit_needs_what_its_mode_needs(model, loader):
     la = Laplace(model)
-    one = DataLoader(loader.dataset, batch_size=24)
+    one_batch = DataLoader(loader.dataset, batch_size=24)
     with pytest.raises(ValueError, match="needs 2 batch"):
-        la.fit(one, mode="debiased")
+        la.fit(one_batch, mode="debiased")
     with pytest.raises(ValueError, match="full, mini, debiased, crossfit"):
         la.fit(loader, mode="half")
     with pytest.raises(ValueError, match="Pass `num_data"):

@@ -45,7 +45,9 @@ class Case:
         """The inputs that directions and magnitudes come from."""
         if mode == "full":
             return self.x, self.x
-        return self.first[0], (self.second if mode == "debiased" else self.first)[0]
+        if mode == "debiased":
+            return self.first[0], self.second[0]
+        return self.first[0], self.first[0]
 
     def factors(self, x, layer):
         return oracle.kfac_factors(self.model, x, self.likelihood, layer, self.sigma)
@@ -56,17 +58,19 @@ class Case:
         blocks = []
         for name in self.la.posterior.curvature.blocks:
             layer, _, role = name.rpartition(".")
-            one, two = self.factors(directions, layer), self.factors(magnitudes, layer)
+            direction_factors = self.factors(directions, layer)
+            magnitude_factors = self.factors(magnitudes, layer)
             if role == "bias":
                 unit = torch.ones(1, 1, dtype=torch.float64)
-                one, two = ({"A": unit, "G": f["bias"]} for f in (one, two))
+                direction_factors = {"A": unit, "G": direction_factors["bias"]}
+                magnitude_factors = {"A": unit, "G": magnitude_factors["bias"]}
             if curvature == "kfac":
-                measured = oracle.kfac_block(two)
+                measured = oracle.kfac_block(magnitude_factors)
             else:
                 measured = oracle.ggn_block(
                     self.model, magnitudes, self.likelihood, name, self.sigma
                 )
-            blocks.append(oracle.pooled_block(one, measured))
+            blocks.append(oracle.pooled_block(direction_factors, measured))
         return blocks
 
 
@@ -113,12 +117,14 @@ def test_functional_covariance_equals_dense_jacobians(name, mode):
 def test_log_marginal_likelihood_includes_every_constant(name, mode):
     case = Case(name)
     la = case.fit(mode)
-    seen = case.x[:3] if mode == "mini" else case.x
-    nll = oracle.nll(case.likelihood, case.model(seen), case.y[: len(seen)], case.sigma)
+    x = case.x
+    if mode == "mini":
+        x = x[:3]
+    nll = oracle.nll(case.likelihood, case.model(x), case.y[: len(x)], case.sigma)
     precision = oracle.posterior_precision(operator_blocks(la), NUM_DATA, DELTA)
     theta = oracle.flat_parameters(case.model, la.param_names)
     expected = oracle.log_marginal_likelihood(
-        nll.sum() * NUM_DATA / len(seen), theta, precision, torch.full_like(theta, DELTA)
+        nll.sum() * NUM_DATA / len(x), theta, precision, torch.full_like(theta, DELTA)
     )
     close(la.log_marginal_likelihood(), expected.detach())
 
@@ -144,12 +150,14 @@ def test_posterior_products_and_sample_root_are_dense_ones(name):
 
 def test_a_linear_regression_is_exact():
     """Evidence and predictive covariance are those of the Gaussian process, in closed form."""
-    model, g = torch.nn.Linear(3, 2).double(), torch.Generator().manual_seed(0)
-    x, new = (torch.randn(n, 3, generator=g, dtype=torch.float64) for n in (6, 4))
-    y, sigma = torch.randn(6, 2, generator=g, dtype=torch.float64), torch.tensor([0.3, 1.5])
-    J, of_new = (
-        oracle.flat_jacobian(model, some, ["weight", "bias"]).flatten(0, 1) for some in (x, new)
-    )
+    model = torch.nn.Linear(3, 2).double()
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 3, generator=g, dtype=torch.float64)
+    x_new = torch.randn(4, 3, generator=g, dtype=torch.float64)
+    y = torch.randn(6, 2, generator=g, dtype=torch.float64)
+    sigma = torch.tensor([0.3, 1.5])
+    J = oracle.flat_jacobian(model, x, ["weight", "bias"]).flatten(0, 1)
+    J_new = oracle.flat_jacobian(model, x_new, ["weight", "bias"]).flatten(0, 1)
     noise = sigma.double().square().repeat(6)
     precision = J.T @ (J / noise[:, None]) + DELTA * torch.eye(8).double()
     mode = torch.linalg.solve(precision, J.T @ (y.flatten() / noise))
@@ -158,9 +166,11 @@ def test_a_linear_regression_is_exact():
     kernel = J @ J.T / DELTA + noise.diag()
     marginal = torch.distributions.MultivariateNormal(torch.zeros(12).double(), kernel)
     close(la.log_marginal_likelihood(), marginal.log_prob(y.flatten()))
-    between = of_new @ J.T / DELTA
-    expected = of_new @ of_new.T / DELTA - between @ torch.linalg.solve(kernel, between.T)
-    close(la.functional(new, joint=True)[1].reshape(8, 8), expected)
+    covariance_between = J_new @ J.T / DELTA
+    expected = J_new @ J_new.T / DELTA - covariance_between @ torch.linalg.solve(
+        kernel, covariance_between.T
+    )
+    close(la.functional(x_new, joint=True)[1].reshape(8, 8), expected)
 
 
 @pytest.mark.parametrize("points", [1, 2, 9])
@@ -193,11 +203,12 @@ def test_sample_covariance_converges_to_the_posterior_covariance():
     ("name", "curvature"), one_axis_at_a_time(oracle.SMALL_MODELS, ["kfac", "ekfac"])
 )
 def test_debiased_with_the_same_batch_twice_is_mini(name, curvature):
-    mini, twice = Case(name, curvature=curvature), Case(name, curvature=curvature)
+    mini = Case(name, curvature=curvature)
+    twice = Case(name, curvature=curvature)
     mini.fit("mini")
     twice.la.fit_batches([twice.first], [twice.first], num_data=NUM_DATA)
-    for one, two in zip(operator_blocks(mini.la), operator_blocks(twice.la), strict=True):
-        close(two, one, 1e-10)
+    for actual, expected in zip(operator_blocks(twice.la), operator_blocks(mini.la), strict=True):
+        close(actual, expected, 1e-10)
 
 
 @pytest.mark.parametrize("name", oracle.SMALL_MODELS)
@@ -223,11 +234,10 @@ FOR_BACKPACK = [
 
 @pytest.mark.parametrize("name", FOR_BACKPACK)
 def test_backends_agree(name):
-    cases = [Case(name, backend=backend) for backend in ("backpack", "hooks")]
-    for case in cases:
-        case.fit("full")
-    for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
-        close(two, one, 1e-10)
+    backpack = Case(name, backend="backpack").fit("full")
+    hooks = Case(name, backend="hooks").fit("full")
+    for actual, expected in zip(operator_blocks(hooks), operator_blocks(backpack), strict=True):
+        close(actual, expected, 1e-10)
 
 
 @pytest.mark.parametrize("backend", ["backpack", "hooks"])
@@ -236,7 +246,8 @@ def test_other_fishers_use_the_gradients_of_labels(fisher, backend):
     """With one Linear layer the G factor is the mean outer product of the label gradients."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3)).double().eval()
-    x, y = torch.randn(5000, 4).double(), torch.randint(3, (5000,))
+    x = torch.randn(5000, 4).double()
+    y = torch.randint(3, (5000,))
     la = Laplace(model, fisher=fisher, backend=backend)
     la.fit_batches([(x, y)], generator=torch.Generator().manual_seed(0))
     actual = la.posterior.curvature.blocks["0.bias"].to_dense()
@@ -256,9 +267,9 @@ def test_mc_labels_do_not_depend_on_the_batch_size():
         batches = list(zip(case.x.split(size), case.y.split(size), strict=True))
         case.la.fit_batches(batches, generator=torch.Generator().manual_seed(3))
         blocks.append(operator_blocks(case.la))
-    for other in blocks[1:]:
-        for one, two in zip(blocks[0], other, strict=True):
-            close(two, one, 1e-10)
+    for blocks_of_small_batches in blocks[1:]:
+        for actual, expected in zip(blocks_of_small_batches, blocks[0], strict=True):
+            close(actual, expected, 1e-10)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
@@ -266,13 +277,12 @@ def test_mc_labels_do_not_depend_on_the_batch_size():
 def test_results_do_not_depend_on_the_memory_bound(name, curvature):
     """The tightest bound cuts the cotangents of a single example, too."""
     tightest = _needed_bytes(lambda: Case(name, memory_bound=1).fit("full"))
-    cases = [Case(name, memory_bound=bound, curvature=curvature) for bound in (tightest, 2**28)]
-    for case in cases:
-        case.fit("full")
-    for one, two in zip(*(operator_blocks(case.la) for case in cases), strict=True):
-        close(two, one, 1e-10)
-    tight, wide = (case.la for case in cases)
-    x = cases[0].x
+    case = Case(name, memory_bound=tightest, curvature=curvature)
+    x = case.x
+    tight = case.fit("full")
+    wide = Case(name, memory_bound=2**28, curvature=curvature).fit("full")
+    for actual, expected in zip(operator_blocks(wide), operator_blocks(tight), strict=True):
+        close(actual, expected, 1e-10)
     for diagonal in (False, True):
         tight._state = bounded(tight.fitted, 1)
         needed = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
@@ -285,7 +295,7 @@ def bounded(fitted, memory_bound):
 
 
 def _needed_bytes(compute):
-    """What the error about a memory bound that is too small asks for."""
+    """The number of bytes that the error about a small memory bound asks for."""
     with pytest.raises(ValueError, match=r"`memory_bound=.*` is smaller") as error:
         compute()
     return int(re.search(r"needs? (\d+) bytes", str(error.value))[1])
@@ -301,20 +311,22 @@ def test_linearised_samples_follow_the_dense_jacobian(name):
     close(linearised_outputs(case.model, la.param_names, case.x, draws), expected)
     sampled = network_outputs(case.model, la.param_names, case.x, draws)
     shapes = [case.model.get_parameter(n).shape for n in la.param_names]
-    for row, outputs in zip(draws, sampled, strict=True):
-        parts = row.split([shape.numel() for shape in shapes])
-        values = {n: p.view(s) for n, p, s in zip(la.param_names, parts, shapes, strict=True)}
+    for draw, outputs in zip(draws, sampled, strict=True):
+        entries = draw.split([shape.numel() for shape in shapes])
+        values = {n: v.view(s) for n, v, s in zip(la.param_names, entries, shapes, strict=True)}
         close(outputs, functional_call(case.model, values, (case.x,)).detach())
 
 
 def slow_crossfit(factors, sizes):
     """Cross-fitted magnitudes of one factor, written out fold by fold and vector by vector."""
-    lists = []
-    for k, (own, size) in enumerate(zip(factors, sizes, strict=True)):
-        rest = sum(f * s for j, (f, s) in enumerate(zip(factors, sizes, strict=True)) if j != k)
-        _, vectors = oracle.eigen(rest / (sum(sizes) - size))
-        lists.append([size / sum(sizes) * (u @ own @ u) for u in vectors.T])
-    return torch.stack([sum(values) for values in zip(*lists, strict=True)])
+    magnitudes_of_folds = []
+    for fold, (factor, size) in enumerate(zip(factors, sizes, strict=True)):
+        sum_of_other_folds = sum(
+            factors[other] * sizes[other] for other in range(len(factors)) if other != fold
+        )
+        _, vectors = oracle.eigen(sum_of_other_folds / (sum(sizes) - size))
+        magnitudes_of_folds.append([size / sum(sizes) * (u @ factor @ u) for u in vectors.T])
+    return torch.stack([sum(values) for values in zip(*magnitudes_of_folds, strict=True)])
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
@@ -323,7 +335,8 @@ def test_crossfit_kfac_equals_a_slow_loop(likelihood):
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 4)
     ).double()
-    x, y = torch.randn(50, 4).double(), torch.randint(4, (50,))
+    x = torch.randn(50, 4).double()
+    y = torch.randint(4, (50,))
     if likelihood == "regression":
         y = torch.randn(50, 4).double()
     sigma = 1.0 if likelihood == "regression" else None
@@ -333,10 +346,10 @@ def test_crossfit_kfac_equals_a_slow_loop(likelihood):
     sizes = [17, 17, 16]
     for layer in ("0", "2"):
         folds = [oracle.kfac_factors(model, x[k::3], likelihood, layer, sigma) for k in range(3)]
-        whole = oracle.kfac_factors(model, x, likelihood, layer, sigma)
+        factors = oracle.kfac_factors(model, x, likelihood, layer, sigma)
         weight = la.posterior.curvature.blocks[f"{layer}.weight"]
-        assert oracle.diagonalises(weight.U_G, whole["G"])
-        assert oracle.diagonalises(weight.U_A, whole["A"])
+        assert oracle.diagonalises(weight.U_G, factors["G"])
+        assert oracle.diagonalises(weight.U_A, factors["A"])
         expected = torch.outer(
             slow_crossfit([f["G"] for f in folds], sizes),
             slow_crossfit([f["A"] for f in folds], sizes),
@@ -368,23 +381,24 @@ def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(
     torch.manual_seed(0)
     layers = [nn.Linear(190, 180), nn.Tanh(), nn.Flatten(), nn.Linear(180 * num_positions, 3)]
     model = nn.Sequential(*layers).double().eval()
-    x, y = torch.randn(600, num_positions, 190).double(), torch.randint(3, (600,))
+    x = torch.randn(600, num_positions, 190).double()
+    y = torch.randint(3, (600,))
     la = Laplace(model, curvature=curvature, params="weights").fit([(x, y)])
     grid = torch.logspace(-4, 8, 13, dtype=torch.float64)
-    _, found = moments(la.fitted, x[:4], grid)
+    _, covariances = moments(la.fitted, x[:4], grid)
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     for example in range(4):
         outputs = model(x[example : example + 1])[0]
         expected = torch.zeros(len(grid), 3, 3).double()
         for block, weight in zip(la.posterior.curvature.blocks.values(), weights, strict=True):
             J = torch.stack([torch.autograd.grad(f, weight, retain_graph=True)[0] for f in outputs])
-            along = (block.U_G.T @ J @ block.U_A).flatten(1)
+            eigen_jacobian = (block.U_G.T @ J @ block.U_A).flatten(1)
             for point, delta in enumerate(grid):
                 variances = 1 / (600 * block.magnitudes.flatten() + delta)
-                expected[point] += (along * variances) @ along.T
-        errors = (found[:, example] - expected).flatten(1).norm(dim=1)
+                expected[point] += (eigen_jacobian * variances) @ eigen_jacobian.T
+        errors = (covariances[:, example] - expected).flatten(1).norm(dim=1)
         assert (errors < tolerance * expected.flatten(1).norm(dim=1)).all()
-    # What was chosen scores as it does by itself.
+    # The chosen value has the same score when it is evaluated by itself.
     held_out = torch.randn(300, num_positions, 190).double()
     data = [(held_out, torch.multinomial(model(held_out).softmax(1), 1)[:, 0])]
     tuned = la.tune(data)

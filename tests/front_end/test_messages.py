@@ -9,7 +9,8 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN
 
-X, Y = torch.randn(8, 4), torch.tensor([0, 2, 1, 0, 1, 2, 2, 0])
+X = torch.randn(8, 4)
+Y = torch.tensor([0, 2, 1, 0, 1, 2, 2, 0])
 
 
 def network():

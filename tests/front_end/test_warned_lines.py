@@ -8,7 +8,8 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.linalg import eigsh, inverse
 
-X, Y = torch.randn(12, 4), torch.randn(12, 2)
+X = torch.randn(12, 4)
+Y = torch.randn(12, 2)
 
 
 class Unused(nn.Linear):

@@ -18,9 +18,11 @@ from laplace_debias.laplace.wrong_names import EQUIVALENTS, SETTABLE
 from laplace_debias.linalg import cg, inverse, trace
 from laplace_debias.operators import Dense, Diagonal
 
-X, Y = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 2
+X = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(10) % 2
 DATA = [(X, Y)]
-BEYOND, EYE = 10**400, Dense(torch.eye(3))
+BEYOND = 10**400
+EYE = Dense(torch.eye(3))
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
 
 
@@ -215,8 +217,8 @@ def test_what_an_extra_installs_is_asked_for_by_its_name(la, monkeypatch, packag
     for module in ("report", f"integrations.{extra}"):
         monkeypatch.delitem(sys.modules, f"laplace_debias.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    told = f"{package} is not installed. Run pip install 'laplace-debias[{extra}]'"
-    with pytest.raises(ImportError, match=re.escape(told)):
+    expected = f"{package} is not installed. Run pip install 'laplace-debias[{extra}]'"
+    with pytest.raises(ImportError, match=re.escape(expected)):
         use(la)
 
 

@@ -84,48 +84,50 @@ def test_it_is_the_maximum_of_the_dense_evidence(curvature, per):
     nll = nn.functional.cross_entropy(model(*x), y, reduction="sum").detach()
     evidence = dense_evidence(la, groups, nll)
 
-    found = la.tune(method="marglik", per=per)
-    assert [row["name"] for row in found.table] == names
-    logs = [math.log(row["prior_precision"]) for row in found.table]
-    assert la.prior_precision.tolist() == found.prior_precision
-    assert found.value == pytest.approx(evidence(logs), rel=1e-10)
+    tuning = la.tune(method="marglik", per=per)
+    assert [row["name"] for row in tuning.table] == names
+    logs = [math.log(row["prior_precision"]) for row in tuning.table]
+    assert la.prior_precision.tolist() == tuning.prior_precision
+    assert tuning.value == pytest.approx(evidence(logs), rel=1e-10)
     assert la.log_marginal_likelihood().item() == pytest.approx(evidence(logs), rel=1e-10)
-    by_name = {row["name"]: row["prior_precision"] for row in found.table}
-    for name, delta in zip(la.block_names, found.prior_precision, strict=True):
+    by_name = {row["name"]: row["prior_precision"] for row in tuning.table}
+    for name, delta in zip(la.block_names, tuning.prior_precision, strict=True):
         assert delta == by_name[KINDS[name] if per == "kind" else name]
 
     best = minimize(
-        lambda at: -evidence(at), [0.0] * len(names), method="L-BFGS-B",
+        lambda log_deltas: -evidence(log_deltas), [0.0] * len(names), method="L-BFGS-B",
         bounds=[tuple(math.log(bound) for bound in BOUNDS)] * len(names),
     )  # fmt: skip
-    assert found.value == pytest.approx(-best.fun, rel=1e-7)
-    assert found.value >= -best.fun - 1e-9
+    assert tuning.value == pytest.approx(-best.fun, rel=1e-7)
+    assert tuning.value >= -best.fun - 1e-9
     assert logs == pytest.approx(best.x.tolist(), abs=0.02)
     # Sharper than differences of the dense evidence: no step along any of them is better.
     for index in range(len(logs)):
         for step in (-0.01, 0.01):
-            beside = list(logs)
-            beside[index] += step
-            assert evidence(beside) < found.value
-    one = Laplace(model, curvature=curvature).fit_batches([(x, y)]).tune(method="marglik")
-    assert one.value < found.value
+            neighbour = list(logs)
+            neighbour[index] += step
+            assert evidence(neighbour) < tuning.value
+    with_one_precision = (
+        Laplace(model, curvature=curvature).fit_batches([(x, y)]).tune(method="marglik")
+    )
+    assert with_one_precision.value < tuning.value
 
 
 def test_a_temperature_and_a_mean_of_the_prior_are_seen():
     model, x, y = mixed()
     mu = 0.3
     la = Laplace(model, temperature=2.0, prior_mean=mu).fit_batches([(x, y)])
-    found = la.tune(method="marglik", per="block")
+    tuning = la.tune(method="marglik", per="block")
     best = la.log_marginal_likelihood().item()
-    assert best == pytest.approx(found.value)
-    deltas = torch.tensor(found.prior_precision, dtype=torch.float64)
+    assert best == pytest.approx(tuning.value)
+    deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
     for index in range(len(deltas)):
         for factor in (0.98, 1.02):
-            beside = deltas.clone()
-            beside[index] *= factor
-            assert la.log_marginal_likelihood(beside).item() < best
-    other = Laplace(model).fit_batches([(x, y)]).tune(method="marglik", per="block")
-    assert other.prior_precision != pytest.approx(found.prior_precision, rel=0.05)
+            neighbour = deltas.clone()
+            neighbour[index] *= factor
+            assert la.log_marginal_likelihood(neighbour).item() < best
+    with_default_prior = Laplace(model).fit_batches([(x, y)]).tune(method="marglik", per="block")
+    assert with_default_prior.prior_precision != pytest.approx(tuning.prior_precision, rel=0.05)
 
 
 class Dead(nn.Module):
@@ -149,23 +151,30 @@ class Dead(nn.Module):
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_blocks_without_curvature_or_at_the_priors_mean_are_told(likelihood):
     torch.manual_seed(0)
-    model, x = Dead().double().eval(), torch.randn(40, 3).double()
-    is_classes = likelihood == "classification"
-    y = torch.randint(2, (40,)) if is_classes else model(x).detach() + 0.3 * torch.randn(40, 2)
-    sigma = None if is_classes else 1.0
+    model = Dead().double().eval()
+    x = torch.randn(40, 3).double()
+    if likelihood == "classification":
+        y = torch.randint(2, (40,))
+        sigma = None
+        arguments = {"method": "marglik", "sigma": None}
+    else:
+        y = model(x).detach() + 0.3 * torch.randn(40, 2)
+        sigma = 1.0
+        arguments = {"method": "marglik", "sigma": True}
     la = Laplace(model, likelihood, sigma=sigma).fit_batches([(x, y)])
-    arguments = {"method": "marglik", "sigma": None if is_classes else True}
-    together = Laplace(model, likelihood, sigma=sigma).fit_batches([(x, y)]).tune(**arguments)
-    found = la.tune(**arguments, per="block")
-    by_name = {row["name"]: row["prior_precision"] for row in found.table}
+    with_one_precision = (
+        Laplace(model, likelihood, sigma=sigma).fit_batches([(x, y)]).tune(**arguments)
+    )
+    tuning = la.tune(**arguments, per="block")
+    by_name = {row["name"]: row["prior_precision"] for row in tuning.table}
     assert by_name["off.weight"] == by_name["off.bias"]
     # With a noise they are the ends of two searches.
-    assert by_name["off.bias"] == pytest.approx(together.prior_precision, rel=1e-3)
+    assert by_name["off.bias"] == pytest.approx(with_one_precision.prior_precision, rel=1e-3)
     assert by_name["zero.weight"] == BOUNDS[1]
-    assert by_name["on.weight"] != pytest.approx(together.prior_precision, rel=1e-3)
-    assert "off.weight, off.bias: there is almost no curvature" in found.message
-    assert "zero.weight: the parameters are almost equal to" in found.message
-    assert torch.tensor(found.prior_precision).isfinite().all()
+    assert by_name["on.weight"] != pytest.approx(with_one_precision.prior_precision, rel=1e-3)
+    assert "off.weight, off.bias: there is almost no curvature" in tuning.message
+    assert "zero.weight: the parameters are almost equal to" in tuning.message
+    assert torch.tensor(tuning.prior_precision).isfinite().all()
     assert la.functional(x)[1].isfinite().all()
     by_kind = la.tune(**arguments, per="kind")
     assert {row["name"] for row in by_kind.table} == {"linear", "bias"}
@@ -183,26 +192,26 @@ def test_prior_precisions_of_blocks_are_the_best_at_the_noise_that_is_best_with_
         return la.fit_batches([(x, y)])
 
     la = fit(1.0)
-    found = la.tune_evidence(sigma=True, per="block")
-    assert found.sigma == fit(1.0).tune_evidence(sigma=True).sigma != 1.0
-    again = fit(found.sigma, found.prior_precision)
-    assert again.log_marginal_likelihood().item() == pytest.approx(found.value, rel=1e-9)
-    assert la.log_marginal_likelihood().item() == pytest.approx(found.value, rel=1e-9)
+    tuning = la.tune_evidence(sigma=True, per="block")
+    assert tuning.sigma == fit(1.0).tune_evidence(sigma=True).sigma != 1.0
+    refitted = fit(tuning.sigma, tuning.prior_precision)
+    assert refitted.log_marginal_likelihood().item() == pytest.approx(tuning.value, rel=1e-9)
+    assert la.log_marginal_likelihood().item() == pytest.approx(tuning.value, rel=1e-9)
 
     names = [name for name, _ in model.named_parameters()]
     sizes = [p.numel() for p in model.parameters()]
-    NC = fit(found.sigma).posterior.precision.to_dense() - torch.eye(sum(sizes)).double()
+    NC = fit(tuning.sigma).posterior.precision.to_dense() - torch.eye(sum(sizes)).double()
     theta = oracle.flat_parameters(model, names)
-    nll = oracle.nll("regression", model(x), y, found.sigma).sum().detach()
+    nll = oracle.nll("regression", model(x), y, tuning.sigma).sum().detach()
 
     def evidence(logs):
         prior = torch.as_tensor(logs).double().exp().repeat_interleave(torch.tensor(sizes))
         return oracle.log_marginal_likelihood(nll, theta, NC + torch.diag(prior), prior).item()
 
-    best = minimize(lambda at: -evidence(at), [0.0] * 4, method="L-BFGS-B")
-    logs = [math.log(delta) for delta in found.prior_precision]
-    assert found.value == pytest.approx(evidence(logs), rel=1e-9)
-    assert found.value == pytest.approx(-best.fun, rel=1e-7)
+    best = minimize(lambda log_deltas: -evidence(log_deltas), [0.0] * 4, method="L-BFGS-B")
+    logs = [math.log(delta) for delta in tuning.prior_precision]
+    assert tuning.value == pytest.approx(evidence(logs), rel=1e-9)
+    assert tuning.value == pytest.approx(-best.fun, rel=1e-7)
     assert logs == pytest.approx(best.x.tolist(), abs=0.02)
 
 
@@ -222,13 +231,13 @@ def test_a_file_has_the_prior_precisions_of_all_blocks(tmp_path):
 def test_flat_of_the_marginal_likelihood_is_within_half_a_nat():
     model, x, y = mixed()
     la = Laplace(model).fit_batches([(x, y)])
-    found = la.tune(method="marglik")
-    low, high = found.flat
-    for end in found.flat:
-        lost = found.value - la.log_marginal_likelihood(end).item()
+    tuning = la.tune(method="marglik")
+    low, high = tuning.flat
+    for end in tuning.flat:
+        lost = tuning.value - la.log_marginal_likelihood(end).item()
         assert lost == pytest.approx(0.5, abs=1e-5)
-    assert low < found.prior_precision < high
-    assert "within half a nat" in found.message
+    assert low < tuning.prior_precision < high
+    assert "within half a nat" in tuning.message
 
 
 def test_what_does_not_go_together_is_refused():
@@ -271,7 +280,8 @@ def test_the_optimum_does_not_depend_on_the_unit_of_the_targets(curvature, unit)
     The search ended at 1e-8, far from the optimum of a network for targets in the millions.
     """
     torch.manual_seed(0)
-    x, y = torch.randn(50, 3).double(), torch.randn(50, 2).double()
+    x = torch.randn(50, 3).double()
+    y = torch.randn(50, 2).double()
     model = nn.Linear(3, 2).double()
     las = []
     for factor in (1.0, unit):
@@ -283,7 +293,8 @@ def test_the_optimum_does_not_depend_on_the_unit_of_the_targets(curvature, unit)
     per = "block" if curvature == "kfac" else None
     change = 100 * math.log(unit)
     for options in ({}, {"per": per}, {"per": per, "sigma": True}):
-        expected, tuned = reference.tune_evidence(**options), la.tune_evidence(**options)
+        expected = reference.tune_evidence(**options)
+        tuned = la.tune_evidence(**options)
         deltas = torch.as_tensor(tuned.prior_precision).double() * unit**2
         torch.testing.assert_close(
             deltas, torch.as_tensor(expected.prior_precision).double(), rtol=5e-3, atol=0

@@ -72,7 +72,8 @@ def temperature(la):
 
 def with_parameters(la, vector):
     """The Bayesian parameters of one vector, by their names."""
-    values, start = {}, 0
+    values = {}
+    start = 0
     for name in la.param_names:
         parameter = la.model.get_parameter(name).detach()
         values[name] = vector[start : start + parameter.numel()].view(parameter.shape)
@@ -93,14 +94,16 @@ def draws_of_outputs(la, x, method, num_samples, generator):
             rows.append(mean[n] + noise[:, n] @ root.T)
         return torch.stack(rows, 1)
     outputs = []
-    at = with_parameters(la, la.mean)
+    mean_parameters = with_parameters(la, la.mean)
     for vector in la.sample(num_samples, generator):
         drawn = with_parameters(la, vector)
         if method == "nn":
             outputs.append(functional_call(la.model, drawn, (x,)))
             continue
-        step = {name: drawn[name] - at[name] for name in at}
-        value, product = jvp(lambda p, la=la: functional_call(la.model, p, (x,)), (at,), (step,))
+        step = {name: drawn[name] - mean_parameters[name] for name in mean_parameters}
+        value, product = jvp(
+            lambda p, la=la: functional_call(la.model, p, (x,)), (mean_parameters,), (step,)
+        )
         outputs.append(value + product)
     return torch.stack(outputs).detach()
 
@@ -110,14 +113,14 @@ def probabilities(likelihood, logits):
     if likelihood == "classification":
         return logits.softmax(-1)
     p = logits.sigmoid()
-    both = torch.stack([1 - p, p], -1)
-    return both[..., 0, :] if likelihood == "binary" else both
+    probs = torch.stack([1 - p, p], -1)
+    return probs[..., 0, :] if likelihood == "binary" else probs
 
 
 def entropy(likelihood, probs):
     """`−Σ p log p` in nats, summed over the labels of an example."""
-    of_each = -(probs * probs.log()).sum(-1)
-    return of_each.sum(-1) if likelihood == "multilabel" else of_each
+    entropies = -(probs * probs.log()).sum(-1)
+    return entropies.sum(-1) if likelihood == "multilabel" else entropies
 
 
 def plain(likelihood, predictive):
@@ -131,18 +134,20 @@ def plain(likelihood, predictive):
 @pytest.mark.parametrize("likelihood", DISCRETE)
 @pytest.mark.parametrize("method", SAMPLED)
 def test_the_temperature_divides_the_logits_of_every_draw(likelihood, method):
-    la, (x, _) = member(likelihood, 1, Link("probit", 2.5)), data(likelihood)
+    la = member(likelihood, 1, Link("probit", 2.5))
+    x, _ = data(likelihood)
     logits = draws_of_outputs(la, x, method, 20, seed()) / 2.5
     probs = probabilities(likelihood, logits)
     predictive = la.predict(x, method, 20, seed())
     same(plain(likelihood, predictive), probs.mean(0))
-    found = la.uncertainty(x, method, 20, seed())
-    total, aleatoric = entropy(likelihood, probs.mean(0)), entropy(likelihood, probs).mean(0)
-    same(found.total, total)
-    same(found.aleatoric, aleatoric)
-    same(found.epistemic, total - aleatoric)
-    same(found.total, predictive.entropy())
-    # Without the temperature they are others.
+    uncertainty = la.uncertainty(x, method, 20, seed())
+    total = entropy(likelihood, probs.mean(0))
+    aleatoric = entropy(likelihood, probs).mean(0)
+    same(uncertainty.total, total)
+    same(uncertainty.aleatoric, aleatoric)
+    same(uncertainty.epistemic, total - aleatoric)
+    same(uncertainty.total, predictive.entropy())
+    # Without the temperature, the probabilities are different.
     la.link = None
     assert (la.predict(x, method, 20, seed()).mean - predictive.mean).abs().max() > 0.01 or (
         likelihood == "classification"
@@ -152,12 +157,15 @@ def test_the_temperature_divides_the_logits_of_every_draw(likelihood, method):
 
 @pytest.mark.parametrize("likelihood", DISCRETE)
 def test_the_temperature_divides_the_logits_of_the_trained_network(likelihood):
-    la, (x, _) = member(likelihood, 1, Link("probit", 2.5)), data(likelihood)
+    la = member(likelihood, 1, Link("probit", 2.5))
+    x, _ = data(likelihood)
     expected = probabilities(likelihood, la.model(x).detach() / 2.5)
     same(plain(likelihood, la.predict(x, "map")), expected)
-    some = members(likelihood)
-    each = [probabilities(likelihood, la.model(x).detach() / temperature(la)) for la in some]
-    same(plain(likelihood, Mixture(some).predict(x, "map")), sum(each) / 3)
+    las = members(likelihood)
+    probs_of_members = [
+        probabilities(likelihood, la.model(x).detach() / temperature(la)) for la in las
+    ]
+    same(plain(likelihood, Mixture(las).predict(x, "map")), sum(probs_of_members) / 3)
 
 
 @pytest.mark.parametrize("likelihood", DISCRETE)
@@ -180,7 +188,8 @@ def test_scores_of_the_closed_form_are_those_of_predict(likelihood, several):
 
 
 def test_scores_are_those_of_the_link_that_evaluate_takes():
-    la, (x, y) = member("classification", 1), data("classification")
+    la = member("classification", 1)
+    x, y = data("classification")
     far = {"far": [(3 * x.flip(1), y)]}
     link = Link("exact", 5.0)
     named = la.evaluate([(x, y)], far, score="entropy", link=link)
@@ -194,59 +203,69 @@ def test_scores_are_those_of_the_link_that_evaluate_takes():
 @pytest.mark.parametrize("method", SAMPLED)
 @pytest.mark.parametrize("num_samples", [None, 15])
 def test_a_mixture_takes_the_entropy_of_all_its_draws_apart(likelihood, method, num_samples):
-    some, (x, _) = members(likelihood), data(likelihood)
-    generator, draws = seed(), []
-    for la in some:
+    las = members(likelihood)
+    x, _ = data(likelihood)
+    generator = seed()
+    draws = []
+    for la in las:
         outputs = draws_of_outputs(la, x, method, num_samples or DEFAULT_SAMPLES, generator)
         draws.append(probabilities(likelihood, outputs / temperature(la)))
     probs = torch.cat(draws)
-    total, aleatoric = entropy(likelihood, probs.mean(0)), entropy(likelihood, probs).mean(0)
-    found = Mixture(some).uncertainty(x, method, num_samples, seed())
-    same(found.total, total)
-    same(found.aleatoric, aleatoric)
-    same(found.epistemic, total - aleatoric)
-    same(found.scores["mutual_information"], total - aleatoric)
+    total = entropy(likelihood, probs.mean(0))
+    aleatoric = entropy(likelihood, probs).mean(0)
+    uncertainty = Mixture(las).uncertainty(x, method, num_samples, seed())
+    same(uncertainty.total, total)
+    same(uncertainty.aleatoric, aleatoric)
+    same(uncertainty.epistemic, total - aleatoric)
+    same(uncertainty.scores["mutual_information"], total - aleatoric)
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
 @pytest.mark.parametrize("method", SAMPLED)
 def test_a_mixture_takes_the_variance_of_all_its_draws_apart(likelihood, method):
-    some, (x, _) = members(likelihood), data(likelihood)
-    generator, means, noise = seed(), [], []
-    for la in some:
+    las = members(likelihood)
+    x, _ = data(likelihood)
+    generator = seed()
+    means = []
+    noise = []
+    for la in las:
         outputs = draws_of_outputs(la, x, method, 15, generator)
         means.append(outputs[..., :2])
         if likelihood == "regression":
             noise.append(la.sigma.double().square().expand(means[-1].shape))
         else:
             noise.append(outputs[..., 2:].exp())
-    means, noise = torch.cat(means), torch.cat(noise)
+    means = torch.cat(means)
+    noise = torch.cat(noise)
     epistemic = (means - means.mean(0)).square().mean(0)
-    found = Mixture(some).uncertainty(x, method, 15, seed())
-    same(found.aleatoric, noise.mean(0))
-    same(found.epistemic, epistemic)
-    same(found.total, noise.mean(0) + epistemic)
-    same(found.total, Mixture(some).predict(x, method, 15, seed()).variance)
+    uncertainty = Mixture(las).uncertainty(x, method, 15, seed())
+    same(uncertainty.aleatoric, noise.mean(0))
+    same(uncertainty.epistemic, epistemic)
+    same(uncertainty.total, noise.mean(0) + epistemic)
+    same(uncertainty.total, Mixture(las).predict(x, method, 15, seed()).variance)
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "heteroscedastic"])
 def test_a_mixture_in_closed_form_takes_its_variance_apart(likelihood):
-    some, (x, _) = members(likelihood), data(likelihood)
-    found = Mixture(some).uncertainty(x)
-    means = torch.stack([la.model(x).detach()[:, :2] for la in some])
-    between = (means - means.mean(0)).square().mean(0)
-    within = sum(la.functional(x, diagonal=True)[1][:, :2] for la in some) / 3
-    same(found.epistemic, within + between)
-    same(found.total, Mixture(some).predict(x).variance)
-    same(found.aleatoric, found.total - found.epistemic)
+    las = members(likelihood)
+    x, _ = data(likelihood)
+    uncertainty = Mixture(las).uncertainty(x)
+    means = torch.stack([la.model(x).detach()[:, :2] for la in las])
+    variance_between = (means - means.mean(0)).square().mean(0)
+    variance_within = sum(la.functional(x, diagonal=True)[1][:, :2] for la in las) / 3
+    same(uncertainty.epistemic, variance_within + variance_between)
+    same(uncertainty.total, Mixture(las).predict(x).variance)
+    same(uncertainty.aleatoric, uncertainty.total - uncertainty.epistemic)
 
 
 def test_scores_of_a_mixture_of_classes_are_those_of_its_gaussians():
     """Over half a million draws of the logits, each divided by its member's temperature."""
-    some, (x, _) = members("classification"), data("classification", 6)
-    scores = Mixture(some).uncertainty(x, generator=seed()).scores
-    draws, means = [], []
-    for number, la in enumerate(some):
+    las = members("classification")
+    x, _ = data("classification", 6)
+    scores = Mixture(las).uncertainty(x, generator=seed()).scores
+    draws = []
+    means = []
+    for number, la in enumerate(las):
         mean, covariance = la.functional(x)
         means.append(mean / temperature(la))
         values, vectors = torch.linalg.eigh(covariance)
@@ -254,7 +273,8 @@ def test_scores_of_a_mixture_of_classes_are_those_of_its_gaussians():
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         steps = torch.einsum("bij,sbj->sbi", root, noise) / temperature(la)
         draws.append(means[-1] + steps)
-    logits, means = torch.cat(draws), torch.stack(means)
+    logits = torch.cat(draws)
+    means = torch.stack(means)
     apart = logits - logits.mean(-1, keepdim=True)
     same(scores["variance"], apart.var(0).mean(-1), rtol=0.02, atol=0)
     first, second = means.mean(0).topk(2).indices.T
@@ -268,14 +288,17 @@ def test_scores_of_a_mixture_of_classes_are_those_of_its_gaussians():
 
 @pytest.mark.parametrize("likelihood", ["binary", "multilabel"])
 def test_scores_of_a_mixture_of_labels_are_those_of_its_gaussians(likelihood):
-    some, (x, _) = members(likelihood), data(likelihood, 6)
-    scores = Mixture(some).uncertainty(x, generator=seed()).scores
-    means, variances = [], []
-    for la in some:
+    las = members(likelihood)
+    x, _ = data(likelihood, 6)
+    scores = Mixture(las).uncertainty(x, generator=seed()).scores
+    means = []
+    variances = []
+    for la in las:
         mean, variance = la.functional(x, diagonal=True)
         means.append(mean / temperature(la))
         variances.append(variance / temperature(la) ** 2)
-    means, variances = torch.stack(means), torch.stack(variances)
+    means = torch.stack(means)
+    variances = torch.stack(variances)
     total = variances.mean(0) + (means - means.mean(0)).square().mean(0)
     same(scores["variance"], total.mean(-1))
     # The probability that the posterior's logit has the other sign than the mean.
@@ -287,15 +310,16 @@ def test_scores_of_a_mixture_of_labels_are_those_of_its_gaussians(likelihood):
 
 @pytest.mark.parametrize("likelihood", DISCRETE)
 def test_a_mixture_of_one_has_the_scores_of_its_member(likelihood):
-    la, (x, _) = member(likelihood, 1, Link("probit", 2.5)), data(likelihood)
-    mixed = Mixture([la]).uncertainty(x, generator=seed()).scores
-    own = la.uncertainty(x, generator=seed()).scores
-    assert list(mixed) == list(own)
-    for name, score in own.items():
-        same(mixed[name], score, rtol=0, atol=0)
+    la = member(likelihood, 1, Link("probit", 2.5))
+    x, _ = data(likelihood)
+    mixture_scores = Mixture([la]).uncertainty(x, generator=seed()).scores
+    scores = la.uncertainty(x, generator=seed()).scores
+    assert list(mixture_scores) == list(scores)
+    for name, score in scores.items():
+        same(mixture_scores[name], score, rtol=0, atol=0)
     mean, covariance = la.functional(x)
     if likelihood == "classification":
-        same(own["energy"], -(mean / 2.5).logsumexp(-1))
+        same(scores["energy"], -(mean / 2.5).logsumexp(-1))
         centred = covariance / 2.5**2
         common = centred.sum((-2, -1)) / 3
-        same(own["variance"], (centred.diagonal(dim1=-2, dim2=-1).sum(-1) - common) / 3)
+        same(scores["variance"], (centred.diagonal(dim1=-2, dim2=-1).sum(-1) - common) / 3)

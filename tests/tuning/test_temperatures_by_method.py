@@ -22,8 +22,9 @@ def overconfident(size: int = 400, params: str = "all") -> tuple[Laplace, Tensor
     return Laplace(model, params=params).fit([(x[:100], y[:100])]), x, y
 
 
-def best_temperature(log_probs_at, y: Tensor) -> float:
-    losses = [float(F.nll_loss(log_probs_at(T), y)) for T in TEMPERATURES]
+def best_temperature(log_probs_for, y: Tensor) -> float:
+    """The temperature T whose log probabilities `log_probs_for(T)` have the lowest NLL."""
+    losses = [float(F.nll_loss(log_probs_for(T), y)) for T in TEMPERATURES]
     return TEMPERATURES[min(range(len(losses)), key=losses.__getitem__)]
 
 
@@ -37,7 +38,11 @@ def test_the_network_has_the_temperature_of_temperature_scaling(params: str):
     assert la.link.network_temperature == expected
     probs = la.predict(x, method="map").probs
     torch.testing.assert_close(probs, (outputs / expected).softmax(1))
-    (scaling,) = (other for other in tuned.alternatives if other.name == "temperature scaling")
+    (scaling,) = (
+        alternative
+        for alternative in tuned.alternatives
+        if alternative.name == "temperature scaling"
+    )
     assert la.evaluate([(x, y)], method="map")["nll"] == pytest.approx(scaling.value, rel=1e-9)
 
 
@@ -65,8 +70,8 @@ def test_draws_have_the_best_temperature_of_the_pairwise_link_beside_a_probit(pa
         predictive = la.predict(x, samples=2000, generator=torch.Generator().manual_seed(3))
         log_probs = predictive.logits.log_softmax(1).repeat_interleave(50, 0)
         nlls[link] = float(F.nll_loss(log_probs, labels))
-    with_own, same_everywhere = nlls.values()
-    assert with_own < same_everywhere
+    nll_with_draw_temperature, nll_with_link_temperature = nlls.values()
+    assert nll_with_draw_temperature < nll_with_link_temperature
 
 
 @pytest.mark.parametrize("method", ["glm", "glm-mc", "nn"])
@@ -74,13 +79,13 @@ def test_draws_are_divided_by_their_own_temperature(method: str):
     la, x, _ = overconfident()
     options = {"method": method, "samples": 20}
     la.link = Link("probit", 3.0, draw_temperature=1.5, network_temperature=0.7)
-    found = la.predict(x, **options, generator=torch.Generator().manual_seed(0)).probs
+    probs = la.predict(x, **options, generator=torch.Generator().manual_seed(0)).probs
     uncertainty = la.uncertainty(x, **options, generator=torch.Generator().manual_seed(0))
     la.link = Link("probit", 1.5)
-    expected = la.predict(x, **options, generator=torch.Generator().manual_seed(0)).probs
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    same = la.uncertainty(x, **options, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(uncertainty.total, same.total, rtol=0, atol=0)
+    expected_probs = la.predict(x, **options, generator=torch.Generator().manual_seed(0)).probs
+    torch.testing.assert_close(probs, expected_probs, rtol=0, atol=0)
+    expected_uncertainty = la.uncertainty(x, **options, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(uncertainty.total, expected_uncertainty.total, rtol=0, atol=0)
 
 
 def test_a_link_that_is_passed_keeps_its_temperatures():

@@ -69,31 +69,31 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
     return summarise(table, choose(table), "nll"), batches, tried
 
 
-def resolution(found):
+def resolution(tuning):
     """The factor to the nearest values tried, the larger of the two."""
-    tried = sorted(row["prior_precision"] for row in found.table)
-    at = tried.index(found.prior_precision)
-    around = tried[max(at - 1, 0) : at + 2]
-    return max(high / low for low, high in itertools.pairwise(around))
+    tried = sorted(row["prior_precision"] for row in tuning.table)
+    index = tried.index(tuning.prior_precision)
+    neighbours = tried[max(index - 1, 0) : index + 2]
+    return max(high / low for low, high in itertools.pairwise(neighbours))
 
 
 def test_the_optimum_is_found_in_one_pass():
-    found, batches, _ = shaped(lambda power: 1 + 0.1 * (power - 2.33) ** 2)
+    tuning, batches, _ = shaped(lambda power: 1 + 0.1 * (power - 2.33) ** 2)
     assert batches.count == 1
-    assert math.log10(found.prior_precision) == pytest.approx(2.33, abs=0.125)
-    assert resolution(found) == pytest.approx(10**0.25)
-    assert found.value == min(row["nll"] for row in found.table)
-    assert found.notes == ()
-    assert len(found.table) == 49
+    assert math.log10(tuning.prior_precision) == pytest.approx(2.33, abs=0.125)
+    assert resolution(tuning) == pytest.approx(10**0.25)
+    assert tuning.value == min(row["nll"] for row in tuning.table)
+    assert tuning.notes == ()
+    assert len(tuning.table) == 49
 
 
 @pytest.mark.parametrize(
     ("slope", "end", "word"), [(0.01, 1e-4, "smallest"), (-0.01, 1e8, "largest")]
 )
 def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
-    found, _, _ = shaped(lambda power: 2 + slope * power)
-    assert found.prior_precision == pytest.approx(end)
-    assert f"The best value is the {word} that was tried, {end:.3g}." in found.message
+    tuning, _, _ = shaped(lambda power: 2 + slope * power)
+    assert tuning.prior_precision == pytest.approx(end)
+    assert f"The best value is the {word} that was tried, {end:.3g}." in tuning.message
 
 
 @pytest.mark.parametrize(
@@ -106,58 +106,59 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
     model, x, y = problem(scale, 400, temperature=temperature)
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x, y)], grid=[1e6])
-    (note,) = found.notes
+    tuning = la.tune([(x, y)], grid=[1e6])
+    (note,) = tuning.notes
     assert f"The best temperature, {end}" in note
-    assert note in found.message
-    given = la.tune([(x, y)], grid=[1e6], link=found.link)
-    assert given.notes == ()
+    assert note in tuning.message
+    with_given_link = la.tune([(x, y)], grid=[1e6], link=tuning.link)
+    assert with_given_link.notes == ()
 
 
 def test_the_flat_range_is_that_of_paired_differences():
-    """Against the differences written out."""
-    found, _, tried = shaped(lambda power: 1 + 0.02 * (power - 2) ** 2, noise=0.1)
+    """The reference computes the differences example by example."""
+    tuning, _, tried = shaped(lambda power: 1 + 0.02 * (power - 2) ** 2, noise=0.1)
     g = torch.Generator().manual_seed(0)
     jitter = 0.1 * torch.randn(200, generator=g, dtype=torch.float64)
     jitter -= jitter.mean()
     points = sorted({delta for grid in tried for delta in grid})
     nll = [1 + 0.02 * (math.log10(d) - 2) ** 2 + jitter * math.log10(d) for d in points]
     best = min(range(len(points)), key=lambda i: nll[i].mean())
-    within = []
-    for row in nll:
-        d = row - nll[best]
-        within.append(bool(d.mean() <= d.std() / math.sqrt(200)))
-    low = high = best
-    while within[low - 1]:
+    is_as_good = []
+    for nll_of_point in nll:
+        difference = nll_of_point - nll[best]
+        is_as_good.append(bool(difference.mean() <= difference.std() / math.sqrt(200)))
+    low = best
+    high = best
+    while is_as_good[low - 1]:
         low -= 1
-    while within[high + 1]:
+    while is_as_good[high + 1]:
         high += 1
-    assert found.flat == pytest.approx((points[low], points[high]))
+    assert tuning.flat == pytest.approx((points[low], points[high]))
     assert low < best < high
-    row = next(r for r in found.table if r["prior_precision"] == found.prior_precision)
+    row = next(r for r in tuning.table if r["prior_precision"] == tuning.prior_precision)
     assert row["standard_error"] == pytest.approx(float(nll[best].std()) / math.sqrt(200))
-    assert row["standard_error"] < max(r["standard_error"] for r in found.table)
+    assert row["standard_error"] < max(r["standard_error"] for r in tuning.table)
 
 
 def test_of_equal_values_the_middle_of_the_longest_run_is_taken():
-    found, _, _ = shaped(lambda power: 1.0 if 1 <= power <= 4.9 else 2.0)
-    assert found.prior_precision == pytest.approx(1e3, rel=0.7)
-    assert found.flat[0] >= 10
-    assert found.flat[1] <= 10**4.9
+    tuning, _, _ = shaped(lambda power: 1.0 if 1 <= power <= 4.9 else 2.0)
+    assert tuning.prior_precision == pytest.approx(1e3, rel=0.7)
+    assert tuning.flat[0] >= 10
+    assert tuning.flat[1] <= 10**4.9
     # A lone point of the same value is no reason to go there.
     lone, _, _ = shaped(lambda power: 1.0 if power < -3.9 or 2 <= power < 5 else 2.0)
     assert 100 <= lone.prior_precision <= 1e5
-    every, batches, _ = shaped(lambda power: 1.0)
-    assert every.prior_precision == pytest.approx(100)
+    constant, batches, _ = shaped(lambda power: 1.0)
+    assert constant.prior_precision == pytest.approx(100)
     assert batches.count == 1
-    assert "untrained or damaged" in every.message
+    assert "untrained or damaged" in constant.message
 
 
 def test_points_that_are_nan_are_passed_over():
-    found, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
-    assert found.prior_precision == pytest.approx(10, rel=0.1)
-    assert found.flat[0] >= 1
-    assert "The best prior precision is the smallest one at which" not in found.message
+    tuning, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
+    assert tuning.prior_precision == pytest.approx(10, rel=0.1)
+    assert tuning.flat[0] >= 1
+    assert "The best prior precision is the smallest one at which" not in tuning.message
     with pytest.raises(ValueError, match="NaN or infinite at every"):
         shaped(lambda power: math.nan)
 
@@ -176,17 +177,17 @@ def test_a_mean_noise_that_overflows_is_infinitely_bad(curvature):
     model, x, y = heteroscedastic_problem()
     la = Laplace(model, "heteroscedastic", curvature).fit([(x, y)])
     x = 10 * x
-    found = la.tune([(x, y)])
-    worst = min(found.table, key=lambda row: row["prior_precision"])
+    tuning = la.tune([(x, y)])
+    worst = min(tuning.table, key=lambda row: row["prior_precision"])
     assert worst["prior_precision"] == pytest.approx(1e-4)
     assert worst["nll"] == math.inf
-    assert math.isfinite(found.value)
-    assert la.prior_precision.item() == found.prior_precision
+    assert math.isfinite(tuning.value)
+    assert la.prior_precision.item() == tuning.prior_precision
     with pytest.raises(ValueError, match="mean of the noise variance overflows"):
         la.tune([(x, y)], grid=[1e-4])
-    for row in found.table:
+    for row in tuning.table:
         la.prior_precision = row["prior_precision"]
-        mean, covariance = (part.double() for part in la.functional(x))
+        mean, covariance = (moment.double() for moment in la.functional(x))
         noise = (mean[:, 1] + covariance[:, 1, 1] / 2).exp()
         if noise.max() > torch.finfo(torch.float32).max:
             assert row["nll"] == math.inf
@@ -206,8 +207,8 @@ def test_a_covariance_that_is_singular_or_overflows_is_infinitely_bad():
     y = model(x).detach() + 1e-3 * torch.randn(60, 2)
     la = Laplace(model, "regression", sigma=1e-3).fit_batches([(1e-6 * x[:2], 1e-6 * y[:2])])
     grid = [1e-6, 1e-4, 1.0, 1e4]
-    found = la.tune([(x, y)], grid=grid)
-    values = [row["nll"] for row in found.table]
+    tuning = la.tune([(x, y)], grid=grid)
+    values = [row["nll"] for row in tuning.table]
     assert values[:2] == [math.inf, math.inf]
     assert math.isfinite(values[-1])
     la.prior_precision = 1e-6
@@ -219,10 +220,10 @@ def test_a_covariance_that_is_singular_or_overflows_is_infinitely_bad():
         shared.weight.fill_(1e-19)
     la = Laplace(nn.Sequential(shared), "binary").fit_batches([(x[:2], torch.ones(2, 1))])
     labels = torch.ones(60, 1)
-    found = la.tune([(large, labels)], grid=[1e-3, 10.0])
-    assert found.table[0]["nll"] == math.inf
-    assert found.prior_precision == 10.0
-    assert "smallest one at which the metric is finite" in found.message
+    tuning = la.tune([(large, labels)], grid=[1e-3, 10.0])
+    assert tuning.table[0]["nll"] == math.inf
+    assert tuning.prior_precision == 10.0
+    assert "smallest one at which the metric is finite" in tuning.message
     la.prior_precision = 1e-3
     with pytest.raises(ValueError, match="overflows"):
         la.predict(large)
@@ -249,18 +250,20 @@ def test_targets_far_from_one_leave_out_what_their_dtype_cannot_represent(sigma)
         warnings.simplefilter("ignore")
         la = Laplace(model, "regression", sigma=None if sigma is None else 1.0)
         la.fit([(x, target)])
-    found = la.tune([(x, target)], sigma=sigma)
-    assert 40 < len(found.table) < 49
-    assert found.sigma == pytest.approx(2e15, rel=0.2)
+    tuning = la.tune([(x, target)], sigma=sigma)
+    assert 40 < len(tuning.table) < 49
+    assert tuning.sigma == pytest.approx(2e15, rel=0.2)
 
 
 def test_data_that_can_be_read_once_will_do_in_any_order():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
     expected = la.tune([(x, y)], link=PLAIN)
-    found = la.tune(DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True), link=PLAIN)
-    assert [row["nll"] for row in found.table] == pytest.approx([r["nll"] for r in expected.table])
-    assert found.flat == pytest.approx(expected.flat)
+    shuffled = la.tune(DataLoader(TensorDataset(x, y), batch_size=250, shuffle=True), link=PLAIN)
+    assert [row["nll"] for row in shuffled.table] == pytest.approx(
+        [r["nll"] for r in expected.table]
+    )
+    assert shuffled.flat == pytest.approx(expected.flat)
     assert la.tune(iter([(x, y)]), link=PLAIN).table == expected.table
 
 
@@ -268,14 +271,16 @@ def test_passes_of_the_front_end():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
     data = Passes([(x, y)])
-    found = la.tune(data, link=PLAIN)
+    tuning = la.tune(data, link=PLAIN)
     assert data.count == 1
-    assert la.prior_precision.item() == found.prior_precision
-    assert found.value == pytest.approx(la.evaluate([(x, y)])["nll"], rel=1e-9)
+    assert la.prior_precision.item() == tuning.prior_precision
+    assert tuning.value == pytest.approx(la.evaluate([(x, y)])["nll"], rel=1e-9)
     data = Passes([(x, y)])
-    given = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
-    assert (data.count, len(given.table)) == (1, 2)
-    assert "pass grid= (command tune: --prior_precisions) with larger ones" in given.message
+    with_given_grid = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
+    assert (data.count, len(with_given_grid.table)) == (1, 2)
+    assert (
+        "pass grid= (command tune: --prior_precisions) with larger ones" in with_given_grid.message
+    )
 
 
 @pytest.mark.parametrize("metric", ["nll", "brier"])
@@ -291,39 +296,43 @@ def test_standard_errors_are_those_of_the_examples(metric):
 
 
 def test_the_terms_of_an_example_are_not_independent():
-    """A sequence whose positions repeat each other tells no more than one of them."""
+    """A sequence of equal positions has no more information than one of its positions."""
     torch.manual_seed(0)
     model = nn.Linear(2, 3).double().eval()
-    x, y = torch.randn(30, 2).double(), torch.randint(3, (30,))
-    one = Laplace(model).fit([(x, y)])
+    x = torch.randn(30, 2).double()
+    y = torch.randint(3, (30,))
+    la = Laplace(model).fit([(x, y)])
     y[:3] = -100
-    row = one.tune([(x, y)], grid=[2.0]).table[0]
-    many = Laplace(model).fit([(x[:, None].expand(-1, 4, -1), y[:, None].expand(-1, 4))])
-    many.prior_precision = 1.0
+    row = la.tune([(x, y)], grid=[2.0]).table[0]
+    la_of_sequences = Laplace(model).fit([(x[:, None].expand(-1, 4, -1), y[:, None].expand(-1, 4))])
+    la_of_sequences.prior_precision = 1.0
     padded = y[:, None].repeat(1, 4)
     padded[5, 2:] = -100
-    again = many.tune([(x[:, None].expand(-1, 4, -1).contiguous(), padded)], grid=[2.0]).table[0]
-    log_p = many.predict(x[:, None].expand(-1, 4, -1)).logits.log_softmax(-1)[:, 0]
+    row_of_sequences = la_of_sequences.tune(
+        [(x[:, None].expand(-1, 4, -1).contiguous(), padded)], grid=[2.0]
+    ).table[0]
+    log_p = la_of_sequences.predict(x[:, None].expand(-1, 4, -1)).logits.log_softmax(-1)[:, 0]
     counts = (padded >= 0).sum(1).double()
     nll = -log_p[torch.arange(30), y.clamp(min=0)]
     value = (nll * counts).sum() / counts.sum()
     residuals = counts * (nll - value)
     error = (27 / 26 * residuals.square().sum()).sqrt() / counts.sum()
-    assert again["nll"] == pytest.approx(value.item())
-    assert again["standard_error"] == pytest.approx(error.item())
-    assert again["standard_error"] == pytest.approx(row["standard_error"], rel=0.5)
+    assert row_of_sequences["nll"] == pytest.approx(value.item())
+    assert row_of_sequences["standard_error"] == pytest.approx(error.item())
+    assert row_of_sequences["standard_error"] == pytest.approx(row["standard_error"], rel=0.5)
 
 
 def test_several_labels_and_a_single_one():
     torch.manual_seed(0)
-    model, x = nn.Linear(2, 3).double().eval(), torch.randn(40, 2).double()
+    model = nn.Linear(2, 3).double().eval()
+    x = torch.randn(40, 2).double()
     y = torch.randint(2, (40, 3)).double()
     la = Laplace(model, "multilabel").fit([(x, y)])
     row = la.tune([(x, y)], "brier", grid=[1.0]).table[0]
     p = la.predict(x).mean
-    of_examples = 2 * (p - y).square().mean(1)
-    assert row["brier"] == pytest.approx(of_examples.mean().item())
-    assert row["standard_error"] == pytest.approx(of_examples.std().item() / math.sqrt(40))
+    scores = 2 * (p - y).square().mean(1)
+    assert row["brier"] == pytest.approx(scores.mean().item())
+    assert row["standard_error"] == pytest.approx(scores.std().item() / math.sqrt(40))
     la = Laplace(nn.Linear(2, 1).double().eval(), "binary").fit([(x, y[:, :1])])
     row = la.tune([(x, y[:, :1])], "brier", grid=[1.0]).table[0]
     terms = 2 * (la.predict(x).probs - y[:, 0]).square()
@@ -333,22 +342,22 @@ def test_several_labels_and_a_single_one():
 def test_one_example_has_no_error():
     model, x, y = problem()
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x[:1], y[:1])], grid=[1.0, 2.0])
-    assert found.flat is None
-    assert found.table[0].keys() == {"prior_precision", "nll"}
+    tuning = la.tune([(x[:1], y[:1])], grid=[1.0, 2.0])
+    assert tuning.flat is None
+    assert tuning.table[0].keys() == {"prior_precision", "nll"}
 
 
 def test_a_network_that_knows_nothing_is_told_of():
-    """All values are alike: no one is the best, and no grid is asked for."""
+    """All values are equal, so none is the best, and the message asks for no other grid."""
     model, x, y = problem(3.0, 60)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    found = Laplace(model).fit([(x, y)]).tune([(x, y)])
-    assert found.all_alike
-    assert "score about as well (worse by at most one standard error" in found.message
-    assert "untrained or damaged" in found.message
-    assert "tried" not in found.message
+    tuning = Laplace(model).fit([(x, y)]).tune([(x, y)])
+    assert tuning.all_alike
+    assert "score about as well (worse by at most one standard error" in tuning.message
+    assert "untrained or damaged" in tuning.message
+    assert "tried" not in tuning.message
     few = Laplace(model).fit([(x, y)]).tune([(x, y)], grid=[1.0, 2.0])
     assert "untrained" not in few.message
 
@@ -356,37 +365,36 @@ def test_a_network_that_knows_nothing_is_told_of():
 def test_it_reads_well():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x, y)], link="probit")
-    error = next(
-        r["standard_error"] for r in found.table if r["prior_precision"] == found.prior_precision
+    tuning = la.tune([(x, y)], link="probit")
+    (chosen,) = (row for row in tuning.table if row["prior_precision"] == tuning.prior_precision)
+    error = chosen["standard_error"]
+    low, high = tuning.flat
+    assert repr(tuning) == (
+        f"<Tuning: Prior precision {tuning.prior_precision:.3g}, link {tuning.link}: nll "
+        f"{tuning.value:.4g} (standard error {error:.2g}).>"
     )
-    low, high = found.flat
-    assert repr(found) == (
-        f"<Tuning: Prior precision {found.prior_precision:.3g}, link {found.link}: nll "
-        f"{found.value:.4g} (standard error {error:.2g}).>"
-    )
-    assert found.message.startswith(
-        f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} "
+    assert tuning.message.startswith(
+        f"Prior precision {tuning.prior_precision:.3g}, link {tuning.link}: nll {tuning.value:.4g} "
         f"(standard error {error:.2g}). Prior precisions from {low:.3g} to {high:.3g} score "
         "about as well (worse by at most one standard error of the paired difference)."
     )
     beginning = "Scores of the alternatives minus the score of this choice, with 95 % intervals"
-    assert f"{beginning}: network: +" in found.message
-    assert "+0 ± 0" not in found.message  # The choice is not compared with itself.
-    assert float(found) == found.prior_precision
+    assert f"{beginning}: network: +" in tuning.message
+    assert "+0 ± 0" not in tuning.message  # The choice is not compared with itself.
+    assert float(tuning) == tuning.prior_precision
 
 
 def test_print_explains_the_choice():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x, y)], link="probit")
-    lines = str(found).splitlines()
-    low, high = found.flat
-    assert lines[0] == f"{repr(found)[len('<Tuning: ') : -1]}"
+    tuning = la.tune([(x, y)], link="probit")
+    lines = str(tuning).splitlines()
+    low, high = tuning.flat
+    assert lines[0] == f"{repr(tuning)[len('<Tuning: ') : -1]}"
     assert lines[1].startswith(f"Prior precisions from {low:.3g} to {high:.3g} score about as well")
-    assert str(found.compared) in str(found)
-    assert found.compared == list(found.compared)
-    table = str(found.compared).splitlines()
+    assert str(tuning.compared) in str(tuning)
+    assert tuning.compared == list(tuning.compared)
+    table = str(tuning.compared).splitlines()
     assert table[0].split() == [
         "prior",
         "precision",
@@ -398,7 +406,7 @@ def test_print_explains_the_choice():
         "%)",
     ]
     assert len({len(line) for line in table}) == 1
-    for line, row in zip(table[1:], found.compared, strict=True):
+    for line, row in zip(table[1:], tuning.compared, strict=True):
         assert line.startswith(row["name"])
         assert line.split()[-2:] == [f"{row['difference']:+.2g}", f"{row['half_width']:.2g}"]
     assert table[1].split()[:3] == ["network", "none", "1"]
@@ -406,24 +414,24 @@ def test_print_explains_the_choice():
 
 def test_the_choice_is_marked_among_the_candidates():
     model, x, y = problem(3.0, 1000)
-    found = Laplace(model).fit([(x, y)]).tune([(x, y)])
-    assert found.link.temperature == 1
-    assert "Candidates compared with the choice (*); a positive difference is worse:" in str(found)
-    marked = [line.split(" * ")[0] for line in str(found.compared).splitlines() if " * " in line]
-    assert marked == [found.link.name]
-    (row,) = (row for row in found.compared if row["name"] == found.link.name)
-    assert row["prior_precision"] == found.prior_precision
+    tuning = Laplace(model).fit([(x, y)]).tune([(x, y)])
+    assert tuning.link.temperature == 1
+    assert "Candidates compared with the choice (*); a positive difference is worse:" in str(tuning)
+    marked = [line.split(" * ")[0] for line in str(tuning.compared).splitlines() if " * " in line]
+    assert marked == [tuning.link.name]
+    (row,) = (row for row in tuning.compared if row["name"] == tuning.link.name)
+    assert row["prior_precision"] == tuning.prior_precision
     assert row["difference"] == 0
 
 
 def test_no_candidate_is_marked_if_none_is_the_choice():
     """The choice is the smallest prior precision that is tied with the lowest score."""
     model, x, y = problem(3.0, 1000, temperature=0.3)
-    found = Laplace(model).fit([(x, y)]).tune([(x, y)], link="probit")
-    (tempered,) = (row for row in found.compared if row["name"] == "probit, tempered")
-    assert tempered["prior_precision"] > found.prior_precision
-    assert "*" not in str(found)
-    assert "Candidates compared with the choice; a positive difference is worse:" in str(found)
+    tuning = Laplace(model).fit([(x, y)]).tune([(x, y)], link="probit")
+    (tempered,) = (row for row in tuning.compared if row["name"] == "probit, tempered")
+    assert tempered["prior_precision"] > tuning.prior_precision
+    assert "*" not in str(tuning)
+    assert "Candidates compared with the choice; a positive difference is worse:" in str(tuning)
 
 
 def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
@@ -446,11 +454,11 @@ def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
     counts = (100 * model(x).softmax(1)).round().long()
     labels = torch.arange(3).repeat(80).repeat_interleave(counts.flatten())
     data = [(x.repeat_interleave(counts.sum(1), 0), labels)]
-    alike = la.tune(data, grid=[1e6])
-    assert alike.link == Link("pairwise")
-    lowest = min(row["difference"] for row in alike.compared)
-    error = alike.table[0]["standard_error"]
-    assert ("keeps the default link" in alike.message) == (-lowest > 1e-3 * error)
+    with_matching_labels = la.tune(data, grid=[1e6])
+    assert with_matching_labels.link == Link("pairwise")
+    lowest = min(row["difference"] for row in with_matching_labels.compared)
+    error = with_matching_labels.table[0]["standard_error"]
+    assert ("keeps the default link" in with_matching_labels.message) == (-lowest > 1e-3 * error)
 
 
 # ------------------------------------------------------------- the link and its temperature
@@ -459,35 +467,37 @@ def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
 def test_links_and_temperatures_are_those_of_predictions_one_by_one():
     """The rows of the comparison, against predictions at every point of the grid."""
     model, x, y = problem(3.0, 300, temperature=0.3)
-    la, grid = Laplace(model).fit([(x, y)]), [1e-3, 1e-2, 0.1, 1.0]
+    la = Laplace(model).fit([(x, y)])
+    grid = [1e-3, 1e-2, 0.1, 1.0]
     data = Passes([(x[:100], y[:100]), (x[100:], y[100:])])
-    found = la.tune(data, grid=grid)
+    tuning = la.tune(data, grid=grid)
     assert data.count == 1
 
     def losses(delta, link):
         la.prior_precision = delta
         return -la.predict(x, link=link).log_prob(y)
 
-    def least(links):
-        every = [(delta, link) for delta in grid for link in links]
-        return min(every, key=lambda at: losses(*at).mean())
+    def best_candidate(links):
+        candidates = [(delta, link) for delta in grid for link in links]
+        return min(candidates, key=lambda candidate: losses(*candidate).mean())
 
-    chosen = losses(found.prior_precision, found.link)
-    assert found.value == pytest.approx(chosen.mean().item(), rel=1e-12)
-    rows = {row["name"]: row for row in found.compared}
+    chosen_losses = losses(tuning.prior_precision, tuning.link)
+    assert tuning.value == pytest.approx(chosen_losses.mean().item(), rel=1e-12)
+    rows = {row["name"]: row for row in tuning.compared}
     for name in ("pairwise", "probit"):
-        for key, some in ((name, [1.0]), (f"{name}, tempered", TEMPERATURES)):
-            row, (delta, link) = rows.pop(key), least([Link(name, T) for T in some])
+        for key, temperatures in ((name, [1.0]), (f"{name}, tempered", TEMPERATURES)):
+            row = rows.pop(key)
+            delta, link = best_candidate([Link(name, T) for T in temperatures])
             assert (row["prior_precision"], row["temperature"]) == (delta, link.temperature)
-            difference = losses(delta, link) - chosen
+            difference = losses(delta, link) - chosen_losses
             assert row["difference"] == pytest.approx(difference.mean().item(), abs=1e-12)
             half_width = 1.96 * difference.std().item() / math.sqrt(300)
             assert row["half_width"] == pytest.approx(half_width, abs=1e-12)
     logits = model(x).detach()
-    for key, some in (("network", [1.0]), ("temperature scaling", TEMPERATURES)):
+    for key, temperatures in (("network", [1.0]), ("temperature scaling", TEMPERATURES)):
         row = rows.pop(key)
-        by = [torch.nn.functional.cross_entropy(logits / T, y).item() for T in some]
-        assert row["nll"] == pytest.approx(min(by), rel=1e-12)
+        nlls = [torch.nn.functional.cross_entropy(logits / T, y).item() for T in temperatures]
+        assert row["nll"] == pytest.approx(min(nlls), rel=1e-12)
         assert row["prior_precision"] is None
     assert not rows
 
@@ -496,13 +506,13 @@ def test_links_and_temperatures_are_those_of_predictions_one_by_one():
 def test_what_is_chosen_is_set_and_is_what_evaluate_gives(metric, tmp_path):
     model, x, y = problem(3.0, 400, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x, y)], metric)
-    assert la.link == found.link
-    assert la.evaluate([(x, y)])[metric] == pytest.approx(found.value, rel=1e-6)
+    tuning = la.tune([(x, y)], metric)
+    assert la.link == tuning.link
+    assert la.evaluate([(x, y)])[metric] == pytest.approx(tuning.value, rel=1e-6)
     la.save(tmp_path / "posterior.safetensors")
     loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
-    assert loaded.link == found.link
-    assert loaded.evaluate([(x, y)])[metric] == pytest.approx(found.value, rel=1e-6)
+    assert loaded.link == tuning.link
+    assert loaded.evaluate([(x, y)])[metric] == pytest.approx(tuning.value, rel=1e-6)
 
 
 def test_a_temperature_is_taken_unless_the_simplest_link_is_as_good():
@@ -523,14 +533,14 @@ def test_a_temperature_is_taken_unless_the_simplest_link_is_as_good():
 
 def test_beside_a_temperature_the_smallest_prior_precision_that_is_as_good_is_taken():
     model, x, y = problem(3.0, 400, temperature=0.3)
-    found = Laplace(model).fit([(x, y)]).tune([(x, y)], link="pairwise")
-    assert found.link.temperature != 1
-    values = {row["prior_precision"]: row["nll"] for row in found.table}
+    tuning = Laplace(model).fit([(x, y)]).tune([(x, y)], link="pairwise")
+    assert tuning.link.temperature != 1
+    values = {row["prior_precision"]: row["nll"] for row in tuning.table}
     least = min(values.values())
-    error = max(row["standard_error"] for row in found.table)
-    assert values[found.prior_precision] - least <= 0.25 * error
-    smaller = max(delta for delta in values if delta < found.prior_precision)
-    (chosen,) = (row for row in found.table if row["prior_precision"] == found.prior_precision)
+    error = max(row["standard_error"] for row in tuning.table)
+    assert values[tuning.prior_precision] - least <= 0.25 * error
+    smaller = max(delta for delta in values if delta < tuning.prior_precision)
+    (chosen,) = (row for row in tuning.table if row["prior_precision"] == tuning.prior_precision)
     assert values[smaller] - least > 1e-3 * chosen["standard_error"]
 
 
@@ -538,8 +548,8 @@ def test_few_examples_take_the_simplest_link_and_another_link_can_win():
     model, x, y = problem(3.0, 400, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
     for start in range(0, 400, 80):
-        some = slice(start, start + 20)
-        assert la.tune([(x[some], y[some])]).link == Link("pairwise")
+        few = slice(start, start + 20)
+        assert la.tune([(x[few], y[few])]).link == Link("pairwise")
     la.prior_precision = 0.01
     probs = la.predict(x, link="probit").probs
     g = torch.Generator().manual_seed(0)
@@ -551,11 +561,11 @@ def test_few_examples_take_the_simplest_link_and_another_link_can_win():
 def test_a_link_that_is_asked_for_is_the_only_one():
     model, x, y = problem(3.0, 400, temperature=0.3)
     la = Laplace(model).fit([(x, y)])
-    found = la.tune([(x, y)], grid=[1e-2, 1e6], link="exact")
-    assert {row["name"] for row in found.compared} == {
+    tuning = la.tune([(x, y)], grid=[1e-2, 1e6], link="exact")
+    assert {row["name"] for row in tuning.compared} == {
         "network", "temperature scaling", "exact", "exact, tempered"
     }  # fmt: skip
-    assert found.link.name == "exact"
+    assert tuning.link.name == "exact"
     alone = la.tune([(x, y)], grid=[1e-2, 1.0], link=Link("probit", 1.5))
     assert alone.link == Link("probit", 1.5)
     for row in alone.table:
@@ -573,10 +583,10 @@ def test_evidence_is_a_function_of_its_own_and_leaves_the_link():
     model, x, y = problem()
     la = Laplace(model).fit([(x, y)])
     la.link = "exact"
-    found = la.tune_evidence()
-    assert la.prior_precision.item() == found.prior_precision
-    assert (la.link, found.link, found.compared) == (Link("exact"), None, [])
-    assert la.tune(method="marglik") == found
+    tuning = la.tune_evidence()
+    assert la.prior_precision.item() == tuning.prior_precision
+    assert (la.link, tuning.link, tuning.compared) == (Link("exact"), None, [])
+    assert la.tune(method="marglik") == tuning
     assert len(la.tune_evidence(per="kind").table) == 2
     with pytest.raises(ValueError, match=r"Use tune_evidence\(per='kind'\)"):
         la.tune([(x, y)], per="kind")
@@ -599,32 +609,33 @@ def regression(noise=0.1, dtype=torch.float64, num_outputs=1):
 
 @pytest.mark.parametrize("sigma", [None, 0.03, [1.0, 2.0]])
 def test_noise_and_prior_precision_have_the_least_validation_nll(sigma):
-    """Of fits at other noises and priors, none predicts the held-out targets better."""
+    """Fits with other noises and prior precisions do not predict the held-out targets better."""
     model, x, y = regression(num_outputs=2 if isinstance(sigma, list) else 1)
-    train, held_out = [(x[:40], y[:40])], [(x[40:90], y[40:90]), (x[90:], y[90:])]
+    train = [(x[:40], y[:40])]
+    held_out = [(x[40:90], y[40:90]), (x[90:], y[90:])]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la = Laplace(model, "regression", sigma=sigma).fit(train)
-    found = la.tune(held_out, sigma=None if sigma is None else True)
-    first = torch.as_tensor(found.sigma).flatten()[0].item()
-    ratio = torch.as_tensor(found.sigma).flatten() / first
+    tuning = la.tune(held_out, sigma=None if sigma is None else True)
+    first = torch.as_tensor(tuning.sigma).flatten()[0].item()
+    ratio = torch.as_tensor(tuning.sigma).flatten() / first
 
     def nll(log_sigma, log_delta):
-        other = Laplace(
+        refitted = Laplace(
             model, "regression", sigma=ratio * math.exp(log_sigma), backend="hooks",
             prior_precision=math.exp(log_delta),
         ).fit(train)  # fmt: skip
-        return -other.predict(x[40:]).log_prob(y[40:]).mean().item()
+        return -refitted.predict(x[40:]).log_prob(y[40:]).mean().item()
 
-    start = [math.log(first), math.log(found.prior_precision)]
-    assert nll(*start) == pytest.approx(found.value, rel=1e-9)
-    assert la.evaluate(held_out)["nll"] == pytest.approx(found.value, rel=1e-9)
+    start = [math.log(first), math.log(tuning.prior_precision)]
+    assert nll(*start) == pytest.approx(tuning.value, rel=1e-9)
+    assert la.evaluate(held_out)["nll"] == pytest.approx(tuning.value, rel=1e-9)
     # The closed form is exact in sigma; the prior precision is known to the resolution.
     for step in (-0.02, 0.02):
-        assert nll(start[0] + step, start[1]) > found.value
+        assert nll(start[0] + step, start[1]) > tuning.value
     for step in (-1, 1):
-        assert nll(start[0], start[1] + step * math.log(resolution(found))) > found.value - 1e-6
-    assert min(row["nll"] for row in found.table) == found.value
+        assert nll(start[0], start[1] + step * math.log(resolution(tuning))) > tuning.value - 1e-6
+    assert min(row["nll"] for row in tuning.table) == tuning.value
     assert 0.7 < first / 0.1 < 1.3
     assert not la.likelihood.is_assumed
 
@@ -632,10 +643,10 @@ def test_noise_and_prior_precision_have_the_least_validation_nll(sigma):
 def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
     model, x, y = regression()
     data = [(x, y)]
-    given = Laplace(model, "regression", sigma=0.5).fit(data)
-    assert given.tune(data).sigma is None
-    assert given.tune(method="marglik").sigma is None
-    assert given.likelihood.sigma == 0.5
+    with_given_noise = Laplace(model, "regression", sigma=0.5).fit(data)
+    assert with_given_noise.tune(data).sigma is None
+    assert with_given_noise.tune(method="marglik").sigma is None
+    assert with_given_noise.likelihood.sigma == 0.5
     for arguments in (
         {"loader": data},
         {"method": "marglik"},
@@ -647,9 +658,9 @@ def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
         assert la.likelihood.sigma == pytest.approx(0.1, rel=0.3)
     with pytest.warns(UserWarning, match="is assumed"):
         la = Laplace(model, "regression").fit(data)
-    found = la.tune(data, grid=[1.0, 2.0])
-    assert found.sigma is None
-    assert "assumed to be 1.0" in found.message
+    tuning = la.tune(data, grid=[1.0, 2.0])
+    assert tuning.sigma is None
+    assert "assumed to be 1.0" in tuning.message
     off = la.tune(data, sigma=False)
     assert off.sigma is None
     assert "assumed" not in off.message
@@ -681,20 +692,22 @@ def test_the_choice_is_compared_with_the_network_itself(link, params):
     x = torch.randn(300, 4, dtype=torch.float64)
     y = Categorical(logits=0.6 * model(x)).sample()
     la = Laplace(model, params=params).fit([(x[:100], y[:100])])
-    x, y = x[100:], y[100:]
-    found = la.tune([(x, y)], link=link)
-    rows = {row["name"]: row["nll"] for row in found.compared}
+    x = x[100:]
+    y = y[100:]
+    tuning = la.tune([(x, y)], link=link)
+    rows = {row["name"]: row["nll"] for row in tuning.compared}
     logits = model(x).detach()
-    of_temperatures = [F.cross_entropy(logits / T, y).item() for T in TEMPERATURES]
+    nlls = [F.cross_entropy(logits / T, y).item() for T in TEMPERATURES]
     assert rows["network"] == pytest.approx(F.cross_entropy(logits, y).item(), abs=1e-6)
-    assert rows["temperature scaling"] == pytest.approx(min(of_temperatures), abs=1e-6)
+    assert rows["temperature scaling"] == pytest.approx(min(nlls), abs=1e-6)
 
 
 def test_temperature_scaling_of_the_network_by_the_row_of_the_comparison():
-    """As docs/how-to/temperature-scaling.md does; the temperature of la.link is another one."""
+    """docs/how-to/temperature-scaling.md does the same; `la.link` has a different temperature."""
     model, x, y = problem(3.0, 400, temperature=0.3)
     la = Laplace(model).fit([(x[:200], y[:200])])
-    x, y = x[200:], y[200:]
+    x = x[200:]
+    y = y[200:]
     compared = la.tune([(x, y)], grid=[1.0]).compared
     (row,) = (row for row in compared if row["name"] == "temperature scaling")
     assert la.link.temperature != row["temperature"]
@@ -709,7 +722,8 @@ def test_temperature_scaling_of_the_network_by_the_row_of_the_comparison():
 def test_the_prior_precision_is_tuned_for_a_link_with_a_temperature(params, name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
-    x, y = torch.randn(260, 3).double(), torch.randint(3, (260,))
+    x = torch.randn(260, 3).double()
+    y = torch.randint(3, (260,))
     la = Laplace(model, params=params).fit([(x[:60], y[:60])])
     link = Link(name, 1.5)
     grid = [0.1, 1.0, 10.0, 100.0]
