@@ -15,7 +15,9 @@ from laplace_debias import Bernoulli, Categorical, Gaussian, HeteroscedasticGaus
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.system.shown import html_table
 
-N, DELTA, RANK = 8, 0.6, 5
+N = 8
+DELTA = 0.6
+RANK = 5
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 
 
@@ -57,13 +59,13 @@ def test_every_curvature_is_the_dense_one(name, curvature):
 def test_backends_and_modes_agree(name):
     model, x, y, likelihood, _ = case(name, 40)
     for mode in ("debiased", "crossfit"):
-        one, two = (
+        hooks, backpack = (
             Laplace(model, likelihood, backend=backend, memory_bound=bound)
             .fit([(x[:20], y[:20]), (x[20:], y[20:])], mode=mode, num_data=40)
             .functional(x)[1]
             for backend, bound in (("hooks", 2**27), ("backpack", 2**15))
         )
-        close(one, two)
+        close(hooks, backpack)
 
 
 @pytest.mark.slow
@@ -136,10 +138,10 @@ def test_each_prints_its_arguments_and_no_long_tensor():
 def test_a_notebook_shows_a_table():
     """Every line of the text, with its special characters escaped."""
     la = Laplace(network(4), Categorical(label_smoothing=0.1), params="last_layer")
-    found = la._repr_html_()
+    html = la._repr_html_()
     for line in repr(la).splitlines()[1:-1]:
         name, _, text = line.strip().partition(": ")
-        assert f"<td>{name}</td><td>{text}</td>" in found
+        assert f"<td>{name}</td><td>{text}</td>" in html
     assert html_table([["<b>", 0, None, 1.23456]], ["a & b"]) == (
         "<table><thead><tr><th>a &amp; b</th></tr></thead>"
         "<tr><td>&lt;b&gt;</td><td>0</td><td></td><td>1.235</td></tr></table>"
@@ -147,14 +149,14 @@ def test_a_notebook_shows_a_table():
 
 
 def test_what_they_print_as():
-    told = {
+    texts = {
         Categorical(class_weights=W3, label_smoothing=0.1): "classification",
         Gaussian([0.5, 1.0]): "regression, a separate sigma for each of 2 outputs",
         Gaussian([0.5]): "regression, sigma = 0.5",
         Bernoulli(): "binary",
         HeteroscedasticGaussian(): "heteroscedastic",
     }
-    for likelihood, text in told.items():
+    for likelihood, text in texts.items():
         assert f"  likelihood: {text}\n" in repr(Laplace(network(4), likelihood))
 
 
@@ -167,10 +169,12 @@ def test_evaluate_and_tune_score_the_labels_without_weights():
     for la in (plain, weighted):
         log_probs = la.predict(x).log_prob(y.clamp_min(0))[y != -100]
         assert la.evaluate([(x, y)])["nll"] == pytest.approx(-log_probs.mean().item())
-    without = Categorical(class_weights=[0.0, 1.0, 1.0])
-    report = Laplace(model, without).fit_batches([(x, y)]).evaluate([(x, y)], method="map")
-    kept = (y != -100) & (y != 0)
-    expected = (model(x).argmax(1) == y)[kept].double().mean().item()
+    without_first_class = Categorical(class_weights=[0.0, 1.0, 1.0])
+    report = (
+        Laplace(model, without_first_class).fit_batches([(x, y)]).evaluate([(x, y)], method="map")
+    )
+    is_counted = (y != -100) & (y != 0)
+    expected = (model(x).argmax(1) == y)[is_counted].double().mean().item()
     assert report["accuracy"] == pytest.approx(expected)
 
 
@@ -220,8 +224,8 @@ def test_it_is_evaluated_and_tuned_on_its_targets():
     mean = la.model(x).detach()[:, :2]
     assert report["rmse"] == pytest.approx((mean - y).square().mean().sqrt().item())
     assert report["nll"] == pytest.approx(-la.predict(x).log_prob(y).mean().item())
-    found = la.tune([(x, y)], grid=[0.5, 5.0])
-    assert found.value == min(row["nll"] for row in found.table)
+    tuning = la.tune([(x, y)], grid=[0.5, 5.0])
+    assert tuning.value == min(row["nll"] for row in tuning.table)
     with pytest.raises(ValueError, match="half of the outputs"):
         la.evaluate([(x, torch.cat([y, y], 1))])
 
@@ -251,7 +255,9 @@ def test_a_mean_and_a_log_variance_for_each_target():
 
 
 def test_one_target_may_have_no_dimension_of_its_own():
-    model, (x, y) = network(2), (torch.randn(9, 4).double(), torch.randn(9).double())
+    model = network(2)
+    x = torch.randn(9, 4).double()
+    y = torch.randn(9).double()
     flat, column = (
         Laplace(model, "heteroscedastic").fit_batches([(x, t)]) for t in (y, y[:, None])
     )
@@ -274,7 +280,8 @@ def test_a_noise_that_overflows_is_told():
 def regression(sigma=0.3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
-    x, y = torch.randn(30, 4).double(), torch.randn(30, 2).double()
+    x = torch.randn(30, 4).double()
+    y = torch.randn(30, 2).double()
     la = Laplace(model, "regression", sigma=sigma, **options)
     return la.fit_batches([(x, y)]), x, y
 
@@ -284,7 +291,8 @@ QUANTILES = torch.tensor([0.025, 0.3, 0.5, 0.9]).double()[:, None, None]
 
 def test_marginals_are_those_of_the_predictive():
     la, x, y = regression([0.3, 0.7])
-    predictive, marginals = la.predict(x), la.marginals(x)
+    predictive = la.predict(x)
+    marginals = la.marginals(x)
     assert marginals.batch_shape == (30, 2)
     normal = Normal(predictive.mean, predictive.variance.sqrt())
     close(marginals.icdf(QUANTILES), normal.icdf(QUANTILES))
@@ -296,7 +304,8 @@ def test_marginals_are_those_of_the_predictive():
 @pytest.mark.parametrize("make", [regression, heteroscedastic])
 def test_quantiles_of_a_mixture_are_where_its_distribution_function_is(method, make):
     la, x, y = make()
-    x, y = x[:6], y[:6]
+    x = x[:6]
+    y = y[:6]
     options = {"method": method, "samples": 7}
     marginals = la.marginals(x, **options, generator=torch.Generator().manual_seed(0))
     predictive = la.predict(x, **options, generator=torch.Generator().manual_seed(0))

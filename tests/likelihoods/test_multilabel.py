@@ -30,7 +30,10 @@ from laplace_debias.curvature.losses.likelihoods import (
     likelihood_from,
 )
 
-N, NUM_LABELS, DELTA, RANK = 7, 3, 0.6, 5
+N = 7
+NUM_LABELS = 3
+DELTA = 0.6
+RANK = 5
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 
 
@@ -81,10 +84,14 @@ def close(actual, expected, tolerance=1e-9):
     ("curvature", "fisher"), one_axis_at_a_time(CURVATURES, ["mc", "empirical"])
 )
 def test_every_curvature_is_that_of_drawn_and_of_given_labels(curvature, fisher):
-    model, (x, y) = network(), examples()
+    model = network()
+    x, y = examples()
     likelihood = Recorded()
-    options = {"mc_samples": 2} if fisher == "mc" else {}
-    options |= {"rank": RANK} if curvature == "lowrank" else {}
+    options = {}
+    if fisher == "mc":
+        options["mc_samples"] = 2
+    if curvature == "lowrank":
+        options["rank"] = RANK
     la = Laplace(
         model,
         likelihood,
@@ -95,12 +102,14 @@ def test_every_curvature_is_that_of_drawn_and_of_given_labels(curvature, fisher)
         **options,
     )
     la.fit_batches([(x[:4], y[:4]), (x[4:], y[4:])], num_data=40)
-    # Drawn batch by batch, sample by sample; EKFAC's second pass draws the same labels again.
-    drawn = [torch.cat(likelihood.drawn[k:4:2]) for k in range(2)] if fisher == "mc" else None
+    drawn = None
+    if fisher == "mc":
+        # Drawn batch by batch, sample by sample; EKFAC's second pass draws the same labels again.
+        drawn = [torch.cat(likelihood.drawn[k:4:2]) for k in range(2)]
     C = dense_curvature(la, curvature, x, dense_columns(model, x, y, fisher, drawn), RANK)
     P = 40 * C + DELTA * torch.eye(len(C)).double()
     close(la.posterior.precision.to_dense(), P)
-    # Predictive: of each label its own logit, shrunk by its own variance.
+    # The predictive of a label has the label's logit, shrunk by the logit's variance.
     mean, variances = la.functional(x, diagonal=True)
     expected = (mean / (1 + math.pi / 8 * variances).sqrt()).sigmoid()
     close(la.predict(x).mean, expected)
@@ -115,11 +124,14 @@ def single(seed):
 
 
 def test_one_label_is_the_binary_likelihood():
-    (x, y), model = examples(12, 1), single(0)
-    several, one = (Laplace(model, name).fit_batches([(x, y)]) for name in ("multilabel", "binary"))
-    close(several.predict(x).mean[:, 0], one.predict(x).probs)
-    report = several.evaluate([(x, y)])
-    expected = one.evaluate([(x, y)])
+    x, y = examples(12, 1)
+    model = single(0)
+    multilabel, binary = (
+        Laplace(model, name).fit_batches([(x, y)]) for name in ("multilabel", "binary")
+    )
+    close(multilabel.predict(x).mean[:, 0], binary.predict(x).probs)
+    report = multilabel.evaluate([(x, y)])
+    expected = binary.evaluate([(x, y)])
     for name in ("accuracy", "nll", "ece", "brier", "mean_entropy"):
         assert report[name] == pytest.approx(expected[name], rel=1e-6)
 
@@ -139,7 +151,8 @@ def test_saturated_logits_keep_their_digits():
 
 
 def test_predictives_average_label_by_label():
-    (x, y), model = examples(), network()
+    x, y = examples()
+    model = network()
     la = Laplace(model, "multilabel", prior_precision=DELTA).fit_batches([(x, y)])
     for method in ("glm", "glm-mc", "nn"):
         seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
@@ -148,10 +161,12 @@ def test_predictives_average_label_by_label():
         if method == "nn":
             expected = torch.zeros(N, NUM_LABELS).double()
             for theta in la.sample(6, seeds[1]):
-                parts = theta.split([p.numel() for p in model.parameters()])
+                entries_of_parameters = theta.split([p.numel() for p in model.parameters()])
                 values = {
-                    name: part.view_as(p)
-                    for (name, p), part in zip(model.named_parameters(), parts, strict=True)
+                    name: entries.view_as(p)
+                    for (name, p), entries in zip(
+                        model.named_parameters(), entries_of_parameters, strict=True
+                    )
                 }
                 expected += torch.func.functional_call(model, values, (x,)).sigmoid().detach() / 6
             close(predictive.mean, expected)
@@ -173,8 +188,10 @@ def test_labels_at_positions():
     """Each token has several labels; padded ones are ignored."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
-    x, y = torch.randn(5, 3, 4).double(), torch.randint(2, (5, 3, 2))
-    y[0, 2] = y[3, 1] = -100
+    x = torch.randn(5, 3, 4).double()
+    y = torch.randint(2, (5, 3, 2))
+    y[0, 2] = -100
+    y[3, 1] = -100
     la = Laplace(model, "multilabel", "full", prior_precision=DELTA).fit_batches([(x, y)])
     expected = torch.zeros(len(la.mean), len(la.mean)).double()
     for n in range(5):
@@ -197,14 +214,17 @@ def test_labels_at_positions():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_metrics_are_those_of_the_labels(dtype):
-    probs, y = torch.rand(50, 4).to(dtype), torch.randint(2, (50, 4))
-    other = torch.rand(30, 4).to(dtype) * 0.2 + 0.4
-    report = metrics.evaluate_multilabel(probs, y, {"other": other})
-    p, truth, guess = probs.double(), y.numpy(), (probs > 0.5).numpy()
-    assert report["accuracy"] == pytest.approx(1 - hamming_loss(truth, guess), rel=1e-6)
-    theirs = multilabel_accuracy(probs, y, 4, average="micro")
-    assert report["accuracy"] == pytest.approx(theirs.item(), rel=1e-6)
-    assert report["exact_match"] == pytest.approx(accuracy_score(truth, guess), rel=1e-6)
+    probs = torch.rand(50, 4).to(dtype)
+    y = torch.randint(2, (50, 4))
+    foreign_probs = torch.rand(30, 4).to(dtype) * 0.2 + 0.4
+    report = metrics.evaluate_multilabel(probs, y, {"other": foreign_probs})
+    p = probs.double()
+    truth = y.numpy()
+    prediction = (probs > 0.5).numpy()
+    assert report["accuracy"] == pytest.approx(1 - hamming_loss(truth, prediction), rel=1e-6)
+    torchmetrics_accuracy = multilabel_accuracy(probs, y, 4, average="micro")
+    assert report["accuracy"] == pytest.approx(torchmetrics_accuracy.item(), rel=1e-6)
+    assert report["exact_match"] == pytest.approx(accuracy_score(truth, prediction), rel=1e-6)
     assert report["exact_match"] == pytest.approx(multilabel_exact_match(probs, y, 4).item())
     assert 0 < report["exact_match"] < report["accuracy"]
     log_probs = TorchBernoulli(p).log_prob(y.double()).sum(1)
@@ -213,7 +233,7 @@ def test_metrics_are_those_of_the_labels(dtype):
     assert report["ece"] == pytest.approx(
         metrics.ece(probs.flatten(), y.flatten()).item(), rel=1e-6
     )
-    entropies = [TorchBernoulli(t.double()).entropy().sum(1) for t in (probs, other)]
+    entropies = [TorchBernoulli(t.double()).entropy().sum(1) for t in (probs, foreign_probs)]
     assert report["mean_entropy"] == pytest.approx(entropies[0].mean().item(), rel=1e-5)
     is_ood = torch.cat([torch.zeros(50), torch.ones(30)]).long()
     area = binary_auroc(torch.cat(entropies) / 4, is_ood)
@@ -238,7 +258,8 @@ def test_metrics_refuse_what_is_no_table_of_labels(probs, labels, ood, says):
 
 
 def test_evaluate_and_tune_score_the_same_predictive():
-    (x, y), model = examples(30), network()
+    x, y = examples(30)
+    model = network()
     la = Laplace(model, "multilabel").fit_batches([(x, y)])
     report = la.evaluate([(x[:11], y[:11]), (x[11:], y[11:])], ood={"far": [(5 * x, y)]})
     predictive = la.predict(x)
@@ -246,8 +267,8 @@ def test_evaluate_and_tune_score_the_same_predictive():
     assert report == pytest.approx(expected, rel=1e-6)
     assert report["nll"] == pytest.approx(-predictive.log_prob(y.double()).mean().item())
     for metric in ("nll", "brier"):
-        found = la.tune([(x, y)], metric, grid=[1.0, 50.0])
-        assert found.table[0][metric] == pytest.approx(report[metric], rel=1e-6)
+        tuning = la.tune([(x, y)], metric, grid=[1.0, 50.0])
+        assert tuning.table[0][metric] == pytest.approx(report[metric], rel=1e-6)
     # The labels of any real dtype are the same labels.
     la.prior_precision = 1.0
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.float32):
@@ -263,7 +284,8 @@ def test_a_certain_mistake_costs_what_its_logit_says(likelihood):
     with torch.no_grad():
         model[0].weight.fill_(20.0)
         model[0].bias.zero_()
-    x, y = torch.ones(2, 1), torch.tensor([[0.0], [1.0]])
+    x = torch.ones(2, 1)
+    y = torch.tensor([[0.0], [1.0]])
     la = Laplace(model, likelihood).fit_batches([(x, y)])
     assert la.evaluate([(x, y)], method="map")["nll"] == pytest.approx(10.0, rel=1e-6)
 
@@ -307,5 +329,5 @@ def test_each_mistake_is_sent_to_the_right_likelihood(likelihood, targets, error
     assert isinstance(likelihood, Likelihood)
     with pytest.raises(error) as caught:
         likelihood.check(torch.zeros(3, 3), targets)
-    assert all(part in str(caught.value) for part in says)
+    assert all(text in str(caught.value) for text in says)
     assert says_not not in str(caught.value)

@@ -17,7 +17,8 @@ from laplace_debias import Laplace, Ordinal
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK
 
-N, DELTA = 24, 0.8
+N = 24
+DELTA = 0.8
 
 
 def network():
@@ -44,7 +45,8 @@ def la():
 
 
 def dense():
-    model, (x, _) = network(), examples()
+    model = network()
+    x, _ = examples()
     J = oracle.flat_jacobian(model, x, [name for name, _ in model.named_parameters()])
     bounds = cumulative(model(x).detach())
     probabilities = bounds.diff(dim=-1)
@@ -55,7 +57,8 @@ def dense():
 
 
 def test_the_posterior_and_its_evidence_are_the_dense_ones(la):
-    (x, y), model = examples(), network()
+    x, y = examples()
+    model = network()
     J, P = dense()
     close(la.posterior.precision.to_dense(), P)
     nll = sum(ordinal(f, label) for f, label in zip(model(x).detach(), y, strict=True))

@@ -53,7 +53,8 @@ class Odd(Poisson):
 def fitted(likelihood):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2)).double().eval()
-    x, y = torch.randn(8, 3).double(), torch.randint(4, (8, 2)).double()
+    x = torch.randn(8, 3).double()
+    y = torch.randint(4, (8, 2)).double()
     return Laplace(model, likelihood).fit_batches([(x, y)]), x
 
 
@@ -73,7 +74,7 @@ def test_it_is_saved_on_request_and_loaded_with_an_instance(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("likelihood", "says"),
     [
         (None, r"fitted with the likelihood '.*:Poisson'.*likelihood=Poisson\(\.\.\.\)"),
         (Silent(), "Pass an instance of that class"),
@@ -81,11 +82,11 @@ def test_it_is_saved_on_request_and_loaded_with_an_instance(tmp_path):
         (Poisson(3.0), r"options \{'exposure': 2.0\}.*\{'exposure': 3.0\}"),
     ],
 )
-def test_another_one_is_refused(given, says, tmp_path):
+def test_another_one_is_refused(likelihood, says, tmp_path):
     la, _ = fitted(Poisson(2.0))
     la.save(tmp_path / "own.safetensors", own_likelihood=True)
     with pytest.raises(ValueError, match=says):
-        Laplace.load(tmp_path / "own.safetensors", la.model, likelihood=given)
+        Laplace.load(tmp_path / "own.safetensors", la.model, likelihood=likelihood)
 
 
 def test_no_module_is_imported_for_a_file(tmp_path, monkeypatch):
@@ -216,5 +217,5 @@ def test_the_gradient_is_that_of_the_subclass_s_own_loss():
     outputs = torch.randn(5, 1).double()
     targets = torch.tensor([0, 1, 2, 1, 0])
     thresholds = [-1.0, 1.0]
-    whole = Ordinal(thresholds).gradient(outputs, targets)
-    torch.testing.assert_close(Halved(thresholds).gradient(outputs, targets), whole / 2)
+    gradient = Ordinal(thresholds).gradient(outputs, targets)
+    torch.testing.assert_close(Halved(thresholds).gradient(outputs, targets), gradient / 2)

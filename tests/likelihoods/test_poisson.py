@@ -15,7 +15,8 @@ from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian
 from laplace_debias.curvature.losses.likelihoods import poisson
 from laplace_debias.curvature.losses.likelihoods.poisson import PoissonLogNormal
 
-N, DELTA = 30, 0.8
+N = 30
+DELTA = 0.8
 
 
 def network(num_outputs=2):
@@ -37,7 +38,8 @@ def la():
 
 def dense(num_outputs=2):
     """Jacobians, rates and the posterior precision, by the equations."""
-    model, (x, _) = network(num_outputs), examples(num_outputs)
+    model = network(num_outputs)
+    x, _ = examples(num_outputs)
     J = oracle.flat_jacobian(model, x, [name for name, _ in model.named_parameters()])
     rates = model(x).detach().exp()
     ggn = torch.einsum("nci,nc,ncj->ij", J, rates, J)
@@ -45,7 +47,8 @@ def dense(num_outputs=2):
 
 
 def test_the_posterior_and_its_evidence_are_the_dense_ones(la):
-    (x, y), model = examples(), network()
+    x, y = examples()
+    model = network()
     J, rates, P = dense()
     close(la.posterior.precision.to_dense(), P)
     nll = -PoissonDistribution(rates).log_prob(y.double()).sum()
@@ -284,18 +287,19 @@ def test_samples_give_the_equal_mixture(la, method):
 
 @pytest.mark.parametrize("operator", [Hessian, GGN, Fisher, EmpiricalFisher])
 def test_operators_are_the_dense_ones(operator):
-    model, (x, y) = network(), examples()
+    model = network()
+    x, y = examples()
     names = [name for name, _ in model.named_parameters()]
     values = [p.detach() for p in model.parameters()]
     sizes = [value.numel() for value in values]
 
-    def outputs_at(vector):
-        parts = vector.split(sizes)
-        shaped = {n: p.view(v.shape) for n, p, v in zip(names, parts, values, strict=True)}
+    def outputs_of_vector(vector):
+        entries = vector.split(sizes)
+        shaped = {n: p.view(v.shape) for n, p, v in zip(names, entries, values, strict=True)}
         return torch.func.functional_call(model, shaped, (x,))
 
     def loss(vector):
-        f = outputs_at(vector)
+        f = outputs_of_vector(vector)
         return (f.exp() - y * f).sum() / N
 
     vector = torch.cat([value.flatten() for value in values])
@@ -336,9 +340,11 @@ def test_it_is_evaluated_tuned_and_mixed(la):
     with pytest.raises(ValueError, match="`link='probit'` computes probabilities"):
         tuned.predict(x, link="probit")
     mixture = Mixture([la, tuned])
-    parts = [member.uncertainty(x) for member in mixture.members]
+    uncertainties = [member.uncertainty(x) for member in mixture.members]
     means = torch.stack([member.predict(x).mean for member in mixture.members])
-    total = torch.stack([part.total for part in parts]).mean(0) + means.var(0, unbiased=False)
+    total = torch.stack([uncertainty.total for uncertainty in uncertainties]).mean(0) + means.var(
+        0, unbiased=False
+    )
     close(mixture.uncertainty(x).total, total)
 
 

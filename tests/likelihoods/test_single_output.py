@@ -15,7 +15,9 @@ from laplace_debias.cli import main
 from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
 from laplace_debias.quadratic import Quadratic
 
-N, DELTA, SIGMA = 10, 0.7, 0.5
+N = 10
+DELTA = 0.7
+SIGMA = 0.5
 
 
 class Squeezed(nn.Module):
@@ -51,8 +53,11 @@ def examples(shape, is_label=False):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(N, generator=generator, dtype=torch.float64)
-    y = (y > 0).double() if is_label else y
-    return x, y if shape == "[B]" else y[:, None]
+    if is_label:
+        y = (y > 0).double()
+    if shape == "[B, 1]":
+        y = y[:, None]
+    return x, y
 
 
 def every_name(model):
@@ -63,13 +68,15 @@ def every_name(model):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_regression_is_the_dense_one(model, shape, curvature):
-    network, (x, y) = MODELS[model](), examples(shape)
+    network = MODELS[model]()
+    x, y = examples(shape)
     options = {"rank": 30} if curvature == "lowrank" else {}
     la = Laplace(
         network, "regression", curvature, sigma=SIGMA, prior_precision=DELTA, **options
     ).fit_batches([(x[:4], y[:4]), (x[4:], y[4:])])
     # The same network with outputs [B, 1], and targets [B, 1], by the equations.
-    plain, names = columns(), every_name(columns())
+    plain = columns()
+    names = every_name(columns())
     residuals = (plain(x)[:, 0] - y.reshape(-1)).detach()
     nll = (0.5 * (residuals / SIGMA) ** 2 + np.log(SIGMA) + 0.5 * np.log(2 * np.pi)).sum()
     theta = oracle.flat_parameters(plain, names)
@@ -91,18 +98,19 @@ def test_a_regression_is_the_dense_one(model, shape, curvature):
 def test_predictions_and_metrics_do_not_depend_on_the_shape(model, shape, method):
     x, y = examples(shape)
     samples = None if method in ("glm", "map") else 20
-    found = []
+    results = []
     for network, targets in ((columns(), y.reshape(-1, 1)), (MODELS[model](), y)):
         la = Laplace(network, "regression", sigma=SIGMA).fit_batches([(x, targets)])
         generator = torch.Generator().manual_seed(2)
         predictive = la.predict(x, method, samples, generator)
         report = la.evaluate([(x, targets)], None, method, samples, generator.manual_seed(2))
-        found.append((predictive.mean, predictive.variance, dict(report)))
-    (mean, variance, report), (other_mean, other_variance, other_report) = found
-    assert other_mean.shape == (N, 1)
-    close(other_mean, mean)
-    close(other_variance, variance)
-    assert other_report == pytest.approx(report, rel=1e-9)
+        results.append((predictive.mean, predictive.variance, dict(report)))
+    mean, variance, report = results[0]
+    actual_mean, actual_variance, actual_report = results[1]
+    assert actual_mean.shape == (N, 1)
+    close(actual_mean, mean)
+    close(actual_variance, variance)
+    assert actual_report == pytest.approx(report, rel=1e-9)
     assert abs(report["rmse"] - (mean - y.reshape(-1, 1)).square().mean().sqrt()) < 1e-12
 
 
@@ -115,11 +123,15 @@ def test_single_labels(model, shape, likelihood):
     x, y = examples(shape, is_label=True)
     la = Laplace(MODELS[model](), likelihood, "full", prior_precision=DELTA)
     la.fit_batches([(x, y)])
-    plain, labels = columns(), y.reshape(-1)
+    plain = columns()
+    labels = y.reshape(-1)
     p = plain(x)[:, 0].sigmoid().detach()
-    weight = 1 if likelihood.__class__ is Bernoulli or likelihood.label_weights is None else 0.5
-    is_weighted = isinstance(likelihood, Bernoulli) or likelihood.label_weights is not None
-    omega = weight * (1 + (labels if is_weighted else 0))
+    if isinstance(likelihood, Bernoulli):
+        omega = 1 + labels
+    elif likelihood.label_weights is None:
+        omega = torch.ones_like(labels)
+    else:
+        omega = 0.5 * (1 + labels)
     J = oracle.flat_jacobian(plain, x, every_name(plain))[:, 0]
     C = torch.einsum("n,ni,nj->ij", omega * p * (1 - p), J, J)
     close(la.posterior.precision.to_dense(), C + DELTA * torch.eye(len(C)).double())
@@ -133,13 +145,13 @@ def test_single_labels(model, shape, likelihood):
 def test_labels_of_a_single_output_can_be_ignored():
     x, y = examples("[B]", is_label=True)
     ignored = torch.cat([y, torch.full((3,), -1.0).double()])
-    more = torch.cat([x, x[:3]])
-    found = [
+    x_with_ignored = torch.cat([x, x[:3]])
+    las = [
         Laplace(Squeezed(columns()), MultiLabel(-1), "full").fit_batches([data], num_data=N)
-        for data in ((x, y), (more, ignored))
+        for data in ((x, y), (x_with_ignored, ignored))
     ]
-    C, of_more = (la.posterior.curvature.to_dense() for la in found)
-    close(of_more * (N + 3), C * N)
+    C, C_with_ignored = (la.posterior.curvature.to_dense() for la in las)
+    close(C_with_ignored * (N + 3), C * N)
 
 
 def test_positions_with_a_single_output():
@@ -174,7 +186,7 @@ def dense_operators(x, y):
     sizes = [p.numel() for p in parameters]
     hessian = torch.cat(
         [
-            torch.cat([part.reshape(size, -1) for part in row], 1)
+            torch.cat([entries.reshape(size, -1) for entries in row], 1)
             for row, size in zip(rows, sizes, strict=True)
         ]
     )
@@ -193,7 +205,8 @@ def dense_operators(x, y):
 def test_matrix_free_operators(model, shape, operator):
     x, y = examples(shape)
     expected = dense_operators(x, y)[operator]
-    network, data = MODELS[model](), [(x[:4], y[:4]), (x[4:], y[4:])]
+    network = MODELS[model]()
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
     close(operator(network, nn.MSELoss(), data).to_dense(), expected)
     # −log p of variance ½ is the squared error, and its curvature that of the loss.
     close(operator(network, Gaussian(0.5**0.5), data).to_dense(), expected)
@@ -203,7 +216,8 @@ def test_matrix_free_operators(model, shape, operator):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_jacobian_and_a_quadratic(model, shape):
     x, y = examples(shape)
-    network, plain = MODELS[model](), columns()
+    network = MODELS[model]()
+    plain = columns()
     J = oracle.flat_jacobian(plain, x, every_name(plain))[:, 0]
     close(Jacobian(network, [(x, y)]).to_dense(), J)
     quadratic = Quadratic.from_data(network, nn.MSELoss(), [(x, y)])
@@ -226,7 +240,7 @@ def test_binary_cross_entropy(model, shape):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 def test_kfac_of_one_example_is_the_block_diagonal_ggn(model, shape, fisher):
-    x, y = (part[:1] for part in examples(shape))
+    x, y = (tensor[:1] for tensor in examples(shape))
     plain = columns()
     K = KFAC(MODELS[model](), nn.MSELoss(), [(x, y)], fisher=fisher).to_dense()
     residual = (plain(x)[0, 0] - y.reshape(-1)[0]).detach()
@@ -251,12 +265,12 @@ def test_a_loss_of_a_users_own_gets_the_outputs_as_the_model_returns_them():
     expected = dense_operators(x, y)
     squeezed = Squeezed(columns())
     for operator in (Hessian, GGN, EmpiricalFisher):
-        found = operator(squeezed, loss, [(x, y)], reduction="mean").to_dense()
-        close(found, expected[operator])
-        found = operator(columns(), loss, [(x, y[:, None])], reduction="mean").to_dense()
-        close(found, expected[operator])
-    of_own = KFAC(squeezed, loss, [(x, y)], reduction="mean", fisher="empirical").to_dense()
-    close(of_own, KFAC(columns(), nn.MSELoss(), [(x, y)], fisher="empirical").to_dense())
+        actual = operator(squeezed, loss, [(x, y)], reduction="mean").to_dense()
+        close(actual, expected[operator])
+        actual = operator(columns(), loss, [(x, y[:, None])], reduction="mean").to_dense()
+        close(actual, expected[operator])
+    kfac = KFAC(squeezed, loss, [(x, y)], reduction="mean", fisher="empirical").to_dense()
+    close(kfac, KFAC(columns(), nn.MSELoss(), [(x, y)], fisher="empirical").to_dense())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -295,7 +309,8 @@ def test_batches_with_names(shape):
     ids=lambda value: str(value).replace("()", ""),
 )
 def test_other_targets_are_an_error_that_names_the_hook(likelihood, outputs, targets):
-    model, x = nn.Linear(3, outputs), torch.randn(N, 3)
+    model = nn.Linear(3, outputs)
+    x = torch.randn(N, 3)
     data = [(x, torch.zeros(targets))]
     if isinstance(likelihood, nn.Module):
         use = partial(GGN, model, likelihood)
