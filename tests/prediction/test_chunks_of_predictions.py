@@ -74,15 +74,15 @@ def test_a_decoder_passes_all_examples_forward_together(params):
     tokens = torch.randint(VOCABULARY, (5, 6), generator=generator)
     la = Laplace(Decoder().double().eval(), params=params).fit([(tokens, tokens)])
     # One pass chooses the positions, and two others check the shortened head.
-    before = len(count_passes(la, lambda: la.predict(tokens, "map", positions=-1))) - 1
+    num_passes_before = len(count_passes(la, lambda: la.predict(tokens, "map", positions=-1))) - 1
     sizes = count_passes(la, lambda: la.functional(tokens, positions=-1))
-    assert sizes[before:].count(5) == 1
+    assert sizes[num_passes_before:].count(5) == 1
     assert len(sizes) == len(count_passes(la, lambda: la.functional(tokens[:3], positions=-1)))
     together = la.functional(tokens, positions=-1)
     for example in range(5):
-        one = la.functional(tokens[example : example + 1], positions=-1)
-        for a, b in zip(one, together, strict=True):
-            torch.testing.assert_close(a[0], b[example])
+        moments = la.functional(tokens[example : example + 1], positions=-1)
+        for alone, in_batch in zip(moments, together, strict=True):
+            torch.testing.assert_close(alone[0], in_batch[example])
 
 
 def test_the_required_moments_suffice():

@@ -15,7 +15,8 @@ from laplace_debias.laplace.prediction.conformal import (
 )
 from laplace_debias.metrics import compare
 
-NUM_CALIBRATION, NUM_TEST = 200, 1000
+NUM_CALIBRATION = 200
+NUM_TEST = 1000
 LEVEL = 0.9
 
 
@@ -68,7 +69,7 @@ def test_adaptive_scores_are_those_of_a_loop(penalty, free_rank):
     scores = mass_above(probs, penalty, free_rank)
     for row, score in zip(probs.tolist(), scores.tolist(), strict=True):
         for k, p in enumerate(row):
-            above = [other for other in row if other > p]
+            above = [q for q in row if q > p]
             expected = sum(above) + penalty * max(0, len(above) + 1 - free_rank)
             assert math.isclose(score[k], expected, abs_tol=1e-12)
 
@@ -147,8 +148,8 @@ def test_class_sets_are_those_below_the_quantile(classifier):
     x, y = class_data(model, NUM_CALIBRATION, 3)
     conformal = Conformal(la, link="probit", penalty=0.02).calibrate([(x, y)], 0.8)
     scores = mass_above(la.predict(x, link="probit").probs, 0.02)
-    of_labels = scores[torch.arange(len(y)), y]
-    quantile = of_labels.sort().values[math.ceil(201 * 0.8) - 1]
+    label_scores = scores[torch.arange(len(y)), y]
+    quantile = label_scores.sort().values[math.ceil(201 * 0.8) - 1]
     assert conformal.predict(x).contains.equal(scores <= quantile)
     assert Conformal(la, penalty=0.02).calibrate([(x, y)], 0.8).quantiles[0] != quantile
 
@@ -291,11 +292,11 @@ def test_reports_of_several_outputs_are_compared_whatever_is_covered():
     """By chance all outputs of an example are covered, or none."""
     la, x, y = regression_of(2)
     conformal = Conformal(la).calibrate([(x[:150], y[:150])], level=0.6)
-    other = Conformal(la).calibrate([(x[:150], y[:150])], level=0.95)
+    wider = Conformal(la).calibrate([(x[:150], y[:150])], level=0.95)
     test = [(x[150:156], torch.stack([y[150:156, 0], y[150:156, 0]], 1))]
     far = [(x[150:156], y[150:156] + 100)]
-    for one, two in ((conformal, other), (other, conformal)):
-        difference = compare(one.evaluate(test), two.evaluate(test))["coverage"]
+    for first, second in ((conformal, wider), (wider, conformal)):
+        difference = compare(first.evaluate(test), second.evaluate(test))["coverage"]
         assert difference.low <= difference <= difference.high
     assert conformal.evaluate(far)["coverage"] == 0
 
@@ -303,7 +304,8 @@ def test_reports_of_several_outputs_are_compared_whatever_is_covered():
 def test_groups_are_those_of_the_targets_that_count():
     torch.manual_seed(0)
     model = nn.Linear(3, 3).double().eval()
-    x, y = torch.randn(300, 3).double(), torch.randint(3, (300,))
+    x = torch.randn(300, 3).double()
+    y = torch.randint(3, (300,))
     la = Laplace(model).fit([(x[:100], y[:100])])
     y[150:180] = -100
 
@@ -323,9 +325,11 @@ def test_groups_are_those_of_the_targets_that_count():
 @pytest.mark.parametrize("groups", [None, halves])
 def test_a_batch_of_ignored_targets_only_does_not_count(groups):
     torch.manual_seed(0)
-    x, y = torch.randn(300, 3).double(), torch.randint(3, (300,))
+    x = torch.randn(300, 3).double()
+    y = torch.randint(3, (300,))
     la = Laplace(nn.Linear(3, 3).double().eval()).fit([(x[:100], y[:100])])
-    held_out, test = [(x[100:200], y[100:200])], [(x[200:], y[200:])]
+    held_out = [(x[100:200], y[100:200])]
+    test = [(x[200:], y[200:])]
     ignored = x[:9], torch.full((9,), -100)
     conformal = Conformal(la, groups=groups).calibrate(held_out)
     expected = conformal.evaluate(test)
@@ -336,7 +340,8 @@ def test_a_batch_of_ignored_targets_only_does_not_count(groups):
 
 def test_labels_of_sets_have_the_forms_of_targets():
     contains = torch.tensor([[True, False], [True, True], [False, True]])
-    sets, expected = ClassSets(contains), torch.tensor([True, True, False])
+    sets = ClassSets(contains)
+    expected = torch.tensor([True, True, False])
     for labels in (
         torch.tensor([0, 1, 0]),
         torch.tensor([0.0, 1.0, 0.0]),

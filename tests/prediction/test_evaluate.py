@@ -1,4 +1,4 @@
-"""What `Laplace.evaluate` and `Laplace.uncertainty` make of predictions."""
+"""`Laplace.evaluate` and `Laplace.uncertainty`, against values computed from predictions."""
 
 import math
 
@@ -43,9 +43,9 @@ def test_a_regression_is_reported_as_its_gaussian():
     )
     assert list(report) == list(expected)
     for name, entry in report.items():
-        other = expected[name]
+        expected_entry = expected[name]
         assert (entry.value, entry.low, entry.high) == pytest.approx(
-            (other.value, other.low, other.high), rel=1e-4, nan_ok=True
+            (expected_entry.value, expected_entry.low, expected_entry.high), rel=1e-4, nan_ok=True
         )
     assert report["auroc_far"] > 0.9
 
@@ -55,9 +55,10 @@ def test_options_of_intervals_have_an_effect():
         data = [(X, y)]
         report = la.evaluate(data)
         assert report["nll"].is_known
-        none = la.evaluate(data, intervals=False)
-        assert not any(entry.is_known for entry in none.values())
-        assert {k: v.value for k, v in none.items()} == {k: v.value for k, v in report.items()}
+        without_intervals = la.evaluate(data, intervals=False)
+        assert not any(entry.is_known for entry in without_intervals.values())
+        values = {name: entry.value for name, entry in report.items()}
+        assert {name: entry.value for name, entry in without_intervals.items()} == values
         narrow = la.evaluate(data, level=0.5)
         assert narrow["nll"].high - narrow["nll"].low < report["nll"].high - report["nll"].low
     assert regression().evaluate([(X, Y)], level=0.5)["coverage"] < report_coverage()
@@ -77,25 +78,25 @@ def test_the_interval_of_several_labels_is_over_examples():
     y = (Y > 0).float()
     la = Laplace(network(2), "multilabel").fit_batches([(X, y)])
     report = la.evaluate([(X, y)])
-    each = -la.predict(X).log_prob(y).double()
-    assert report["nll"].value == pytest.approx(each.mean().item())
-    half = 2.02 * each.std().item() / math.sqrt(40)
-    assert report["nll"].high - report["nll"].low == pytest.approx(2 * half, rel=0.05)
+    nlls = -la.predict(X).log_prob(y).double()
+    assert report["nll"].value == pytest.approx(nlls.mean().item())
+    half_width = 2.02 * nlls.std().item() / math.sqrt(40)
+    assert report["nll"].high - report["nll"].low == pytest.approx(2 * half_width, rel=0.05)
 
 
 def test_uncertainty_of_classes_is_that_of_draws_of_the_logits():
     la = classification()
-    found = la.uncertainty(X, samples=64, generator=seed())
+    uncertainty = la.uncertainty(X, samples=64, generator=seed())
     total = la.predict(X, samples=64, generator=seed()).entropy()
-    torch.testing.assert_close(found.total, total)
-    torch.testing.assert_close(found.aleatoric + found.epistemic, found.total)
+    torch.testing.assert_close(uncertainty.total, total)
+    torch.testing.assert_close(uncertainty.aleatoric + uncertainty.epistemic, uncertainty.total)
     mean, covariance = la.functional(X)
-    many = torch.distributions.MultivariateNormal(
+    logits = torch.distributions.MultivariateNormal(
         mean.double(), covariance.double() + 1e-12 * torch.eye(3)
     ).sample((20_000,))
-    expected = Categorical(logits=many).entropy().mean(0)
-    drawn = la.uncertainty(X, samples=20_000, generator=seed()).aleatoric
-    torch.testing.assert_close(drawn.double(), expected, rtol=0, atol=0.01)
+    expected = Categorical(logits=logits).entropy().mean(0)
+    aleatoric = la.uncertainty(X, samples=20_000, generator=seed()).aleatoric
+    torch.testing.assert_close(aleatoric.double(), expected, rtol=0, atol=0.01)
 
 
 def test_the_scores_of_classes_are_those_of_the_functional_gaussian():
@@ -105,14 +106,14 @@ def test_the_scores_of_classes_are_those_of_the_functional_gaussian():
     torch.testing.assert_close(scores["max_probability"], 1 - probs.amax(1))
     mean, covariance = la.functional(X)
     torch.testing.assert_close(scores["energy"], -mean.exp().sum(1).log())
-    many = torch.distributions.MultivariateNormal(
+    logits = torch.distributions.MultivariateNormal(
         mean.double(), covariance.double() + 1e-12 * torch.eye(3)
     ).sample((20_000,))
     top, second = mean.topk(2).indices.T[:, None, :, None].expand(-1, 20_000, -1, 1)
-    flipped = (many.gather(2, second) > many.gather(2, top)).double().mean(0)[:, 0]
+    flipped = (logits.gather(2, second) > logits.gather(2, top)).double().mean(0)[:, 0]
     torch.testing.assert_close(scores["instability"].exp().double(), flipped, rtol=0, atol=0.02)
-    apart = (many - many.mean(2, keepdim=True)).var(0).mean(1)
-    torch.testing.assert_close(scores["variance"].double(), apart, rtol=0.1, atol=0)
+    variances = (logits - logits.mean(2, keepdim=True)).var(0).mean(1)
+    torch.testing.assert_close(scores["variance"].double(), variances, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "binary", "multilabel"])
@@ -123,9 +124,9 @@ def test_every_score_separates_foreign_inputs(likelihood):
     y = targets.get(likelihood, targets["binary"])
     la.fit_batches([(X, y)])
     far = [(4 * X, y)]
-    found = la.uncertainty(X, generator=seed()).scores
-    assert {"energy", "max_logit"} <= set(found) or likelihood != "classification"
-    for name, inside in found.items():
+    scores = la.uncertainty(X, generator=seed()).scores
+    assert {"energy", "max_logit"} <= set(scores) or likelihood != "classification"
+    for name in scores:
         report = la.evaluate([(X, y)], {"far": far}, generator=seed(), score=name)
         outside = la.uncertainty(4 * X, generator=seed()).scores[name]
         inside = la.uncertainty(X, generator=seed()).scores[name]
@@ -137,7 +138,8 @@ def test_every_score_separates_foreign_inputs(likelihood):
 
 
 def test_a_score_that_there_is_not_is_refused():
-    la, far = classification(), {"far": [(X, LABELS)]}
+    la = classification()
+    far = {"far": [(X, LABELS)]}
     with pytest.raises(
         ValueError, match=r"`score='margin'` is not available .* Use one of entropy"
     ):
@@ -160,26 +162,26 @@ def test_uncertainty_of_weight_samples_falls_as_the_prior_tightens(method):
 
 def test_uncertainty_of_a_regression_is_its_variance():
     la = regression()
-    found = la.uncertainty(X)
-    torch.testing.assert_close(found.total, la.predict(X).variance)
-    torch.testing.assert_close(found.aleatoric, torch.full((40, 2), 0.49))
-    torch.testing.assert_close(found.epistemic, la.functional(X, diagonal=True)[1])
+    uncertainty = la.uncertainty(X)
+    torch.testing.assert_close(uncertainty.total, la.predict(X).variance)
+    torch.testing.assert_close(uncertainty.aleatoric, torch.full((40, 2), 0.49))
+    torch.testing.assert_close(uncertainty.epistemic, la.functional(X, diagonal=True)[1])
     drawn = la.uncertainty(X, samples=20_000, generator=seed())
-    torch.testing.assert_close(drawn.epistemic, found.epistemic, rtol=0.1, atol=1e-3)
-    torch.testing.assert_close(drawn.aleatoric, found.aleatoric)
+    torch.testing.assert_close(drawn.epistemic, uncertainty.epistemic, rtol=0.1, atol=1e-3)
+    torch.testing.assert_close(drawn.aleatoric, uncertainty.aleatoric)
 
 
 def test_uncertainty_of_one_and_of_several_labels():
     y = (Y > 0).float()
-    several = Laplace(network(2), "multilabel").fit_batches([(X, y)])
-    found = several.uncertainty(X, samples=64, generator=seed())
-    probs = several.predict(X, samples=64, generator=seed()).mean
+    multilabel = Laplace(network(2), "multilabel").fit_batches([(X, y)])
+    uncertainty = multilabel.uncertainty(X, samples=64, generator=seed())
+    probs = multilabel.predict(X, samples=64, generator=seed()).mean
     pairs = torch.stack([probs, 1 - probs], -1)
-    torch.testing.assert_close(found.total, torch.special.entr(pairs).sum((1, 2)))
-    one = Laplace(network(1), "binary").fit_batches([(X, y[:, 0])])
-    found = one.uncertainty(X, samples=64, generator=seed())
-    total = one.predict(X, samples=64, generator=seed()).entropy()
-    torch.testing.assert_close(found.total, total)
+    torch.testing.assert_close(uncertainty.total, torch.special.entr(pairs).sum((1, 2)))
+    binary = Laplace(network(1), "binary").fit_batches([(X, y[:, 0])])
+    uncertainty = binary.uncertainty(X, samples=64, generator=seed())
+    total = binary.predict(X, samples=64, generator=seed()).entropy()
+    torch.testing.assert_close(uncertainty.total, total)
 
 
 def test_the_trained_network_alone_has_no_epistemic_uncertainty():
@@ -194,7 +196,8 @@ def test_the_trained_network_alone_has_no_epistemic_uncertainty():
 def test_ignored_targets_are_no_in_distribution_examples(score, reads_once):
     torch.manual_seed(0)
     model = nn.Linear(3, 3).double().eval()
-    x, y = torch.randn(200, 3).double(), torch.randint(3, (200,))
+    x = torch.randn(200, 3).double()
+    y = torch.randint(3, (200,))
     la = Laplace(model).fit([(x[:100], y[:100])])
     y[150:] = -100
     x[150:] = 0
@@ -252,7 +255,7 @@ def test_several_foreign_inputs_without_targets():
         la.evaluate(data, {"far": [(FAR, FAR)]})
 
 
-class OfMapping(nn.Module):
+class TakesMapping(nn.Module):
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(3, 3)
@@ -265,7 +268,7 @@ class OfMapping(nn.Module):
 def test_other_forms_of_foreign_inputs():
     torch.manual_seed(0)
     data = [(OneArgument(x=X), LABELS)]
-    la = Laplace(OfMapping().eval()).fit(data)
+    la = Laplace(TakesMapping().eval()).fit(data)
     expected = la.evaluate(data, {"far": [(OneArgument(x=FAR), torch.zeros(20))]})
     assert la.evaluate(data, {"far": [OneArgument(x=FAR)]}) == expected
 

@@ -43,14 +43,17 @@ MODELS = {
 
 def fitted(name="mlp", curvature="kfac", **options):
     model, x, y = MODELS[name]()
-    options |= {"rank": 4} if curvature == "lowrank" else {}
+    if curvature == "lowrank":
+        options["rank"] = 4
     la = Laplace(model, curvature=curvature, prior_precision=DELTA, **options)
     la.fit([(x[:3], y[:3]), (x[3:], y[3:])], mode="debiased", num_data=30)
     return la, x
 
 
 def dense(la, x):
-    J, P = oracle.flat_jacobian(la.model, x, la.param_names), la.posterior.precision.to_dense()
+    """J Σ Jᵀ between all inputs and outputs, `[B, C, B, C]`, from the inverted precision."""
+    J = oracle.flat_jacobian(la.model, x, la.param_names)
+    P = la.posterior.precision.to_dense()
     return torch.einsum("nid,de,mje->nimj", J, torch.linalg.inv(P), J)
 
 
@@ -61,10 +64,10 @@ def test_it_is_the_dense_one(name, curvature):
     expected = dense(la, x)
     close(covariance, expected)
     close(mean, la.model(x).detach())
-    # Of different inputs it is not nothing, and of each with itself it is what it was.
+    # Different inputs are correlated, and an input's covariance with itself is the usual one.
     assert expected[0, :, 1].abs().max() > 1e-3 * expected.abs().max()
-    own = torch.stack([covariance[n, :, n] for n in range(len(x))])
-    close(own, la.functional(x)[1])
+    covariance_per_input = torch.stack([covariance[n, :, n] for n in range(len(x))])
+    close(covariance_per_input, la.functional(x)[1])
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -101,9 +104,9 @@ def test_some_outputs(params):
     la, x = fitted("words", params=params)
     chosen = torch.randint(3, (len(x), 2))
     mean, covariance = la.functional(x, joint=True, outputs=chosen)
-    at = torch.arange(len(x))[:, None]
-    close(mean, la.model(x).detach()[at, chosen])
-    close(covariance, dense(la, x)[at, chosen][:, :, at, chosen])
+    rows = torch.arange(len(x))[:, None]
+    close(mean, la.model(x).detach()[rows, chosen])
+    close(covariance, dense(la, x)[rows, chosen][:, :, rows, chosen])
     top = la.functional(x, joint=True, outputs=1)
     assert top[1].shape == (len(x), 1, len(x), 1)
     close(top[0], la.model(x).detach().amax(1, keepdim=True))
@@ -120,8 +123,10 @@ class WithToken(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.token, self.scale = nn.Parameter(torch.randn(3)), nn.Parameter(torch.rand(2) + 1)
-        self.mix, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.token = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.rand(2) + 1)
+        self.mix = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x):
         return self.scale * self.head(self.mix(x + self.token).tanh())
@@ -130,7 +135,8 @@ class WithToken(nn.Module):
 @pytest.mark.parametrize("curvature", ["kfac", "full"])
 def test_of_parameters_of_no_layer(curvature):
     torch.manual_seed(0)
-    model, x = WithToken().double().eval(), torch.randn(5, 3).double()
+    model = WithToken().double().eval()
+    x = torch.randn(5, 3).double()
     la = Laplace(model, curvature=curvature).fit_batches([(x, torch.tensor([0, 1, 1, 0, 1]))])
     assert {"token", "scale"} <= set(la.param_names)
     close(la.functional(x, joint=True)[1], dense(la, x))

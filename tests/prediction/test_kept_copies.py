@@ -52,6 +52,12 @@ def fitted(kind=Scaled, params="all"):
     return la, x
 
 
+def second_probs(la, x):
+    """The probabilities of a second prediction, which uses the copy that the first one kept."""
+    la.predict(x)
+    return la.predict(x).probs
+
+
 @pytest.fixture
 def num_copies(monkeypatch):
     """How often a model has been copied."""
@@ -70,12 +76,12 @@ def num_copies(monkeypatch):
 def test_the_model_is_copied_once_for_several_predictions(params, num_copies):
     la, x = fitted(params=params)
     first = la.predict(x).probs
-    before = num_copies()
+    num_copies_before = num_copies()
     for size in (20, 1, 7):
         assert torch.equal(la.predict(x[:size]).probs, la.predict(x[:size]).probs)
     la.prior_precision = 3.0
     changed = la.predict(x).probs
-    assert num_copies() == before
+    assert num_copies() == num_copies_before
     assert not torch.equal(first, changed)
 
 
@@ -153,20 +159,20 @@ CHANGES = [
 def test_a_change_of_the_modules_is_noticed(change, params):
     """A copy of the object has no working copy yet, and predicts with the model as it is now."""
     la, x = fitted(params=params)
-    before = [la.predict(x).probs for _ in range(2)][-1]
+    probs_before = second_probs(la, x)
     change(la.model)
     expected = copy.deepcopy(la).predict(x).probs
     assert torch.equal(la.predict(x).probs, expected)
-    assert not torch.allclose(expected, before)
+    assert not torch.allclose(expected, probs_before)
 
 
 def test_a_change_within_an_object_is_noticed():
     la, x = fitted(WithOptions)
-    before = [la.predict(x).probs for _ in range(2)][-1]
+    probs_before = second_probs(la, x)
     la.model.options.factor = 2.0
     expected = copy.deepcopy(la).predict(x).probs
     assert torch.equal(la.predict(x).probs, expected)
-    assert not torch.allclose(expected, before)
+    assert not torch.allclose(expected, probs_before)
 
 
 def same_values_elsewhere(model):
@@ -192,9 +198,9 @@ def reloaded(model):
 @pytest.mark.parametrize("params", ["all", "last_layer"])
 def test_equal_values_elsewhere_give_the_same_prediction_and_later_changes_raise(change, params):
     la, x = fitted(params=params)
-    before = [la.predict(x).probs for _ in range(2)][-1]
+    probs_before = second_probs(la, x)
     change(la.model)
-    assert torch.equal(la.predict(x).probs, before)
+    assert torch.equal(la.predict(x).probs, probs_before)
     with torch.no_grad():
         la.model.first.weight.mul_(2)
     with pytest.raises(RuntimeError, match="changed since the fit"):
@@ -252,27 +258,27 @@ def test_attributes_that_a_pass_sets_are_restored_in_the_copy_that_is_kept(param
     expected = la.functional(x)[0]
     la.model.remembers = True
     assert torch.equal(la.functional(x)[0], expected)
-    before = num_copies()
+    num_copies_before = num_copies()
     for size in (20, 1, 7):
         torch.testing.assert_close(la.functional(x[:size])[0], expected[:size])
-    assert num_copies() == before
+    assert num_copies() == num_copies_before
     assert la.model.shift == 0
 
 
 def test_an_error_within_a_pass_leaves_nothing_behind():
     la, x = fitted()
-    before = [la.predict(x).probs for _ in range(2)][-1]
+    probs_before = second_probs(la, x)
     with pytest.raises(ValueError, match="NaN"):
         la.predict(torch.full_like(x, torch.nan))
-    assert torch.equal(la.predict(x).probs, before)
+    assert torch.equal(la.predict(x).probs, probs_before)
 
 
 def test_copies_and_pickles_keep_no_working_copy():
     la, x = fitted()
     expected = la.predict(x).probs
-    for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
-        assert not other._state.fitted_model.prediction_cache._idle
-        assert torch.equal(other.predict(x).probs, expected)
+    for la_copy in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        assert not la_copy._state.fitted_model.prediction_cache._idle
+        assert torch.equal(la_copy.predict(x).probs, expected)
 
 
 def test_inputs_of_a_last_layer_of_many_classes_run_together():
@@ -364,13 +370,13 @@ POSTERIOR_CHANGES = [
 @pytest.mark.parametrize("params", ["all", "last_layer"])
 @pytest.mark.parametrize("change", POSTERIOR_CHANGES)
 def test_a_change_of_the_posterior_is_noticed(change, params):
-    """What a prediction keeps is that of the posterior as it is now."""
+    """Values kept from an earlier prediction are those of the posterior as it is now."""
     la, x = fitted(params=params)
-    before = [la.predict(x).probs for _ in range(2)][-1]
+    probs_before = second_probs(la, x)
     change(la)
     expected = fresh_probs(la, x)
     assert torch.equal(la.predict(x).probs, expected)
-    assert not torch.allclose(expected, before, rtol=1e-3)
+    assert not torch.allclose(expected, probs_before, rtol=1e-3)
 
 
 @pytest.mark.parametrize("change", [set_prior_precision, prior_precision_in_place])
@@ -380,11 +386,11 @@ def test_a_change_of_the_prior_is_noticed_under_every_curvature(change, curvatur
     model = Scaled().double().eval()
     x = torch.randn(20, 4, dtype=torch.float64)
     la = Laplace(model, curvature=curvature).fit_batches([(x, torch.randint(3, (20,)))])
-    before = [la.predict(x).probs for _ in range(2)][-1]
+    probs_before = second_probs(la, x)
     change(la)
     expected = fresh_probs(la, x)
     assert torch.equal(la.predict(x).probs, expected)
-    assert not torch.allclose(expected, before, rtol=1e-3)
+    assert not torch.allclose(expected, probs_before, rtol=1e-3)
 
 
 def test_a_change_of_the_noise_is_noticed():
@@ -393,11 +399,12 @@ def test_a_change_of_the_noise_is_noticed():
     x = torch.randn(20, 4, dtype=torch.float64)
     la = Laplace(model, "regression", sigma=1.0)
     la.fit_batches([(x, torch.randn(20, 3, dtype=torch.float64))])
-    before = [la.predict(x).covariance_matrix for _ in range(2)][-1]
+    la.predict(x)
+    covariance_before = la.predict(x).covariance_matrix
     la.tune_evidence(sigma=True)
     expected = copy.deepcopy(la).predict(x).covariance_matrix
     assert torch.equal(la.predict(x).covariance_matrix, expected)
-    assert not torch.allclose(expected, before, rtol=1e-3)
+    assert not torch.allclose(expected, covariance_before, rtol=1e-3)
 
 
 def test_threads_that_predict_and_set_the_prior_get_the_numbers_of_one_prior_or_the_other():
@@ -495,7 +502,7 @@ def test_a_later_prediction_does_not_change_an_earlier_one():
     x = torch.randn(10, 4)
     la = Laplace(model, "regression", sigma=1.0).fit([(x, torch.randn(10, 2))])
     first = la.predict(x[:5], method="map").mean
-    before = first.clone()
+    first_before = first.clone()
     la.predict(x[5:], method="map")
-    assert first.equal(before)
+    assert first.equal(first_before)
     assert first.equal(model.layer(x[:5]))

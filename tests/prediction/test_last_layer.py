@@ -15,16 +15,17 @@ from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC
 from laplace_debias.curvature.network.selection import last_layer_parameters
 
-X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(8) % 3
 
 
 def data(dtype=torch.float32):
     return [(X[:4].to(dtype), Y[:4]), (X[4:].to(dtype), Y[4:])]
 
 
-def two(forward, **more):
+def net_with_head(forward, **modules):
     """`body` is registered last; the outputs are the head's, whatever `forward` does with them."""
-    return Net(forward, head=nn.Linear(5, 3), **more, body=nn.Linear(4, 5)).eval()
+    return Net(forward, head=nn.Linear(5, 3), **modules, body=nn.Linear(4, 5)).eval()
 
 
 def logits(self, x):
@@ -81,22 +82,31 @@ def without_gradient(self, x):
 
 
 CASES = {
-    "registered first": (lambda: two(logits), HEAD),
-    "softmax": (lambda: two(lambda m, x: logits(m, x).log_softmax(-1)), HEAD),
-    "rearranged": (lambda: two(lambda m, x: logits(m, x).T.flip(0).reshape(3, -1).mT[:, :2]), HEAD),
-    "in place": (lambda: two(in_place), HEAD),
-    "body without gradient": (lambda: two(without_gradient), HEAD),
-    "twice": (lambda: two(lambda m, x: logits(m, x) + logits(m, -x)), HEAD),
-    "gated by inputs": (lambda: two(lambda m, x: logits(m, x) * x[:, :3]), HEAD),
-    "normalisation": (lambda: two(lambda m, x: m.norm(logits(m, x)), norm=nn.BatchNorm1d(3)), HEAD),
-    "temperature": (lambda: two(lambda m, x: m.scale(logits(m, x)), scale=nn.PReLU()), HEAD),
+    "registered first": (lambda: net_with_head(logits), HEAD),
+    "softmax": (lambda: net_with_head(lambda m, x: logits(m, x).log_softmax(-1)), HEAD),
+    "rearranged": (
+        lambda: net_with_head(lambda m, x: logits(m, x).T.flip(0).reshape(3, -1).mT[:, :2]),
+        HEAD,
+    ),
+    "in place": (lambda: net_with_head(in_place), HEAD),
+    "body without gradient": (lambda: net_with_head(without_gradient), HEAD),
+    "twice": (lambda: net_with_head(lambda m, x: logits(m, x) + logits(m, -x)), HEAD),
+    "gated by inputs": (lambda: net_with_head(lambda m, x: logits(m, x) * x[:, :3]), HEAD),
+    "normalisation": (
+        lambda: net_with_head(lambda m, x: m.norm(logits(m, x)), norm=nn.BatchNorm1d(3)),
+        HEAD,
+    ),
+    "temperature": (
+        lambda: net_with_head(lambda m, x: m.scale(logits(m, x)), scale=nn.PReLU()),
+        HEAD,
+    ),
     "nested": (lambda: Nested().eval(), ["top.out.1.weight", "top.out.1.bias"]),
     "in an object": (lambda: Hugging().eval(), ["score.weight"]),
     "modules to save": (
         lambda: Net(logits, head=Saved(nn.Linear(5, 3)), body=nn.Linear(4, 5)).eval(),
         ["head.copy.default.weight", "head.copy.default.bias"],
     ),
-    "lora with a trained head": (lambda: with_lora(two(logits), 2, "body"), None),
+    "lora with a trained head": (lambda: with_lora(net_with_head(logits), 2, "body"), None),
     "attention": (
         lambda: Net(
             lambda m, x: m.attend(*[m.up(x[..., None])] * 3)[0].mean(1),
@@ -134,12 +144,12 @@ def build(name):
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_layer_that_the_outputs_come_from(name):
     model, names = build(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state_before = {key: value.clone() for key, value in model.state_dict().items()}
     assert last_layer_parameters(model, X) == names
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+        torch.testing.assert_close(value, state_before[key], rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -187,44 +197,44 @@ def test_two_heads_are_refused_by_name():
     options = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2}
     model = create_model("deit_tiny_distilled_patch16_224", num_classes=3, **options).eval()
     batch = (torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))
-    both = ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
+    heads = ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
     with pytest.raises(ValueError, match=r"head \(Linear\) and head_dist \(Linear\)") as caught:
         Laplace(model, params="last_layer").fit_batches([batch])
-    assert f"params={both}" in str(caught.value)
-    la = Laplace(model, params=both).fit_batches([batch])
-    assert la.param_names == both
+    assert f"params={heads}" in str(caught.value)
+    la = Laplace(model, params=heads).fit_batches([batch])
+    assert la.param_names == heads
 
 
 def frozen_head():
-    model = two(logits)
+    model = net_with_head(logits)
     model.head.requires_grad_(False)
     return model
 
 
 def all_lora():
-    return with_lora(two(logits), 2)
+    return with_lora(net_with_head(logits), 2)
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         (frozen_head, r"come from head \(Linear\), which is frozen. .*requires_grad_\(True\)"),
-        (lambda: with_lora(two(logits), 2, "body"), r"head \(Linear\), which is frozen"),
+        (lambda: with_lora(net_with_head(logits), 2, "body"), r"head \(Linear\), which is frozen"),
         (
             all_lora,
             r"head.base \(Linear\) and head.lora_b \(Linear\)\. .*=\['head.lora_b.weight'\]",
         ),
         (
-            lambda: two(lambda m, x: logits(m, x) + m.skip(x), skip=nn.Linear(4, 3)),
+            lambda: net_with_head(lambda m, x: logits(m, x) + m.skip(x), skip=nn.Linear(4, 3)),
             r"head \(Linear\) and skip \(Linear\)|skip \(Linear\) and head \(Linear\)",
         ),
         (
-            lambda: two(
+            lambda: net_with_head(
                 lambda m, x: logits(m, x) + m.offset[0], offset=nn.ParameterList([torch.zeros(3)])
             ),
             r"head \(Linear\) and the parameter offset.0, used outside .*=\['head.weight'",
         ),
-        (lambda: two(lambda m, x: logits(m, x).detach()), "the model has no such layer"),
+        (lambda: net_with_head(lambda m, x: logits(m, x).detach()), "the model has no such layer"),
         (lambda: Net(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)).eval(), "no such layer"),
     ],
 )
@@ -236,7 +246,7 @@ def test_what_is_not_one_trainable_layer_is_refused(model, says):
 
 def test_outputs_without_logits_are_refused():
     torch.manual_seed(0)
-    model = two(lambda m, x: {"first": logits(m, x), "second": x})
+    model = net_with_head(lambda m, x: {"first": logits(m, x), "second": x})
     with pytest.raises(TypeError, match=r"a dict with the entries \['first', 'second'\]"):
         Laplace(model, params="last_layer").fit_batches(data())
 
@@ -255,7 +265,7 @@ def test_a_frozen_head_is_refused_and_a_frozen_model_at_once():
 
 def test_the_matrix_free_operators_take_the_same_layer():
     torch.manual_seed(0)
-    model = two(logits).double()
+    model = net_with_head(logits).double()
     loss = nn.CrossEntropyLoss()
     G = GGN(model, loss, data(torch.float64), "last_layer")
     assert list(G.layout.names) == HEAD
@@ -269,7 +279,9 @@ def test_the_matrix_free_operators_take_the_same_layer():
 
 
 def test_before_the_fit_it_is_not_known_and_says_so():
-    la = Laplace(two(logits), params="last_layer", prior_precision=torch.tensor([1.0, 2.0]))
+    la = Laplace(
+        net_with_head(logits), params="last_layer", prior_precision=torch.tensor([1.0, 2.0])
+    )
     for ask in (lambda: la.param_names, lambda: la.block_names):
         with pytest.raises(
             RuntimeError, match=r'`params="last_layer"` finds the last layer of a Net.* Call `fit'
@@ -281,7 +293,7 @@ def test_before_the_fit_it_is_not_known_and_says_so():
         la.prior_precision = -1.0
     assert la.fit_batches(data()).param_names == la.block_names == HEAD
     assert la.posterior.prior_precision.tolist() == [1, 2]
-    wrong = Laplace(two(logits), params="last_layer", prior_precision=torch.ones(3))
+    wrong = Laplace(net_with_head(logits), params="last_layer", prior_precision=torch.ones(3))
     with pytest.raises(ValueError, match="each of the 2 blocks"):
         wrong.fit_batches(data())
 
@@ -296,7 +308,7 @@ def test_a_hook_of_the_models_own_decides():
 
 
 def test_another_last_layer_at_the_next_fit_is_refused():
-    model = two(logits, other=nn.Linear(5, 3))
+    model = net_with_head(logits, other=nn.Linear(5, 3))
     la = Laplace(model, params="last_layer").fit_batches(data())
     model.function = lambda m, x: m.other(m.body(x))
     with pytest.raises(
@@ -307,7 +319,8 @@ def test_another_last_layer_at_the_next_fit_is_refused():
 
 class Counting:
     def __init__(self, batches):
-        self.batches, self.passes = batches, 0
+        self.batches = batches
+        self.passes = 0
 
     def __iter__(self):
         self.passes += 1
@@ -317,7 +330,7 @@ class Counting:
 @pytest.mark.parametrize(("curvature", "passes"), [("kfac", 1), ("ekfac", 2)])
 def test_the_data_is_not_read_once_more_to_find_it(curvature, passes):
     source = Counting(data())
-    model = two(logits)
+    model = net_with_head(logits)
     la = Laplace(model, curvature=curvature, params="last_layer").fit_batches(source)
     assert source.passes == passes
     assert la.num_data == 8
@@ -326,7 +339,7 @@ def test_the_data_is_not_read_once_more_to_find_it(curvature, passes):
 
 
 def test_an_iterator_loses_nothing_to_it():
-    model = two(logits)
+    model = net_with_head(logits)
     once = Laplace(model, params="last_layer").fit_batches(iter(data()))
     again = Laplace(model, params=HEAD).fit_batches(data())
     assert once.num_data == again.num_data == 8
@@ -337,7 +350,7 @@ def test_an_iterator_loses_nothing_to_it():
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
 def test_every_mode_finds_it_and_a_file_keeps_it(mode, tmp_path):
-    model = two(logits)
+    model = net_with_head(logits)
     loader = DataLoader(TensorDataset(X.repeat(2, 1), Y.repeat(2)), batch_size=8)
     la = Laplace(model, params="last_layer").fit(loader, mode=mode)
     assert la.param_names == HEAD
@@ -351,9 +364,9 @@ def test_every_mode_finds_it_and_a_file_keeps_it(mode, tmp_path):
 
 def test_a_generator_serves_the_loader_and_leaves_the_global_one():
     """The first batch is read once, in the loader's own order, whoever finds the last layer."""
-    model = two(logits)
+    model = net_with_head(logits)
     loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
-    before = torch.get_rng_state()
+    state_before = torch.get_rng_state()
     fits = [
         Laplace(model, params=params, curvature="ekfac", fisher="mc").fit(
             loader, mode, generator=torch.Generator().manual_seed(3)
@@ -361,9 +374,9 @@ def test_a_generator_serves_the_loader_and_leaves_the_global_one():
         for mode in ("full", "debiased")
         for params in ("last_layer", HEAD)
     ]
-    assert torch.equal(torch.get_rng_state(), before)
-    for one, other in (fits[:2], fits[2:]):
-        torch.testing.assert_close(one.functional(X)[1], other.functional(X)[1])
+    assert torch.equal(torch.get_rng_state(), state_before)
+    for by_name, by_parameters in (fits[:2], fits[2:]):
+        torch.testing.assert_close(by_name.functional(X)[1], by_parameters.functional(X)[1])
 
 
 # ------------------------------------------------------------------------------------- repr
@@ -385,10 +398,10 @@ def test_repr_tells_what_is_approximated(tmp_path):
     assert "fit: N = 8, mini\n" in repr(la)
     la.fit_batches(data())
     assert "fit: N = 8, given batches\n" in repr(la)
-    whole = Laplace(model, "regression", "full", sigma=0.1)
-    assert "blocks: 1: parameters\n" in repr(whole)
-    assert "likelihood: regression, sigma = 0.1\n" in repr(whole)
-    unknown = repr(Laplace(two(logits), params="last_layer"))
+    regression = Laplace(model, "regression", "full", sigma=0.1)
+    assert "blocks: 1: parameters\n" in repr(regression)
+    assert "likelihood: regression, sigma = 0.1\n" in repr(regression)
+    unknown = repr(Laplace(net_with_head(logits), params="last_layer"))
     assert "parameters: those of the last layer, found at the fit, of 43\n" in unknown
     assert "blocks: found at the fit\n" in unknown
 

@@ -137,13 +137,13 @@ def test_entries_are_finite_also_if_their_sum_overflows(values, expected):
 def test_torchs_own_modules_keep_their_attributes_in_a_forward_pass(module, shape):
     module.eval()
     assert are_constant(module.modules())
-    before = [attributes(each) for each in module.modules()]
+    attributes_before = [attributes(submodule) for submodule in module.modules()]
     if shape is None:
         inputs = [torch.randn(3, 4) for _ in range(3 if module.__class__.__name__[0] == "M" else 2)]
     else:
         inputs = [torch.randn(shape)]
     module(*inputs)
-    assert [attributes(each) for each in module.modules()] == before
+    assert [attributes(submodule) for submodule in module.modules()] == attributes_before
 
 
 def attributes(module):
@@ -238,9 +238,9 @@ def test_a_prediction_needs_one_forward_pass(network, params, tail, verb):
     la = Laplace(model, params=names).fit([(x, torch.randint(3, (20,)))])
     predict = getattr(la, verb)
     predict(x)
-    before = CountedPasses.num_calls
+    num_calls_before = CountedPasses.num_calls
     predict(x)
-    assert CountedPasses.num_calls == before + 1
+    assert CountedPasses.num_calls == num_calls_before + 1
 
 
 @pytest.mark.parametrize("likelihood", ["regression", "multilabel"])

@@ -120,7 +120,8 @@ NETWORKS = {
 def test_linearised_samples_are_the_dense_ones(name):
     build, inputs = NETWORKS[name]
     torch.manual_seed(0)
-    model, x = build().double().eval(), inputs()
+    model = build().double().eval()
+    x = inputs()
     y = torch.randn(6, 2, dtype=torch.float64)
     la = Laplace(model, "regression", sigma=1.0).fit_batches([(x, y)])
     drawn = partial(torch.Generator().manual_seed, 3)
@@ -137,22 +138,32 @@ def test_operators_of_bags(name, operator):
     """Against bags by a loop over their tokens."""
     build, inputs = NETWORKS[name]
     torch.manual_seed(0)
-    model, x = build().double().eval(), inputs()
+    model = build().double().eval()
+    x = inputs()
     y = torch.randint(2, (6,))
     table = model.bag.weight.detach()
-    padding, mode = model.bag.padding_idx, model.bag.mode
+    padding = model.bag.padding_idx
+    mode = model.bag.mode
 
     def outputs(rows, weight, bias):
         bags = []
         for sequence in x:
-            kept = [(i, rows[token]) for i, token in enumerate(sequence) if token != padding]
             scale = torch.linspace(0.5, 2, len(sequence)).double()
-            terms = [row * scale[i] if model.is_weighted else row for i, row in kept]
+            terms = []
+            for position, token in enumerate(sequence):
+                if token == padding:
+                    continue
+                term = rows[token]
+                if model.is_weighted:
+                    term = term * scale[position]
+                terms.append(term)
             bag = torch.stack(terms)
             if mode == "max":
                 bags.append(bag.max(0).values)
+            elif mode == "sum":
+                bags.append(bag.sum(0))
             else:
-                bags.append(bag.sum(0) if mode == "sum" else bag.mean(0))
+                bags.append(bag.mean(0))
         return torch.stack(bags).tanh() @ weight.mT + bias
 
     values = (table, model.head.weight.detach(), model.head.bias.detach())
@@ -161,19 +172,22 @@ def test_operators_of_bags(name, operator):
     vector = torch.cat([value.flatten() for value in values])
     sizes = [value.numel() for value in values]
 
-    def outputs_at(vector):
-        parts = vector.split(sizes)
-        return outputs(*(p.view(v.shape) for p, v in zip(parts, values, strict=True)))
+    def outputs_of_vector(vector):
+        rows, weight, bias = (
+            entries.view(value.shape)
+            for entries, value in zip(vector.split(sizes), values, strict=True)
+        )
+        return outputs(rows, weight, bias)
 
     if operator is Hessian:
-        expected = torch.func.hessian(lambda v: F.cross_entropy(outputs_at(v), y))(vector)
+        expected = torch.func.hessian(lambda v: F.cross_entropy(outputs_of_vector(v), y))(vector)
     else:
-        J = torch.func.jacrev(outputs_at)(vector)
-        p = outputs_at(vector).softmax(-1)
+        J = torch.func.jacrev(outputs_of_vector)(vector)
+        p = outputs_of_vector(vector).softmax(-1)
         H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
         expected = torch.einsum("nci,ncd,ndj->ij", J, H, J) / len(x)
-    found = operator(model, nn.CrossEntropyLoss(), [(x, y)]).to_dense()
-    close(found, expected)
+    actual = operator(model, nn.CrossEntropyLoss(), [(x, y)]).to_dense()
+    close(actual, expected)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -195,7 +209,8 @@ def test_bags_by_their_offsets(mode, padding, includes_last):
 
     torch.manual_seed(0)
     entries = torch.randint(9, (12,))
-    model, starts = Ragged().double().eval(), torch.tensor([0, 3, 3, 4, 9])
+    model = Ragged().double().eval()
+    starts = torch.tensor([0, 3, 3, 4, 9])
     draws = torch.randn(3, 36, dtype=torch.float64)
     expected = dense_linear_outputs(model, starts, draws)
     close(linearised_outputs(model, names_of(model), starts, draws), expected)
@@ -220,14 +235,14 @@ def from_seed(function):
 
 INDEX = torch.tensor([0, 2, 1, 0, 2])
 PLACES = torch.tensor([[0, 1, 2, 0], [2, 0, 0, 1], [1, 1, 0, 2]])
-OTHER = from_seed(lambda g: torch.rand(5, 4, generator=g, dtype=torch.float64) + 0.5)
+SOURCE = from_seed(lambda g: torch.rand(5, 4, generator=g, dtype=torch.float64) + 0.5)
 ROWS = from_seed(lambda g: torch.rand(3, 4, generator=g, dtype=torch.float64) + 0.5)
 EYE = torch.eye(3, dtype=torch.float64)
 SQUARE = from_seed(lambda g: torch.randn(4, 4, generator=g, dtype=torch.float64))
 
 
 def reduced(mode, w):
-    return w.index_reduce(0, INDEX, OTHER, mode)
+    return w.index_reduce(0, INDEX, SOURCE, mode)
 
 
 def scattered(mode, w):
@@ -356,7 +371,8 @@ def test_operations_of_torch(name):
 def fitted_classifier():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
-    x, y = torch.randn(20, 3, dtype=torch.float64), torch.randint(2, (20,))
+    x = torch.randn(20, 3, dtype=torch.float64)
+    y = torch.randint(2, (20,))
     return Laplace(model).fit([(x, y)]), x[:3]
 
 
@@ -367,8 +383,10 @@ def test_sampled_outputs_have_the_functional_moments():
     scale = covariance.amax() ** 0.5
     torch.testing.assert_close(draws.mean(0), mean, atol=0.03 * float(scale), rtol=0)
     for index in range(len(x)):
-        found = torch.cov(draws[:, index].T)
-        torch.testing.assert_close(found, covariance[index], atol=0.05 * float(scale), rtol=0.05)
+        sample_covariance = torch.cov(draws[:, index].T)
+        torch.testing.assert_close(
+            sample_covariance, covariance[index], atol=0.05 * float(scale), rtol=0.05
+        )
     # Different inputs are drawn independently of each other.
     between = torch.corrcoef(draws.flatten(1).T)[0:2, 2:]
     assert between.abs().max() < 0.03
@@ -378,8 +396,10 @@ def test_jointly_sampled_outputs_are_functions_of_all_inputs():
     la, x = fitted_classifier()
     draws = la.sample_outputs(x, 20_000, generator=torch.Generator().manual_seed(0), joint=True)
     expected = la.functional(x, joint=True)[1].reshape(6, 6)
-    found = torch.cov(draws.flatten(1).T)
-    torch.testing.assert_close(found, expected, atol=0.05 * float(expected.max()), rtol=0)
+    sample_covariance = torch.cov(draws.flatten(1).T)
+    torch.testing.assert_close(
+        sample_covariance, expected, atol=0.05 * float(expected.max()), rtol=0
+    )
     # The covariance of nearly equal inputs is singular.
     close = x[:1] + 1e-9 * torch.arange(50, dtype=torch.float64)[:, None]
     assert la.sample_outputs(close, 5, joint=True).shape == (5, 50, 2)

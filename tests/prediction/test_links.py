@@ -67,18 +67,19 @@ def test_two_classes_are_the_binary_case_of_their_difference(scale):
 
 
 @pytest.mark.parametrize(
-    ("num_classes", "scale", "most"), [(2, 1, 1e-4), (10, 1, 4e-4), (10, 3, 4e-3), (100, 1, 1e-2)]
+    ("num_classes", "scale", "largest_divergence"),
+    [(2, 1, 1e-4), (10, 1, 4e-4), (10, 3, 4e-3), (100, 1, 1e-2)],
 )
-def test_exact_is_near_a_hundred_thousand_draws(num_classes, scale, most):
+def test_exact_is_near_a_hundred_thousand_draws(num_classes, scale, largest_divergence):
     mean, covariance = gaussians(num_classes, 8, scale)
     expected = drawn(mean, covariance)
-    found = exact(mean, covariance)
-    assert 0 <= divergence(expected, found.exp()) < most
-    same(found.exp().sum(-1), torch.ones(8).double())
-    others = [
+    log_probs = exact(mean, covariance)
+    assert 0 <= divergence(expected, log_probs.exp()) < largest_divergence
+    same(log_probs.exp().sum(-1), torch.ones(8).double())
+    divergences = [
         divergence(expected, logits_at_one(n, mean, covariance).softmax(-1)) for n in FORMULAS
     ]
-    assert min(others) == others[list(FORMULAS).index("exact")]
+    assert min(divergences) == divergences[list(FORMULAS).index("exact")]
 
 
 @WITHOUT_THE_COMMON_PART
@@ -92,11 +93,11 @@ def test_what_all_logits_have_in_common_cancels(name, dtype):
     v = torch.arange(6.0).double() / 8
     across = v + v.unsqueeze(-1)
     for common in (torch.tensor(1e6).double(), across, across + 1e6):
-        found = logits_at_one(name, (mean + 3).to(dtype), (covariance + common).to(dtype))
-        assert found.dtype == dtype
-        same(found.softmax(-1).double(), expected, rtol=0, atol=1e-4)
-    least = logits_at_one("probit", mean, covariance + 1e6).softmax(-1)
-    assert (least - expected).abs().max() > 0.1
+        logits = logits_at_one(name, (mean + 3).to(dtype), (covariance + common).to(dtype))
+        assert logits.dtype == dtype
+        same(logits.softmax(-1).double(), expected, rtol=0, atol=1e-4)
+    probs = logits_at_one("probit", mean, covariance + 1e6).softmax(-1)
+    assert (probs - expected).abs().max() > 0.1
 
 
 EXPECTED_SOFTMAX = [name for name in FORMULAS if name not in BRIDGES]
@@ -106,21 +107,21 @@ EXPECTED_SOFTMAX = [name for name in FORMULAS if name not in BRIDGES]
 def test_classes_permute_and_zero_covariance_is_the_softmax(name):
     mean, covariance = gaussians(7)
     order = torch.randperm(7, generator=generator())
-    found = logits_at_one(name, mean, covariance).softmax(-1)
+    probs = logits_at_one(name, mean, covariance).softmax(-1)
     permuted = logits_at_one(name, mean[:, order], covariance[:, order][:, :, order]).softmax(-1)
-    same(permuted, found[:, order])
+    same(permuted, probs[:, order])
     if name in BRIDGES:
         return
-    for least in (0.0, 1e-30):
-        same(logits_at_one(name, mean, covariance * least).softmax(-1), mean.softmax(-1))
+    for scale in (0.0, 1e-30):
+        same(logits_at_one(name, mean, covariance * scale).softmax(-1), mean.softmax(-1))
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_batch_dimensions_and_large_logits(name):
     mean, covariance = gaussians(4, 6, rank=1)
-    found = logits_at_one(name, mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
+    logits = logits_at_one(name, mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
     for n in range(6):
-        same(found[n // 3, n % 3], logits_at_one(name, mean[n : n + 1], covariance[n : n + 1])[0])
+        same(logits[n // 3, n % 3], logits_at_one(name, mean[n : n + 1], covariance[n : n + 1])[0])
     for dtype in (torch.float32, torch.float64):
         for factor in (1e-30, 1.0, 1e4):
             log_p = logits_at_one(name, (mean * 1e4).to(dtype), (covariance * factor).to(dtype))
@@ -149,9 +150,9 @@ def test_predict_takes_the_formula_of_the_functional_covariance():
     }
     for name, logits in expected.items():
         same(la.predict(x, link=name).probs, logits.softmax(-1))
-        at = Link(name, 1.7)
+        link = Link(name, 1.7)
         tempered = logits_at_one(name, mean / 1.7, covariance / 1.7**2).softmax(-1)
-        same(la.predict(x, link=at).probs, tempered)
+        same(la.predict(x, link=link).probs, tempered)
     same(la.predict(x).probs, expected["pairwise"].softmax(-1))
     la.prior_precision = 1e12
     same(la.predict(x, link=Link("pairwise", 1.7)).probs, (mean / 1.7).softmax(-1))
@@ -163,12 +164,12 @@ def test_labels_that_apply_or_not_are_choices_of_two(likelihood, size):
     mean, covariance = la.functional(x)
     variances = covariance.diagonal(dim1=1, dim2=2)
     for name in EXPECTED_SOFTMAX:
-        found = la.predict(x, link=Link(name, 1.3)).mean.view(-1, size)
+        probs = la.predict(x, link=Link(name, 1.3)).mean.view(-1, size)
         for label in range(size):
-            two = torch.stack([torch.zeros(len(x)).double(), mean[:, label] / 1.3], 1)
+            logits = torch.stack([torch.zeros(len(x)).double(), mean[:, label] / 1.3], 1)
             sigma = torch.zeros(len(x), 2, 2).double()
             sigma[:, 1, 1] = variances[:, label] / 1.3**2
-            same(found[:, label], logits_at_one(name, two, sigma).softmax(-1)[:, 1])
+            same(probs[:, label], logits_at_one(name, logits, sigma).softmax(-1)[:, 1])
     same(la.predict(x).mean, la.predict(x, link="probit").mean, rtol=0, atol=0)
     with mock.patch.object(linearised, "moments", wraps=linearised.moments) as moments:
         la.predict(x, link="exact")
@@ -280,7 +281,8 @@ def test_the_default_link_does_not_depend_on_earlier_predictions():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).eval()
     data = [(torch.randn(20, 3), torch.randint(4, (20,)))]
-    one_position, five_positions = torch.randn(2, 3), torch.randn(4, 5, 3)
+    one_position = torch.randn(2, 3)
+    five_positions = torch.randn(4, 5, 3)
     la = Laplace(model, prior_precision=0.1).fit(data)
     expected = Laplace(model, prior_precision=0.1).fit(data).predict(five_positions).probs
     la.predict(one_position)

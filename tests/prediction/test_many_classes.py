@@ -93,7 +93,7 @@ def test_the_weights_of_a_last_layer_are_computed_once_for_all_chunks_of_inputs(
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 40)).double().eval()
     x = torch.randn(30, 4, dtype=torch.float64)
     y = torch.randint(40, (30,))
-    whole = Laplace(model, params="last_layer").fit_batches([(x, y)], num_data=30)
+    in_one_chunk = Laplace(model, params="last_layer").fit_batches([(x, y)], num_data=30)
     in_chunks = Laplace(model, params="last_layer", memory_bound=2_000)
     in_chunks.fit_batches([(x, y)], num_data=30)
     num_passes = []
@@ -109,7 +109,7 @@ def test_the_weights_of_a_last_layer_are_computed_once_for_all_chunks_of_inputs(
     _, covariance = in_chunks.functional(x)
     assert len(num_passes) > 3
     assert len(num_calls) == 2  # The weight's and the bias's.
-    torch.testing.assert_close(covariance, whole.functional(x)[1], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(covariance, in_one_chunk.functional(x)[1], rtol=1e-12, atol=1e-15)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -157,7 +157,7 @@ def test_no_tensor_of_a_search_has_pairs_of_classes_by_example_or_weights_by_pri
     with LargestTensor() as largest:
         la.predict(x)
         la.tune([(x, y)], grid=deltas)
-    directions = num_classes * (num_classes + len(x))  # Those of G, and orthogonal to them.
+    directions = num_classes * (num_classes + len(x))  # directions of G, and orthogonal ones
     logits = len(tune.TEMPERATURES) * len(x) * num_classes
     assert largest.entries <= max(directions, num_classes * num_features, logits)
 

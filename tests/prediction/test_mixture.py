@@ -35,7 +35,7 @@ def member(likelihood, seed, hidden=5, **options):
 
 
 def members(likelihood):
-    """Another architecture and another curvature among them."""
+    """Three posteriors, which differ in architecture, curvature and parameters."""
     return [
         member(likelihood, 1),
         member(likelihood, 2, hidden=7, curvature="ekfac"),
@@ -46,80 +46,94 @@ def members(likelihood):
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("method", ["glm", "map"])
 def test_a_mixture_is_the_mean_of_its_members(likelihood, method):
-    some, (x, y) = members(likelihood), data(likelihood, 6, seed=1)
-    mixed, alone = Mixture(some).predict(x, method), [la.predict(x, method) for la in some]
-    assert type(mixed) is type(alone[0])
-    assert mixed.batch_shape == alone[0].batch_shape
+    las = members(likelihood)
+    x, y = data(likelihood, 6, seed=1)
+    mixed = Mixture(las).predict(x, method)
+    predictives = [la.predict(x, method) for la in las]
+    assert type(mixed) is type(predictives[0])
+    assert mixed.batch_shape == predictives[0].batch_shape
     if likelihood != "regression":
         target = y if likelihood != "binary" else y.double()
-        expected = sum(torch.exp(one.log_prob(target)) for one in alone) / 3
+        expected = sum(torch.exp(predictive.log_prob(target)) for predictive in predictives) / 3
         if likelihood != "multilabel":
             torch.testing.assert_close(mixed.log_prob(target).exp(), expected)
-        bare = [getattr(one, "base_dist", one).probs for one in (mixed, *alone)]
-        torch.testing.assert_close(bare[0], sum(bare[1:]) / 3)
+        probs = [
+            getattr(predictive, "base_dist", predictive).probs
+            for predictive in (mixed, *predictives)
+        ]
+        torch.testing.assert_close(probs[0], sum(probs[1:]) / 3)
         return
-    mean = sum(one.mean for one in alone) / 3
+    mean = sum(predictive.mean for predictive in predictives) / 3
     torch.testing.assert_close(mixed.mean, mean)
-    second = sum(
-        one.covariance_matrix + one.mean[:, :, None] * one.mean[:, None, :] for one in alone
+    second_moments = sum(
+        predictive.covariance_matrix + predictive.mean[:, :, None] * predictive.mean[:, None, :]
+        for predictive in predictives
     )
-    expected = second / 3 - mean[:, :, None] * mean[:, None, :]
+    expected = second_moments / 3 - mean[:, :, None] * mean[:, None, :]
     torch.testing.assert_close(mixed.covariance_matrix, expected)
 
 
 def test_probabilities_near_one_keep_their_digits():
-    some = [member("binary", seed) for seed in (1, 2)]
-    for la in some:
+    las = [member("binary", seed) for seed in (1, 2)]
+    for la in las:
         la.model[2].bias.data += 60
-    some = [Laplace(la.model, "binary", params="last_layer", prior_precision=1e6) for la in some]
+    las = [Laplace(la.model, "binary", params="last_layer", prior_precision=1e6) for la in las]
     x, y = data("binary")
-    mixture = Mixture([la.fit([(x, y)]) for la in some])
+    mixture = Mixture([la.fit([(x, y)]) for la in las])
     log_prob = mixture.predict(x).log_prob(torch.zeros(len(x)).double())
     assert log_prob.max() < -40
-    expected = torch.stack([la.predict(x).log_prob(torch.zeros(len(x)).double()) for la in some])
+    expected = torch.stack([la.predict(x).log_prob(torch.zeros(len(x)).double()) for la in las])
     torch.testing.assert_close(log_prob, expected.logsumexp(0) - torch.tensor(2.0).log())
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_one_member_is_itself(likelihood):
-    la, (x, y) = member(likelihood, 1), data(likelihood, seed=1)
+    la = member(likelihood, 1)
+    x, y = data(likelihood, seed=1)
     mixture = Mixture([la])
-    mixed, alone = mixture.predict(x).sample, la.predict(x).sample
+    sample_mixture = mixture.predict(x).sample
+    sample_member = la.predict(x).sample
     torch.manual_seed(0)
-    drawn = mixed()
+    drawn = sample_mixture()
     torch.manual_seed(0)
-    torch.testing.assert_close(drawn, alone())
+    torch.testing.assert_close(drawn, sample_member())
     for key, value in la.evaluate([(x, y)]).items():
         assert mixture.evaluate([(x, y)])[key] == pytest.approx(value, rel=1e-9), key
-    parts = [
-        one.uncertainty(x, generator=torch.Generator().manual_seed(0)) for one in (mixture, la)
-    ]
-    for mine, theirs in zip(*parts, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    mixture_uncertainty, uncertainty = (
+        predictor.uncertainty(x, generator=torch.Generator().manual_seed(0))
+        for predictor in (mixture, la)
+    )
+    for actual, expected in zip(mixture_uncertainty, uncertainty, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_members_that_disagree_are_uncertain_of_their_parameters(likelihood):
-    some, (x, _) = members(likelihood), data(likelihood, seed=1)
-    found = Mixture(some).uncertainty(x, samples=400, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found.total, found.aleatoric + found.epistemic)
-    alone = [la.uncertainty(x, samples=400).epistemic.mean() for la in some]
-    assert found.epistemic.mean() > 1.02 * sum(alone) / 3
+    las = members(likelihood)
+    x, _ = data(likelihood, seed=1)
+    uncertainty = Mixture(las).uncertainty(
+        x, samples=400, generator=torch.Generator().manual_seed(0)
+    )
+    torch.testing.assert_close(uncertainty.total, uncertainty.aleatoric + uncertainty.epistemic)
+    means = [la.uncertainty(x, samples=400).epistemic.mean() for la in las]
+    assert uncertainty.epistemic.mean() > 1.02 * sum(means) / 3
 
 
 def test_a_regression_takes_its_variance_apart():
-    some, (x, _) = members("regression"), data("regression", seed=1)
-    found = Mixture(some).uncertainty(x)
-    variances = Mixture(some).predict(x).variance
-    torch.testing.assert_close(found.total, variances)
-    noise = sum(la.likelihood.sigma.double().square() for la in some) / 3
-    torch.testing.assert_close(found.aleatoric, noise.expand(found.aleatoric.shape))
+    las = members("regression")
+    x, _ = data("regression", seed=1)
+    uncertainty = Mixture(las).uncertainty(x)
+    variances = Mixture(las).predict(x).variance
+    torch.testing.assert_close(uncertainty.total, variances)
+    noise = sum(la.likelihood.sigma.double().square() for la in las) / 3
+    torch.testing.assert_close(uncertainty.aleatoric, noise.expand(uncertainty.aleatoric.shape))
 
 
 def test_evaluation_takes_foreign_inputs():
-    some, (x, y) = members("classification"), data("classification", seed=1)
-    report = Mixture(some).evaluate([(x, y)], ood={"far": [(5 + x, y)]})
-    probs = Mixture(some).predict(x).probs
+    las = members("classification")
+    x, y = data("classification", seed=1)
+    report = Mixture(las).evaluate([(x, y)], ood={"far": [(5 + x, y)]})
+    probs = Mixture(las).predict(x).probs
     assert report["nll"] == pytest.approx(-probs.log()[range(len(y)), y].mean().item())
     assert any("far" in key for key in report)
 
@@ -134,9 +148,9 @@ def test_members_that_do_not_go_together_are_refused(unchecked):
         Mixture([la, Laplace(la.model)])
     with pytest.raises(ValueError, match="Member 2 has the likelihood Gaussian"):
         Mixture([la, member("regression", 1)])
-    two = Laplace(nn.Linear(4, 2).double().eval())
-    two.fit([(data("classification")[0], torch.arange(40) % 2)])
-    mixture = Mixture([la, two])
+    la_of_two_classes = Laplace(nn.Linear(4, 2).double().eval())
+    la_of_two_classes.fit([(data("classification")[0], torch.arange(40) % 2)])
+    mixture = Mixture([la, la_of_two_classes])
     for call in (mixture.predict, mixture.uncertainty):
         with pytest.raises(ValueError, match=r"shapes, \[\(40, 3\), \(40, 2\)\]. Use members"):
             call(data("classification")[0])
@@ -166,20 +180,20 @@ class OwnLikelihood(Categorical):
 )
 def test_members_with_other_options_of_their_likelihood_are_refused_by_name(first, second, match):
     kind = {Bernoulli: "binary", MultiLabel: "multilabel"}.get(type(first), "classification")
-    some = []
+    las = []
     for likelihood in (first, second, copy.deepcopy(first)):
         torch.manual_seed(1)
         model = nn.Linear(4, 1 if kind == "binary" else 3).double().eval()
-        some.append(Laplace(model, likelihood).fit([data(kind)]))
+        las.append(Laplace(model, likelihood).fit([data(kind)]))
     with pytest.raises(ValueError, match=f"member 2 has {match}.*the same options"):
-        Mixture(some[:2])
-    assert len(Mixture([some[0], some[2]]).members) == 2
+        Mixture(las[:2])
+    assert len(Mixture([las[0], las[2]]).members) == 2
 
 
 def test_noises_of_a_regression_are_each_members_own():
-    some = [member("regression", seed) for seed in (1, 2)]
-    assert some[0].sigma != some[1].sigma
-    assert len(Mixture(some).members) == 2
+    las = [member("regression", seed) for seed in (1, 2)]
+    assert las[0].sigma != las[1].sigma
+    assert len(Mixture(las).members) == 2
 
 
 class Rates(Gaussian):
@@ -190,10 +204,10 @@ class Rates(Gaussian):
 
 
 def test_a_predictive_that_cannot_be_mixed_is_refused_by_name():
-    some = []
+    las = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         la = Laplace(nn.Linear(4, 3).double().eval(), Rates(1.0))
-        some.append(la.fit([data("regression")]))
+        las.append(la.fit([data("regression")]))
     with pytest.raises(NotImplementedError, match="type Poisson is not supported"):
-        Mixture(some).predict(data("regression")[0])
+        Mixture(las).predict(data("regression")[0])

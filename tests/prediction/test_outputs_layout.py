@@ -1,4 +1,4 @@
-"""Where the outputs have their classes (`class_dim`), and outputs that are no logits."""
+"""The dimension of the outputs that has the classes (`class_dim`), and outputs without logits."""
 
 import itertools
 import warnings
@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Gaussian, Laplace
 
-B, C, L, DELTA = 6, 5, 5, 0.8
+B = 6
+C = 5
+L = 5
+DELTA = 0.8
 
 
 def build(classes=C):
@@ -45,8 +48,8 @@ def posterior(la):
     return la.posterior.precision.to_dense()
 
 
-def same(one, two):
-    torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------- asking
@@ -63,17 +66,20 @@ def test_where_both_readings_fit_the_user_is_asked():
 
 def test_a_first_batch_of_another_length_tells_for_all():
     """Sequences of as many positions as classes come as a later batch."""
-    model, x, y = Moved(build()), inputs(), labels()
+    model = Moved(build())
+    x = inputs()
+    y = labels()
     batches = [(x[:3, :, :-1], y[:3, :-1]), (x[3:], y[3:])]
-    told = Laplace(model).fit_batches(batches)
-    same(posterior(told), posterior(Laplace(model, class_dim=-1).fit_batches(batches)))
+    la = Laplace(model).fit_batches(batches)
+    same(posterior(la), posterior(Laplace(model, class_dim=-1).fit_batches(batches)))
     Laplace(model).fit_batches(*[[batch] for batch in batches])
     with pytest.raises(ValueError, match="class_dim"):
         Laplace(model).fit_batches(batches[::-1])
 
 
 def test_nobody_is_asked_where_one_reading_fits():
-    x, y = inputs()[..., :-1], labels()[:, :-1]  # Four positions of five classes.
+    x = inputs()[..., :-1]
+    y = labels()[:, :-1]  # Four positions of five classes.
     Laplace(Moved(build())).fit_batches([(x, y)])
     with pytest.raises(ValueError, match="use class_dim=1"):
         Laplace(build()).fit_batches([(x, y)])
@@ -102,15 +108,19 @@ def dense_ggn(model, x, loss):
 
 @pytest.mark.parametrize("curvature", ["full", "diag"])
 def test_a_channel_first_fit_is_the_ggn_of_the_channel_first_loss(curvature):
-    model, x, y = build(), inputs(), labels()
-    y[0, 2] = y[3, 4] = -100
+    model = build()
+    x = inputs()
+    y = labels()
+    y[0, 2] = -100
+    y[3, 4] = -100
     la = Laplace(model, curvature=curvature, class_dim=1, prior_precision=DELTA)
     la.fit_batches([(x[:4], y[:4]), (x[4:], y[4:])])
     C_sum = dense_ggn(model, x, lambda f, n: F.cross_entropy(f, y[n : n + 1], reduction="sum"))
     expected = C_sum + DELTA * torch.eye(len(C_sum)).double()
     actual = posterior(la)
     if curvature == "diag":
-        actual, expected = actual.diagonal(), expected.diagonal()
+        actual = actual.diagonal()
+        expected = expected.diagonal()
     same(actual, expected)
     nll = F.cross_entropy(model(x), y, reduction="sum").item()
     assert la.fitted.nll == pytest.approx(nll, rel=1e-12)
@@ -118,7 +128,9 @@ def test_a_channel_first_fit_is_the_ggn_of_the_channel_first_loss(curvature):
 
 def test_predictions_have_the_classes_last():
     """Mean, covariance and the probit predictive by dense Jacobians, written out."""
-    model, x, y = build(), inputs(), labels()
+    model = build()
+    x = inputs()
+    y = labels()
     la = Laplace(model, curvature="full", class_dim=1, prior_precision=DELTA)
     la.fit_batches([(x, y)])
     f = model(x).detach().transpose(1, 2)
@@ -152,13 +164,14 @@ def test_everything_is_as_if_the_model_moved_them(curvature, mode):
     same(posterior(first), posterior(last))
     same(first.log_marginal_likelihood(), last.log_marginal_likelihood())
     x = inputs(3)
-    for one, two in zip(first.functional(x), last.functional(x), strict=True):
-        same(one, two)
+    for actual, expected in zip(first.functional(x), last.functional(x), strict=True):
+        same(actual, expected)
 
 
 @pytest.mark.parametrize("method", ["glm", "glm-mc", "nn", "map"])
 def test_every_prediction_is_as_if_the_model_moved_them(method):
-    model, x = build(), inputs()
+    model = build()
+    x = inputs()
     first = Laplace(model, class_dim=1).fit_batches([(inputs(), labels())])
     last = Laplace(Moved(model), class_dim=-1).fit_batches([(inputs(), labels())])
     for samples in (None,) if method == "map" else (None, 7):
@@ -172,7 +185,8 @@ def test_every_prediction_is_as_if_the_model_moved_them(method):
 
 
 def test_tuning_evaluation_and_files_are_too(tmp_path):
-    model, data = build(), [(inputs(), labels())]
+    model = build()
+    data = [(inputs(), labels())]
     first = Laplace(model, class_dim=1).fit_batches(data)
     last = Laplace(Moved(model), class_dim=-1).fit_batches(data)
     same(posterior(first), posterior(last))
@@ -191,7 +205,8 @@ def test_tuning_evaluation_and_files_are_too(tmp_path):
 
 
 def test_targets_of_regression_are_moved_with_the_outputs():
-    model, x = build(2), inputs()
+    model = build(2)
+    x = inputs()
     y = torch.randn(B, 2, L, generator=torch.Generator().manual_seed(5)).double()
     sigma = torch.tensor([0.5, 2.0]).double()
     la = Laplace(model, "regression", "full", sigma=sigma, class_dim=1, prior_precision=DELTA)
@@ -207,7 +222,8 @@ def test_targets_of_regression_are_moved_with_the_outputs():
 
 @pytest.mark.parametrize("with_channel", [True, False])
 def test_a_binary_map_takes_targets_with_or_without_its_channel(with_channel):
-    model, x = build(1), inputs()
+    model = build(1)
+    x = inputs()
     y = labels() % 2
     targets = y[:, None] if with_channel else y
     la = Laplace(model, "binary", "full", class_dim=1, prior_precision=DELTA)
@@ -219,16 +235,17 @@ def test_a_binary_map_takes_targets_with_or_without_its_channel(with_channel):
     C_sum = dense_ggn(model, x, loss)
     same(posterior(la), C_sum + DELTA * torch.eye(len(C_sum)).double())
     assert la.predict(x).probs.shape == (B, L)
-    found = la.evaluate([(x, targets)])
+    report = la.evaluate([(x, targets)])
     probs = la.predict(x).probs
     nll = F.binary_cross_entropy(probs, y.double()).item()
-    assert found["nll"] == pytest.approx(nll, rel=1e-6)
+    assert report["nll"] == pytest.approx(nll, rel=1e-6)
 
 
 def test_images_and_a_model_that_is_one_layer():
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 1).double().eval()
-    x, y = torch.randn(3, 3, 4, 4).double(), torch.randint(4, (3, 4, 4))
+    x = torch.randn(3, 3, 4, 4).double()
+    y = torch.randint(4, (3, 4, 4))
     first = Laplace(model, class_dim=1).fit_batches([(x, y)])
     last = Laplace(Moved(model), class_dim=-1).fit_batches([(x, y)])
     same(posterior(first), posterior(last))
@@ -275,7 +292,8 @@ def classifier(*last):
     return nn.Sequential(nn.Linear(4, 3), *last).eval()
 
 
-X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 3
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(6) % 3
 WARNING = "outputs are probabilities.*Remove the softmax.*log-probabilities"
 
 

@@ -11,7 +11,10 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 5, 4, 3, 4
+VOCABULARY = 5
+WIDTH = 4
+LENGTH = 3
+BATCH = 4
 
 
 class Decoder(nn.Module):
@@ -40,7 +43,9 @@ def data():
     torch.manual_seed(1)
     x = torch.randint(VOCABULARY, (BATCH, LENGTH))
     y = torch.randint(VOCABULARY, (BATCH, LENGTH))
-    y[0, 1] = y[2, 0] = y[2, 2] = -100
+    y[0, 1] = -100
+    y[2, 0] = -100
+    y[2, 2] = -100
     return x, y
 
 
@@ -113,8 +118,8 @@ def test_predict_tune_and_evaluate_score_the_counted_positions(decoder, data):
     counted = y != -100
     expected = -predictive.logits[counted].log_softmax(-1).gather(1, y[counted][:, None]).mean()
     assert la.evaluate([data])["nll"] == pytest.approx(expected.item(), rel=1e-6)
-    found = la.tune([data], grid=[1.0, 10.0])
-    assert found.table[0]["nll"] == pytest.approx(expected.item(), rel=1e-6)
+    tuning = la.tune([data], grid=[1.0, 10.0])
+    assert tuning.table[0]["nll"] == pytest.approx(expected.item(), rel=1e-6)
     for method in ("glm", "glm-mc", "nn", "map"):
         samples = None if method == "map" else 4
         assert la.predict(x, method, samples=samples).batch_shape == (BATCH, LENGTH)
@@ -123,7 +128,8 @@ def test_predict_tune_and_evaluate_score_the_counted_positions(decoder, data):
 def test_sequences_of_regression_targets(data):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
-    x, y = torch.randn(5, 3, 3).double(), torch.randn(5, 3, 2).double()
+    x = torch.randn(5, 3, 3).double()
+    y = torch.randn(5, 3, 2).double()
     la = Laplace(model, Gaussian(0.5), curvature="ekfac").fit_batches([(x, y)])
     _, covariance = la.functional(x)
     predictive = la.predict(x)
@@ -140,7 +146,8 @@ def test_sequences_of_regression_targets(data):
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = nn.Linear(3, 4), nn.Linear(2, 4)
+        self.left = nn.Linear(3, 4)
+        self.right = nn.Linear(2, 4)
         self.head = nn.Linear(4, 3)
 
     def forward(self, left, right, flag=None):
@@ -167,16 +174,17 @@ class Wrapped(TwoInputs):
 def test_several_and_named_inputs(form, kind, mode):
     torch.manual_seed(0)
     model = kind().double().eval()
-    left, right = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    left = torch.randn(8, 3).double()
+    right = torch.randn(8, 2).double()
     y = torch.randint(3, (8,))
 
-    def inputs(part):
+    def inputs(rows):
         if form == "tuple":
-            return left[part], right[part]
-        return {"left": left[part], "right": right[part], "flag": "yes"}
+            return left[rows], right[rows]
+        return {"left": left[rows], "right": right[rows], "flag": "yes"}
 
-    def merged(part):
-        return torch.cat([left[part], right[part]], dim=1)
+    def merged_inputs(rows):
+        return torch.cat([left[rows], right[rows]], dim=1)
 
     class Merged(nn.Module):
         def __init__(self):
@@ -188,18 +196,20 @@ def test_several_and_named_inputs(form, kind, mode):
             return getattr(outputs, "logits", outputs)
 
     halves = [slice(0, 4), slice(4, 8)]
-    fits = []
-    for network, of in ((model, inputs), (Merged().eval(), merged)):
-        batches = [(of(part), y[part]) for part in halves]
+    precisions = []
+    moments = []
+    for network, inputs_of_rows in ((model, inputs), (Merged().eval(), merged_inputs)):
+        x = inputs_of_rows(slice(0, 8))
+        batches = [(inputs_of_rows(rows), y[rows]) for rows in halves]
         if mode == "crossfit":
-            batches = [(of(slice(0, 8)), y)]
+            batches = [(x, y)]
         la = Laplace(network, memory_bound=4096).fit(batches, mode=mode, num_data=8)
-        fits.append((la, la.functional(of(slice(0, 8))), la.predict(of(slice(0, 8)), "nn", 2)))
-    assert torch.equal(
-        fits[0][0].posterior.precision.to_dense(), fits[1][0].posterior.precision.to_dense()
-    )
-    for one, two in zip(fits[0][1], fits[1][1], strict=True):
-        torch.testing.assert_close(one, two)
+        precisions.append(la.posterior.precision.to_dense())
+        moments.append(la.functional(x))
+        la.predict(x, "nn", 2)
+    assert torch.equal(precisions[0], precisions[1])
+    for actual, expected in zip(moments[0], moments[1], strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_inputs_that_do_not_belong_together_are_refused(unchecked):
@@ -221,11 +231,11 @@ def test_another_ignore_index_survives_saving(decoder, data, tmp_path):
     la.save(tmp_path / "posterior.safetensors")
     loaded = Laplace.load(tmp_path / "posterior.safetensors", decoder)
     assert loaded.likelihood.ignore_index == 1
-    for one, two in zip(loaded.functional(x), la.functional(x), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
-    seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
-    one, two = loaded.sample(3, seeds[0]), la.sample(3, seeds[1])
-    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(loaded.functional(x), la.functional(x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    actual = loaded.sample(3, torch.Generator().manual_seed(0))
+    expected = la.sample(3, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 class Sets(nn.Module):

@@ -1,4 +1,4 @@
-"""Whatever one thread does, four do as well: on one model and on several, with the same answers."""
+"""Four threads get the same answers as one thread, on one model and on several."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ DATA = [(X[:12], Y[:12]), (X[12:], Y[12:])]
 
 
 def at_once(calls, rounds=1):
-    """The results of all calls, of each `rounds`, from four threads that start together."""
+    """The results of `rounds` runs of all calls, from four threads that start together."""
     barrier = threading.Barrier(THREADS)
     jobs = [call for _ in range(rounds) for call in calls]
 
@@ -55,7 +55,10 @@ def assert_as_alone(calls, rounds=1):
 
 
 def ready(build):
-    """A function of copies: building draws from the global generator, which threads share."""
+    """Return a function that copies a built network.
+
+    Building draws from the global generator, which threads share.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build()
@@ -92,7 +95,8 @@ def recurrent():
     class Last(nn.Module):
         def __init__(self):
             super().__init__()
-            self.rnn, self.head = nn.RNN(3, 2, batch_first=True), nn.Linear(2, 3)
+            self.rnn = nn.RNN(3, 2, batch_first=True)
+            self.head = nn.Linear(2, 3)
 
         def forward(self, x):
             return self.head(self.rnn(x.unflatten(1, (2, 3)))[0][:, -1])
@@ -132,18 +136,20 @@ def test_predictions_of_one_object(network):
     assert_as_alone(calls, 6)
 
 
-REST = ("diag", "lowrank", "full")
+OTHER_CURVATURES = ("diag", "lowrank", "full")
 
 
 @pytest.mark.parametrize("backend", ["backpack", "hooks"])
 def test_fits(backend):
-    one = conv()
+    shared_model = conv()
     calls = [
         partial(fit, make, mode, curvature=curvature, backend=backend)
-        for make in (conv, lambda: one)
+        for make in (conv, lambda: shared_model)
         for curvature, mode in (("kfac", "full"), ("kfac", "crossfit"), ("ekfac", "debiased"))
     ]
-    calls += [partial(fit, mlp, curvature=curvature, backend=backend) for curvature in REST]
+    calls += [
+        partial(fit, mlp, curvature=curvature, backend=backend) for curvature in OTHER_CURVATURES
+    ]
     calls += [partial(fit, mlp, "crossfit", curvature="full", backend=backend)]
     assert_as_alone(calls, 2 if backend == "backpack" else 1)
 
@@ -153,8 +159,8 @@ def test_everything_else_of_one_object():
     loader = DataLoader(TensorDataset(X, Y), batch_size=12, shuffle=True)
 
     def evaluate(method):
-        found = la.evaluate(loader, method=method, samples=9, generator=seed(2))
-        return torch.tensor(list(found.values()), dtype=torch.float64)
+        report = la.evaluate(loader, method=method, samples=9, generator=seed(2))
+        return torch.tensor(list(report.values()), dtype=torch.float64)
 
     calls = [
         lambda: la.functional(X)[1],
@@ -207,7 +213,8 @@ def test_products_with_one_operator(kind, make, bound):
     arguments = () if kind is Jacobian else (nn.CrossEntropyLoss(),)
     options = {} if kind is KFAC else {"memory_bound": bound}
     model = make()
-    alone, shared = (kind(model, *arguments, DATA, **options) for _ in range(2))
+    alone = kind(model, *arguments, DATA, **options)
+    shared = kind(model, *arguments, DATA, **options)
     expected = [call() for call in products(alone)]
     for i, result in enumerate(at_once(products(shared), 4)):
         torch.testing.assert_close(result, expected[i % 2], rtol=1e-10, atol=1e-12)
@@ -234,7 +241,7 @@ def settings():
 
 def test_settings_of_the_process_are_left_as_they_were():
     gc.collect()  # Passes that other tests have abandoned end here, with their settings.
-    before = settings()
+    settings_before = settings()
     las = [fitted(transformer), fitted(mlp)]
     calls = [partial(predict, la, m, 1) for la in las for m in ("glm-mc", "nn", "glm", "map")]
 
@@ -243,27 +250,27 @@ def test_settings_of_the_process_are_left_as_they_were():
         return A @ torch.ones(A.shape[1], dtype=torch.float64)
 
     at_once([*(calls * 3), product, *calls, product])
-    assert settings() == before
+    assert settings() == settings_before
 
 
 def test_filters_of_warnings_that_are_set_meanwhile_stay():
     """Another thread, or an abandoned pass, may hold the setting while a user changes filters."""
-    before = list(warnings.filters)
-    own = ("error", None, UnicodeWarning, None, 0)
-    equal = ("ignore", None, FutureWarning, None, 0)
+    filters_before = list(warnings.filters)
+    users_filter = ("error", None, UnicodeWarning, None, 0)
+    equal_filter = ("ignore", None, FutureWarning, None, 0)
     manager = quiet()
-    warnings.filters.insert(0, equal)
+    warnings.filters.insert(0, equal_filter)
     try:
         with manager:
             warnings.warn("torch's", FutureWarning, stacklevel=1)
-            warnings.filters.insert(0, own)
-        assert warnings.filters == [own, equal, *before]
+            warnings.filters.insert(0, users_filter)
+        assert warnings.filters == [users_filter, equal_filter, *filters_before]
     finally:
-        warnings.filters[:] = before
+        warnings.filters[:] = filters_before
 
 
 def test_overlapping_holders_of_a_setting_restore_it():
-    """A comes, B comes, A leaves, B leaves: as the first one found it."""
+    """If A enters, B enters, A leaves and B leaves, the setting is as before A."""
     log = []
 
     class Manager:
@@ -274,14 +281,15 @@ def test_overlapping_holders_of_a_setting_restore_it():
             log.append("restored")
 
     setting = SharedSetting(Manager)
-    arrived, may_leave = threading.Event(), threading.Event()
+    arrived = threading.Event()
+    may_leave = threading.Event()
 
-    def other():
+    def hold_setting():
         with setting():
             arrived.set()
             may_leave.wait(10)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=hold_setting)
     with setting(), setting():
         thread.start()
         assert arrived.wait(10)
@@ -306,9 +314,10 @@ def test_a_context_that_another_thread_leaves_is_that_of_the_thread_that_entered
 
 def test_another_thread_may_leave_attention_as_it_was():
     """`sdpa_kernel` alone insists on being left by the thread that came."""
-    before = attention_kernels()
+    kernels_before = attention_kernels()
     setting = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
-    first, second = setting(), setting()
+    first = setting()
+    second = setting()
     first.__enter__()
     thread = threading.Thread(target=second.__enter__)
     thread.start()
@@ -318,7 +327,7 @@ def test_another_thread_may_leave_attention_as_it_was():
     thread = threading.Thread(target=second.__exit__, args=(None, None, None))
     thread.start()
     thread.join()
-    assert attention_kernels() == before
+    assert attention_kernels() == kernels_before
 
 
 def test_a_failing_prediction_lets_the_next_one_in():
@@ -335,22 +344,24 @@ def test_a_failing_prediction_lets_the_next_one_in():
             return self.layer(x)
 
     model = Fails().double().eval()
-    la, other = Laplace(model).fit_batches(DATA), fitted()
+    la = Laplace(model).fit_batches(DATA)
+    intact = fitted()
     model.broken = True
-    before = settings()
+    settings_before = settings()
     with pytest.raises(OSError, match="gone"):
         predict(la, "glm-mc")
-    assert settings() == before
+    assert settings() == settings_before
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(predict, other, "glm-mc").result(30).isfinite().all()
+        assert pool.submit(predict, intact, "glm-mc").result(30).isfinite().all()
 
 
 def test_operators_with_locks_can_still_be_copied_and_pickled():
     lock = Lock()
     with lock:
-        twin, again = copy.deepcopy(lock), pickle.loads(pickle.dumps(lock))
-        for other in (twin, again):
-            assert other._lock.acquire(blocking=False)
+        copied = copy.deepcopy(lock)
+        unpickled = pickle.loads(pickle.dumps(lock))
+        for lock_copy in (copied, unpickled):
+            assert lock_copy._lock.acquire(blocking=False)
     A = GGN(mlp(), nn.CrossEntropyLoss(), DATA)
     ones = torch.ones(A.shape[1], dtype=torch.float64)
     torch.testing.assert_close(copy.deepcopy(A) @ ones, A @ ones)
@@ -358,19 +369,20 @@ def test_operators_with_locks_can_still_be_copied_and_pickled():
 
 def test_a_fit_beside_readers_is_seen_before_or_after():
     """Never the likelihood of one fit with the determinant of another."""
-    first, second = DATA[:1], DATA[1:]
+    first = DATA[:1]
+    second = DATA[1:]
     la = Laplace(mlp()).fit_batches(first, num_data=24)
     allowed = [float(la.log_marginal_likelihood())]
     la.fit_batches(second, num_data=24)
     allowed.append(float(la.log_marginal_likelihood()))
     assert abs(allowed[0] - allowed[1]) > 1e-3
-    done = threading.Event()
+    fits_are_done = threading.Event()
 
     def read():
-        seen = set()
-        while not done.is_set():
-            seen.add(float(la.log_marginal_likelihood()))
-        return seen
+        values = set()
+        while not fits_are_done.is_set():
+            values.add(float(la.log_marginal_likelihood()))
+        return values
 
     with ThreadPoolExecutor(THREADS) as pool:
         readers = [pool.submit(read) for _ in range(THREADS - 1)]
@@ -379,26 +391,27 @@ def test_a_fit_beside_readers_is_seen_before_or_after():
                 la.fit_batches(first, num_data=24)
                 la.fit_batches(second, num_data=24)
         finally:
-            done.set()
+            fits_are_done.set()
         for value in set().union(*(reader.result(30) for reader in readers)):
             assert min(abs(value - a) for a in allowed) < 1e-9
 
 
 class UsesOfLiveParameters(TorchDispatchMode):
-    """Notes what is done under autograd with a model's own parameters, but for detaching them.
+    """Record the functions other than `detach` that use a model's own parameters under autograd.
 
-    torch makes a node of the graph then, with the parameter locked, and may wait for the GIL, while
-    a thread that holds the GIL waits for the parameter.
+    Such a function adds a node to the graph. While torch does so, it holds the parameter's lock and
+    may wait for the GIL, and a thread that holds the GIL may wait for the parameter.
     """
 
     def __init__(self, model):
         super().__init__()
-        self.parameters, self.found = list(model.parameters()), []
+        self.parameters = list(model.parameters())
+        self.functions = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         is_live = any(x is p for x in tree_leaves((args, kwargs)) for p in self.parameters)
         if torch.is_grad_enabled() and is_live and function != torch.ops.aten.detach.default:
-            self.found.append(str(function))
+            self.functions.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
@@ -406,7 +419,8 @@ class UsesOfLiveParameters(TorchDispatchMode):
 def test_no_graph_leads_to_a_parameter_that_threads_share(tmp_path, make, dtype):
     """It could freeze the process (torch 2.15)."""
     model = make().to(dtype)
-    x, data = X.to(dtype), [(x.to(dtype), y) for x, y in DATA]
+    x = X.to(dtype)
+    data = [(inputs.to(dtype), labels) for inputs, labels in DATA]
     with UsesOfLiveParameters(model) as uses:
         la = Laplace(model).fit_batches(data)
         la.tune(data, grid=[1.0, 10.0])
@@ -418,10 +432,10 @@ def test_no_graph_leads_to_a_parameter_that_threads_share(tmp_path, make, dtype)
         A = GGN(model, nn.CrossEntropyLoss(), data)
         for _ in range(2):
             A @ torch.ones(A.shape[1], dtype=A.dtype)
-    assert uses.found == []
+    assert uses.functions == []
 
 
 @pytest.mark.slow
 def test_threads_that_fit_one_model_do_not_freeze(processes):
-    """Before parameters were detached they did in each of seven runs of eight seconds."""
+    """Before parameters were detached they froze in each of seven runs of eight seconds."""
     assert min(*processes.run(1, rank_tasks.fit_in_threads, THREADS, 8)[0]) > 0
