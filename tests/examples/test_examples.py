@@ -1,4 +1,4 @@
-"""The examples run, and what they print is what their first lines promise."""
+"""The examples run, and they print the results that their first lines promise."""
 
 import importlib.util
 import itertools
@@ -22,7 +22,7 @@ from laplace_debias.commands import COMMANDS
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
-# Fewer steps of everything: by constants for the examples without options.
+# Values of the examples' constants that reduce their steps; these examples have no options.
 CONSTANTS = {
     "demo": {"EPOCHS": 4, "DRAWS": 2, "PRIOR_PRECISIONS": (0.178, 5.62)},
     "influence_functions": {"EPOCHS": 2, "DAMPING": 0.1},
@@ -39,15 +39,15 @@ WITH_PICTURES = {"active_learning", "regression_1d", "unfamiliar_inputs", *CONST
 
 @pytest.fixture
 def example(tmp_path, monkeypatch, capsys):
-    """Runs an example in an empty folder; what `main` returns and what is printed."""
+    """Run an example in an empty folder. Return the result of `main` and the printed text."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, *options):
         module = module_of(name)
         for constant, value in CONSTANTS.get(name, {}).items():
             monkeypatch.setattr(module, constant, value)
-        found = module.main(*options)
-        return found, capsys.readouterr().out
+        result = module.main(*options)
+        return result, capsys.readouterr().out
 
     return run
 
@@ -60,16 +60,16 @@ def module_of(name):
     return module
 
 
-def check_pictures(name, folder, printed):
-    """The pictures that an example names are there."""
+def check_pictures(example_name, folder, printed):
+    """Check that the pictures that an example names exist."""
     pictures = re.findall(r"^Picture: (\S+)$", printed, re.MULTILINE)
-    assert bool(pictures) == (name in WITH_PICTURES)
+    assert bool(pictures) == (example_name in WITH_PICTURES)
     for picture in pictures:
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def numbers_of(printed, start):
-    """The numbers with a decimal point of the line that begins so."""
+    """The numbers with a decimal point in the line that begins with `start`."""
     (line,) = [line for line in printed.splitlines() if line.startswith(start)]
     return [float(number) for number in re.findall(r"-?\d+\.\d+", line)]
 
@@ -87,7 +87,8 @@ def test_examples_of_linear_algebra_run_at_reduced_size(name, example, tmp_path)
 def test_the_posterior_as_prior_remembers_more_tasks(example):
     options = ["--tasks", "3", "--seeds", "1", "--steps", "150", "--methods", "fine-tuning", "kfac"]
     curves, _ = example("continual_learning", options)
-    (forgets,), (remembers,) = curves["fine-tuning"], curves["kfac"]
+    (forgets,) = curves["fine-tuning"]
+    (remembers,) = curves["kfac"]
     assert len(forgets) == len(remembers) == 3
     assert forgets[0] == remembers[0]  # the first task has no earlier one
     assert remembers[-1] > forgets[-1] + 0.1
@@ -108,14 +109,15 @@ def test_a_page_lists_every_example():
 
 @pytest.mark.slow
 def test_classification_tunes_the_nll_and_prints_what_it_returns(example):
-    found, printed = example("classification", ["--epochs", "60", "--seed", "1"])
-    network, laplace = found["network"], found["Laplace"]
+    metrics_by_name, printed = example("classification", ["--epochs", "60", "--seed", "1"])
+    network = metrics_by_name["network"]
+    laplace = metrics_by_name["Laplace"]
     assert network["accuracy"] > 0.9
     # It over-fits a thousand images: less certain is better, on other images than were tuned on.
     assert laplace["nll"] < network["nll"]
     assert laplace["mean_entropy"] > network["mean_entropy"]
     assert laplace["auroc_no_digits"] > 0.7
-    for name, metrics in found.items():
+    for name, metrics in metrics_by_name.items():
         assert metrics["nll"] == pytest.approx(numbers_of(printed, f"{name}:")[1], abs=1e-4)
 
 
@@ -133,24 +135,25 @@ def test_a_posterior_separates_unfamiliar_inputs_that_a_temperature_does_not(exa
 
 
 def test_regression_is_less_certain_between_the_data_and_beyond(example, tmp_path):
-    found, printed = example("regression_1d", [])
-    assert found["in the gap"] > 4 * found["at the data"]
-    assert found["outside"] > 4 * found["at the data"]
-    assert found["sigma"] == pytest.approx(module_of("regression_1d").NOISE, rel=0.3)
+    results, printed = example("regression_1d", [])
+    assert results["in the gap"] > 4 * results["at the data"]
+    assert results["outside"] > 4 * results["at the data"]
+    assert results["sigma"] == pytest.approx(module_of("regression_1d").NOISE, rel=0.3)
     check_pictures("regression_1d", tmp_path, printed)
 
 
 def test_regression_on_a_table_covers_what_its_own_residuals_do_not(example):
-    found, printed = example("regression_table", ["--splits", "2"])
-    own, honest, laplace = found.values()
-    assert own["in the 95 % intervals"] < 0.92 < laplace["in the 95 % intervals"]
-    assert laplace["NLL (nats)"] < own["NLL (nats)"]
-    assert own["RMSE"] == honest["RMSE"] == pytest.approx(laplace["RMSE"])
+    results, printed = example("regression_table", ["--splits", "2"])
+    residuals, held_out, laplace = results.values()
+    assert residuals["in the 95 % intervals"] < 0.92 < laplace["in the 95 % intervals"]
+    assert laplace["NLL (nats)"] < residuals["NLL (nats)"]
+    assert residuals["RMSE"] == held_out["RMSE"] == pytest.approx(laplace["RMSE"])
     assert laplace["NLL (nats)"] == pytest.approx(numbers_of(printed, "Laplace")[0], abs=1e-3)
 
 
 def test_regression_on_a_table_is_evaluated_in_the_units_of_the_table():
-    unit, noise = torch.tensor(7.0), 0.5
+    unit = torch.tensor(7.0)
+    noise = 0.5
     y = torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
     evaluate = module_of("regression_table").evaluate
     metrics = evaluate(torch.distributions.Normal(y * 0, noise), y, unit)
@@ -166,22 +169,22 @@ def test_regression_on_a_table_is_evaluated_in_the_units_of_the_table():
 
 
 def test_the_last_layer_of_a_timm_network_keeps_its_decisions(example):
-    found, printed = example("timm_last_layer", ["--epochs", "4", "--train", "100"])
+    results, printed = example("timm_last_layer", ["--epochs", "4", "--train", "100"])
     assert "classifier.weight, classifier.bias, 2,570 of" in printed
     # Whatever Laplace does to the probabilities, the classes stay nearly those of the network.
-    assert found["after"]["accuracy"] == pytest.approx(found["before"]["accuracy"], abs=0.02)
-    assert found["after"]["nll"] <= found["before"]["nll"] + 0.01
-    assert numbers_of(printed, "after:")[1] == pytest.approx(found["after"]["nll"], abs=1e-4)
+    assert results["after"]["accuracy"] == pytest.approx(results["before"]["accuracy"], abs=0.02)
+    assert results["after"]["nll"] <= results["before"]["nll"] + 0.01
+    assert numbers_of(printed, "after:")[1] == pytest.approx(results["after"]["nll"], abs=1e-4)
 
 
 @pytest.mark.slow
 def test_a_posterior_over_adapters_is_less_sure_of_mixed_reviews(example):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    found, printed = example("hugging_face_lora", ["--epochs", "15"])
-    assert found["network nll"] < math.log(2)
-    assert found["Laplace mixed"] > found["Laplace clear"]
-    assert found["Laplace mixed"] >= found["network mixed"]
+    results, printed = example("hugging_face_lora", ["--epochs", "15"])
+    assert results["network nll"] < math.log(2)
+    assert results["Laplace mixed"] > results["Laplace clear"]
+    assert results["Laplace mixed"] >= results["network mixed"]
     # Rank 4 of two 32 × 32 projections in two layers, both factors.
     assert f"posterior over {2 * 2 * 2 * 4 * 32:,} entries of the adapters" in printed
 
@@ -288,7 +291,7 @@ def test_joint_samples_have_the_joint_moments():
 def test_mutual_information_is_that_of_an_integral():
     """For a posterior with one uncertain direction, against a fine quadrature over it."""
 
-    class Known:
+    class OneUncertainDirection:
         """Logits (z, 0) with z normal: the integral over z is one-dimensional."""
 
         def functional(self, x):
@@ -297,8 +300,10 @@ def test_mutual_information_is_that_of_an_integral():
             return torch.tensor([[0.0, 0.0], [1.0, 0.0]]), covariance
 
     torch.manual_seed(0)
-    found = module_of("active_learning").mutual_information(Known(), torch.zeros(2, 1), 20_000)
-    for value, mean, variance in zip(found.tolist(), (0.0, 1.0), (0.01, 4.0), strict=True):
+    information = module_of("active_learning").mutual_information(
+        OneUncertainDirection(), torch.zeros(2, 1), 20_000
+    )
+    for value, mean, variance in zip(information.tolist(), (0.0, 1.0), (0.01, 4.0), strict=True):
         z = torch.linspace(-8, 8, 4001, dtype=torch.float64)
         weights = (-(z**2) / 2).exp()
         weights /= weights.sum()
@@ -312,12 +317,12 @@ def test_mutual_information_is_that_of_an_integral():
 
 
 def test_coming_from_laplace_torch_names_what_the_page_names(example):
-    found, printed = example("coming_from_laplace_torch", ["--steps", "100"])
-    assert found["largest change of the model"] == 0
-    assert found["largest difference after loading"] == 0
-    assert found["NLL"] == pytest.approx(found["evaluate: nll"], rel=1e-5)
-    assert found["prior precision by validation"] > 0
-    assert numbers_of(printed, "NLL:") == pytest.approx([found["NLL"]], rel=1e-3)
+    results, printed = example("coming_from_laplace_torch", ["--steps", "100"])
+    assert results["largest change of the model"] == 0
+    assert results["largest difference after loading"] == 0
+    assert results["NLL"] == pytest.approx(results["evaluate: nll"], rel=1e-5)
+    assert results["prior precision by validation"] > 0
+    assert numbers_of(printed, "NLL:") == pytest.approx([results["NLL"]], rel=1e-3)
     source = (ROOT / "examples/coming_from_laplace_torch.py").read_text(encoding="utf-8")
     page = (ROOT / "docs/coming-from/laplace-torch.md").read_text(encoding="utf-8")
     for name in re.findall(r"(\w+)=", " ".join(re.findall(r"# laplace-torch: (.*)", source))):
@@ -328,7 +333,10 @@ def test_coming_from_laplace_torch_names_what_the_page_names(example):
 
 @pytest.fixture
 def trained_on_a_folder(example, tmp_path):
-    """What the user's script returned and printed; its network has learned hardly anything."""
+    """The command that the user's script returns, its printed text, and its folder.
+
+    The network has learned hardly anything after one epoch.
+    """
     options = ["--make-data", "--train", "80", "--epochs", "1"]
     return *example("train_timm_on_a_folder", options), tmp_path
 
@@ -340,7 +348,7 @@ def test_the_script_writes_folders_a_checkpoint_and_the_command(trained_on_a_fol
     assert command[:2] == ["laplace-debias", "report"]
     data = folder / "results/folder/digits"
     counts = {
-        part: len(list(data.glob(f"{part}/digit_*/*.png"))) for part in ("train", "val", "test")
+        split: len(list(data.glob(f"{split}/digit_*/*.png"))) for split in ("train", "val", "test")
     }
     assert counts == {"train": 80, "val": 150, "test": 300}
     with Image.open(next(data.glob("test/digit_3/*.png"))) as picture:
@@ -370,7 +378,7 @@ def test_the_printed_command_judges_a_network_that_is_not_ours(trained_on_a_fold
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["coming_from_laplace_torch", "quickstart"])
 def test_examples_run_as_they_are(name, tmp_path):
-    """Those that take seconds; `make examples` runs all, `make demo` the demo."""
+    """The examples that take seconds; `make examples` runs all, `make demo` the demo."""
     run = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py"],
         cwd=tmp_path,

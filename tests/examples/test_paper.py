@@ -78,7 +78,7 @@ COSTLY = {
     "debiasing": ["--draws=1", "--ekfac_draws=1", "--prior_precisions=[1]"],
     "model_size": ["--models=[[1,16],[2,16]]"],
 }
-"""What the defaults are reduced by where they take long; all sizes of data are the defaults."""
+"""Options of experiments that take long with their defaults; the sizes of data are the defaults."""
 
 
 @pytest.mark.slow
@@ -139,14 +139,15 @@ def test_a_trained_network_is_saved_with_its_split(tmp_path):
 @pytest.fixture(scope="module")
 def trained() -> Trained:
     """A network that is sure of the digits, after a few epochs."""
-    parts = digits_parts()
+    splits = digits_parts()
     problem = get_problem("allcnn-digits")
     recipe = replace(problem.recipe, cycles=((8, 0.1),), weight_decay=1e-3)
-    model = train(problem.initial_model(0), parts["train"], recipe)
-    return Trained(problem, recipe, model, *parts.values(), split={})
+    model = train(problem.initial_model(0), splits["train"], recipe)
+    return Trained(problem, recipe, model, *splits.values(), split={})
 
 
-def of(rows, **values):
+def matching(rows, **values):
+    """The rows that have these values."""
     return [row for row in rows if all(row[key] == value for key, value in values.items())]
 
 
@@ -156,19 +157,22 @@ def test_a_batch_curves_more_along_its_own_directions_than_others_do(trained, tm
     rows = bias_rows(trained, 20, settings)
     for quantity in ("slope", "curvature"):
         batches = [
-            [row[quantity] for row in of(rows, index=1, measured_on=name)] for name in (SAME, OTHER)
+            [row[quantity] for row in matching(rows, index=1, measured_on=name)]
+            for name in (SAME, OTHER)
         ]
         mean = sum(map(sum, batches)) / 10
-        assert of(rows, index=1, measured_on=FULL)[0][quantity] == pytest.approx(mean, rel=1e-4)
-    (curvature,) = of(bias_summary(rows), quantity="curvature")
+        assert matching(rows, index=1, measured_on=FULL)[0][quantity] == pytest.approx(
+            mean, rel=1e-4
+        )
+    (curvature,) = matching(bias_summary(rows), quantity="curvature")
     assert curvature["same/full, first"] > 1.3
     assert curvature["others/full, first"] < 1
 
 
 def dense_block(model, x):
     """The GGN of the first weight, from the whole Jacobian."""
-    of_weight = jacrev(lambda W: functional_call(model, {"0.weight": W}, (x,)))
-    J = of_weight(model[0].weight.detach()).flatten(2)
+    logits = jacrev(lambda W: functional_call(model, {"0.weight": W}, (x,)))
+    J = logits(model[0].weight.detach()).flatten(2)
     p = model(x).detach().softmax(1)
     S = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     return torch.einsum("nci,ncd,ndj->ij", J, S, J) / len(x)
@@ -178,17 +182,19 @@ def test_errors_of_blocks_are_those_of_dense_matrices(trained):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
     batches = [(torch.randn(6, 4).double(), torch.randint(3, (6,))) for _ in range(3)]
-    of_model = replace(trained, model=model)
-    in_basis = kfac_error.references(of_model, batches[0], batches[1:])["0.weight"]
+    trained_small = replace(trained, model=model)
+    in_basis = kfac_error.references(trained_small, batches[0], batches[1:])["0.weight"]
     x = torch.cat([x for x, _ in batches[1:]])
     exact = dense_block(model, x)
     assert in_basis.squared_norm == pytest.approx(float(exact.square().sum()), rel=1e-3)
     settings = kfac_error.Settings(batch_size=6, folds=2)
-    rows = kfac_error.errors(of_model, batches[0], batches[1:], settings)
+    rows = kfac_error.errors(trained_small, batches[0], batches[1:], settings)
     la = kfac_error.Laplace(model, curvature="ekfac", params="weights").fit_batches([batches[0]])
     C = la.posterior.curvature.blocks["0.weight"].to_dense()
     error = float((C - exact).norm() / exact.norm())
-    assert of(rows, fit="EKFAC", block="0.weight")[0]["error"] == pytest.approx(error, rel=1e-3)
+    assert matching(rows, fit="EKFAC", block="0.weight")[0]["error"] == pytest.approx(
+        error, rel=1e-3
+    )
 
 
 def test_errors_count_all_directions_that_share_a_magnitude(trained):
@@ -197,11 +203,9 @@ def test_errors_count_all_directions_that_share_a_magnitude(trained):
     model = nn.Sequential(nn.Linear(260, 3)).double().eval()
     first, *full = [(torch.randn(n, 260).double(), torch.randint(3, (n,))) for n in (6, 20, 20)]
     exact = dense_block(model, torch.cat([x for x, _ in full]))
-    fits = []
-    for batches in ([[first]], [[first], full]):
-        la = kfac_error.Laplace(model, curvature="ekfac", params="weights").fit_batches(*batches)
-        fits.append(la.posterior.curvature.blocks["0.weight"])
-    on_batch, on_full = fits
+    la = kfac_error.Laplace(model, curvature="ekfac", params="weights")
+    on_batch = la.fit_batches([first]).posterior.curvature.blocks["0.weight"]
+    on_full = la.fit_batches([first], full).posterior.curvature.blocks["0.weight"]
     assert on_batch.magnitudes.shape == (3, 7)
     in_basis = kfac_error.references(replace(trained, model=model), first, full)["0.weight"]
     in_basis = replace(in_basis, remainder=float((exact - on_full.to_dense()).square().sum()))
@@ -211,13 +215,12 @@ def test_errors_count_all_directions_that_share_a_magnitude(trained):
 
 
 def test_the_regularised_loss_adds_the_penalty_and_leaves_the_network(trained):
-    before = nn.utils.parameters_to_vector(trained.model.parameters()).detach().clone()
+    theta_before = nn.utils.parameters_to_vector(trained.model.parameters()).detach().clone()
     few = trained.test.subset(torch.arange(50))
-    step = torch.full_like(before, 1e-3)
-    plain, decayed = (
-        loss_and_accuracy(trained, step, {"test": few}, decay) for decay in (0.0, 0.3)
-    )
-    assert torch.equal(nn.utils.parameters_to_vector(trained.model.parameters()), before)
+    step = torch.full_like(theta_before, 1e-3)
+    plain = loss_and_accuracy(trained, step, {"test": few}, 0.0)
+    decayed = loss_and_accuracy(trained, step, {"test": few}, 0.3)
+    assert torch.equal(nn.utils.parameters_to_vector(trained.model.parameters()), theta_before)
     weights = sum((p + 1e-3).square().sum() for p in trained.model.parameters() if p.ndim > 1)
     penalty = decayed["test_loss"] - plain["test_loss"]
     assert penalty == pytest.approx(0.15 * float(weights.detach()), rel=1e-4)
@@ -233,25 +236,26 @@ def test_debiased_cg_halves_the_images_of_the_single_batch(trained, size, tmp_pa
         batch_size=size, iterations=2, test_examples=20, output=tmp_path, progress=False
     )
     generator = torch.Generator().manual_seed(settings.seed)
-    train_order, test_order, order = (
-        torch.randperm(len(images), generator=generator)
-        for images in (few.train, few.test, few.train)
-    )
-    parts = {"train": few.train.subset(train_order), "test": few.test.subset(test_order[:20])}
-    rows = of(conjugate_gradients.run(settings), method="debiased")
+    train_order = torch.randperm(len(few.train), generator=generator)
+    test_order = torch.randperm(len(few.test), generator=generator)
+    order = torch.randperm(len(few.train), generator=generator)
+    subsets = {"train": few.train.subset(train_order), "test": few.test.subset(test_order[:20])}
+    rows = matching(conjugate_gradients.run(settings), method="debiased")
     halves = [*order[:size].chunk(2)]
-    expected = conjugate_gradients.trajectory(few, halves, parts, settings)
+    expected = conjugate_gradients.trajectory(few, halves, subsets, settings)
     assert [row["test_loss"] for row in rows] == [row["test_loss"] for row in expected]
 
 
 @pytest.mark.parametrize("size", [15, 60])
 def test_debiased_hessian_free_steps_halve_the_images_of_a_step(trained, size, tmp_path):
-    train, test = (part.subset(torch.arange(30)) for part in (trained.train, trained.test))
+    train = trained.train.subset(torch.arange(30))
+    test = trained.test.subset(torch.arange(30))
     few = replace(trained, train=train, test=test, model=trained.problem.initial_model(0))
     settings = hessian_free.Settings(batch_size=size, steps=1, max_iter=3, output=tmp_path)
     _, row = hessian_free.train_run(few, settings, True, "debiased", 0)
 
-    model, decay = trained.problem.initial_model(0), trained.recipe.penalty
+    model = trained.problem.initial_model(0)
+    decay = trained.recipe.penalty
     groups = decay_groups(model.parameters(), decay)
     optimizer = DebiasedHessianFree(groups, damping=settings.damping, max_iter=3)
 
@@ -273,7 +277,8 @@ def test_debiased_hessian_free_steps_halve_the_images_of_a_step(trained, size, t
 
 
 def test_hessian_free_training_measures_batch_norms_by_their_running_statistics(trained, tmp_path):
-    train, test = (part.subset(torch.arange(30)) for part in (trained.train, trained.test))
+    train = trained.train.subset(torch.arange(30))
+    test = trained.test.subset(torch.arange(30))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))
@@ -312,7 +317,9 @@ def test_distances_are_means_over_draws_and_relative_to_the_mini_batch():
     assert (mini["nll"], mini["ratio"]) == pytest.approx((0.2, 1.0))
     assert (crossfit["nll"], crossfit["ratio"]) == pytest.approx((0.05, 0.25))
     validation = [{**row, "data": "validation", "nll": row["prior_precision"]} for row in rows]
-    by_method = {row["method"]: row for row in of(laplace.tuned(rows + validation), data="test")}
+    by_method = {
+        row["method"]: row for row in matching(laplace.tuned(rows + validation), data="test")
+    }
     assert by_method[MINI]["nll"] == pytest.approx(1.2)
     assert list(by_method) == [MINI, CROSSFIT, FULL]
 
@@ -321,14 +328,19 @@ def test_the_study_compares_each_kind_with_its_own_full_batch():
     nll = {"full-batch": [1.0], "EKFAC, full-batch": [2.0], "mini-batch": [1.2, 1.4]}
     nll |= {"x": [1.1, 1.1], "EKFAC, mini-batch": [2.4, 2.4], "EKFAC, x": [2.1, 2.2]}
     rows = [
-        {"method": m, "draw": draw if len(v) > 1 else None, "prior_precision": 1.0, "nll": value}
-        for m, v in nll.items()
-        for draw, value in enumerate(v)
+        {
+            "method": method,
+            "draw": draw if len(values) > 1 else None,
+            "prior_precision": 1.0,
+            "nll": value,
+        }
+        for method, values in nll.items()
+        for draw, value in enumerate(values)
     ]
-    found = {row["method"]: row for row in distances(rows)}
-    assert found["x"]["ratio"] == pytest.approx(0.2 / 0.6)
-    assert found["EKFAC, x"]["NLL distance"] == pytest.approx(0.15)
-    assert found["EKFAC, x"]["ratio"] == pytest.approx(0.3 / 0.8)
+    distances_by_method = {row["method"]: row for row in distances(rows)}
+    assert distances_by_method["x"]["ratio"] == pytest.approx(0.2 / 0.6)
+    assert distances_by_method["EKFAC, x"]["NLL distance"] == pytest.approx(0.15)
+    assert distances_by_method["EKFAC, x"]["ratio"] == pytest.approx(0.3 / 0.8)
 
 
 # --- networks, data, training --------------------------------------------------------------------
@@ -347,10 +359,13 @@ def test_the_digits_are_normalised_and_parted():
 def test_training_repeats_with_the_seed():
     pool, _ = digits()
     recipe = Recipe(batch_size=50, cycles=((1, 0.1),), augmented=True)
-    problem, few = get_problem("allcnn-digits"), pool.subset(torch.arange(200))
-    one, two, other = (train(problem.initial_model(0), few, recipe, s) for s in (0, 0, 1))
-    assert torch.equal(one[0].weight, two[0].weight)
-    assert not torch.equal(one[0].weight, other[0].weight)
+    problem = get_problem("allcnn-digits")
+    images = pool.subset(torch.arange(200))
+    first = train(problem.initial_model(0), images, recipe, 0)
+    repeated = train(problem.initial_model(0), images, recipe, 0)
+    different = train(problem.initial_model(0), images, recipe, 1)
+    assert torch.equal(first[0].weight, repeated[0].weight)
+    assert not torch.equal(first[0].weight, different[0].weight)
 
 
 def test_an_unknown_problem_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""The study: one problem runs, goes on where it was broken off, and makes its tables."""
+"""The study: a problem runs, continues after an interruption, and makes its tables."""
 
 from types import SimpleNamespace
 
@@ -15,14 +15,15 @@ from laplace_debias.assessment.recalibration import fit_recalibration
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def finished_run(tmp_path_factory):
+    """The folder and the printed tables of a run of one problem with one seed."""
     folder = tmp_path_factory.mktemp("study")
     tables = main(["--problems", "wine-few", "--seeds", "1", "--out", str(folder)])
     return folder, tables
 
 
-def test_one_problem_has_every_method_and_measure(done):
-    folder, tables = done
+def test_one_problem_has_every_method_and_measure(finished_run):
+    folder, tables = finished_run
     (row,) = read(folder / "study.jsonl")
     methods = row["methods"]
     for name in ("network", "temperature", "vector", "isotonic", "ensemble, tempered", "mixture"):
@@ -30,7 +31,7 @@ def test_one_problem_has_every_method_and_measure(done):
     assert "platt" not in methods  # there are three classes
     for name in ("last layer", "all"):
         assert {name, f"{name}, T = 1", f"{name}, identity", f"{name}, evidence"} <= set(methods)
-    # One number more or less does not change which class is the most probable.
+    # Dividing the logits by a temperature does not change the most probable class.
     assert methods["temperature"]["accuracy"] == methods["network"]["accuracy"]
     assert methods["temperature"]["auroc"].keys() == {"entropy"}
     assert {"entropy", "mutual_information"} <= methods["all"]["auroc"].keys()
@@ -60,8 +61,8 @@ def test_two_classes_are_recalibrated_in_each_way(tmp_path):
     assert not (tmp_path / "study.jsonl").exists()
 
 
-def test_a_killed_run_goes_on(done, tmp_path, capsys):
-    folder, tables = done
+def test_a_killed_run_goes_on(finished_run, tmp_path, capsys):
+    folder, tables = finished_run
     file = tmp_path / "study.jsonl"
     file.write_text((folder / "study.jsonl").read_text() + '{"problem": "wine-few", "seed": 1, ')
     arguments = ["--problems", "wine-few", "--seeds", "1", "--out", str(tmp_path)]
@@ -87,22 +88,25 @@ def test_unknown_problems_are_named(capsys):
 @pytest.mark.parametrize("name", ["friedman", "digits-rare"])
 def test_parts_are_disjoint_and_repeatable(name, monkeypatch):
     monkeypatch.setattr("examples.study.problems.train_network", lambda *_, **__: None)
-    problem, again, other = (PROBLEMS[name](seed) for seed in (0, 0, 1))
-    parts = [problem.train, problem.validation, problem.test]
-    x = torch.cat([x for x, _ in parts])
+    problem = PROBLEMS[name](0)
+    repeated = PROBLEMS[name](0)
+    different = PROBLEMS[name](1)
+    splits = [problem.train, problem.validation, problem.test]
+    x = torch.cat([x for x, _ in splits])
     assert len(x.unique(dim=0)) == len(x)
-    assert all(torch.equal(x, y) for x, y in zip(problem.train, again.train, strict=True))
-    assert not torch.equal(problem.train[0], other.train[0])
+    for tensor, repeated_tensor in zip(problem.train, repeated.train, strict=True):
+        assert torch.equal(tensor, repeated_tensor)
+    assert not torch.equal(problem.train[0], different.train[0])
     shifted = problem.shifted[0] - problem.test[0]
     assert float(shifted.std()) == pytest.approx(0.5, rel=0.05)
 
 
 def test_the_seconds_of_a_method_do_not_include_the_evaluation_of_others(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(methods, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = [0.0]
+    monkeypatch.setattr(methods, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     for method in methods.all_methods(PROBLEMS["wine-few"](0)):
         assert method.seconds == 0.0, method.names
-        now[0] += 100.0  # the caller evaluates this method before it requests the next one
+        clock[0] += 100.0  # the caller evaluates this method before it requests the next one
 
 
 def test_a_cell_is_a_paired_t_interval():
@@ -110,9 +114,10 @@ def test_a_cell_is_a_paired_t_interval():
     rows = [{"methods": {"a": {"nll": a}, "b": {"nll": b}}} for a, b in pairs.tolist()]
     column = Column("a", Measure("a", "nll"))
     difference = Column("a minus b", Measure("a", "nll"), reference=Measure("b", "nll"))
-    found = stats.ttest_rel(*pairs.T).confidence_interval()
-    middle, half = (found.low + found.high) / 2, (found.high - found.low) / 2
-    assert cell(rows, difference) == f"**−{-middle:.3f}±{half:.3f}**"
+    interval = stats.ttest_rel(*pairs.T).confidence_interval()
+    middle = (interval.low + interval.high) / 2
+    half_width = (interval.high - interval.low) / 2
+    assert cell(rows, difference) == f"**−{-middle:.3f}±{half_width:.3f}**"
     assert significant_sign(difference.values(rows)) == -1
     assert cell(rows, column) == "2.333"
     assert cell([{"methods": {}}], column) == "–"

@@ -63,31 +63,28 @@ def tokens(generator):
 
 
 NETWORKS = {"mlp": mlp, "twins": twins, "conv": conv, "tokens": tokens}
-# How positions share a weight matters to Kronecker factors of layers that have some.
-CASES = [
-    (name, curvature, sharing)
-    for name in NETWORKS
-    for curvature in CURVATURES
-    for sharing in ("expand", "reduce")
-    if sharing == "expand" or (name in ("conv", "tokens") and curvature in ("kfac", "ekfac"))
-]
+CASES = []
+for network in NETWORKS:
+    for structure in CURVATURES:
+        CASES.append((network, structure, "expand"))
+        # `sharing` has an effect on Kronecker factors of layers that have several positions.
+        if network in ("conv", "tokens") and structure in ("kfac", "ekfac"):
+            CASES.append((network, structure, "reduce"))
 
 
 def in_every_mode():
     """All cases in all modes.
 
-    Daily are all of the first network, where modes and curvatures act on each other, and of the
-    other networks each case in one mode, which take turns.
+    Fast are all cases of the first network, where modes and curvatures act on each other. A case
+    of another network is fast in one mode; the modes take turns.
     """
-    return [
-        pytest.param(
-            *case,
-            mode,
-            marks=() if case[0] == "mlp" or place % len(MODES) == turn else pytest.mark.slow,
-        )
-        for place, case in enumerate(CASES)
-        for turn, mode in enumerate(MODES)
-    ]
+    params = []
+    for number, (name, curvature, sharing) in enumerate(CASES):
+        for turn, mode in enumerate(MODES):
+            is_fast = name == "mlp" or number % len(MODES) == turn
+            marks = () if is_fast else pytest.mark.slow
+            params.append(pytest.param(name, curvature, sharing, mode, marks=marks))
+    return params
 
 
 def case(name, seed):

@@ -93,7 +93,8 @@ class FirstFour(Scheme):
     def fit(self, prepared):
         (stream,) = prepared.streams
         batches = list(stream)
-        even, odd = consecutive(batches[::2]), consecutive(batches[1::2])
+        even = consecutive(batches[::2])
+        odd = consecutive(batches[1::2])
         return prepared.config.structure.fit(prepared.context, even, odd)
 
 

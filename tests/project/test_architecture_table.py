@@ -1,4 +1,4 @@
-"""The table of architectures: what a row says, and that a failure is told."""
+"""The table of architectures: the contents of a row, and the report of a failure."""
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ class Small(nn.Module):
 
     def __init__(self, error=None):
         super().__init__()
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, CLASSES)
-        self.token, self.unused = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.ones(5))
+        self.embed = nn.Linear(3, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.unused = nn.Parameter(torch.ones(5))
         self.error = error
 
     def forward(self, x):
@@ -64,13 +66,14 @@ def test_a_failure_is_told_and_counted(tmp_path):
 
 def test_the_reference_is_the_formula_for_a_linear_network():
     """Outputs `W x`: J of output c is x in row c, so both sums can be written down."""
-    model, x = nn.Linear(2, CLASSES, bias=False).double(), torch.randn(2, 2).double()
+    model = nn.Linear(2, CLASSES, bias=False).double()
+    x = torch.randn(2, 2).double()
     p = model(x).softmax(1).detach()
     diagonal = (p * (1 - p)).T @ x.square()
     expected = x.square() @ (diagonal + diagonal.mean()).reciprocal().T
-    found = dense_variances(model, x)
-    torch.testing.assert_close(found.variances, expected)
-    assert found.prior_precision == pytest.approx(float(diagonal.mean()))
+    reference = dense_variances(model, x)
+    torch.testing.assert_close(reference.variances, expected)
+    assert reference.prior_precision == pytest.approx(float(diagonal.mean()))
 
 
 def test_narrow_divides_channels_and_leaves_images_and_classes():

@@ -50,11 +50,11 @@ def test_contenders_take_turns_in_alternating_order_after_a_warm_up():
 
 
 def test_seconds_are_those_of_the_call_and_per_example_where_asked(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def work(size):
-        now[0] += 2.0 * size
+        clock[0] += 2.0 * size
 
     for per_example, expected in ((False, 16.0), (True, 2.0)):
         contender = Contender("a", lambda: work)
@@ -146,9 +146,9 @@ def test_appended_rounds_join_those_of_the_same_set_up_alone(tmp_path):
     joined = results.join_rounds(first, first)
     assert joined.rows[1].seconds == ROWS[1].seconds * 2
     assert joined.rows[1].megabytes == ROWS[1].megabytes * 2
-    for other in (replace(first, machine="another"), replace(first, rows=ROWS[:2])):
+    for different in (replace(first, machine="another"), replace(first, rows=ROWS[:2])):
         with pytest.raises(ValueError, match="without --append"):
-            results.join_rounds(first, other)
+            results.join_rounds(first, different)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_each_public_name_of_curvlinops_has_a_row():
 def test_each_row_has_an_equivalent(page):
     table = rows(page)
     assert len(table) > 20
-    for name, equivalent, *others in table:
-        assert not others, f"{name}: a row has two cells."
+    for name, equivalent, *further_cells in table:
+        assert not further_cells, f"{name}: a row has two cells."
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", equivalent).rstrip(".").lower()
         assert plain not in WITHOUT_EQUIVALENT, f"{name} has no equivalent."

@@ -1,4 +1,4 @@
-"""What the documents say runs."""
+"""The documents: their code and commands run, their links lead somewhere, their words are plain."""
 
 import contextlib
 import doctest
@@ -171,7 +171,7 @@ PAGES_WITH_CODE = [page for page in PAGES if blocks_of(page, "python")]
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
 def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # What a page adds to a registry is there for this page only.
+    # Entries that a page adds to a registry are removed after this page.
     for registry in (LIKELIHOODS, STRUCTURES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     names = {}
@@ -214,16 +214,19 @@ def test_settings_files_on_the_page_of_commands_are_read(block, tmp_path, capsys
             assert read[name] == value
 
 
-COMMANDS_ON_PAGES = sorted(
-    {
-        line
-        for page in PAGES
-        for language in ("bash", "text", "")
-        for block in blocks_of(page, language)
-        for line in block.replace("\\\n", " ").splitlines()
-        if language == "bash" or line.startswith("laplace-debias ")
-    }
-)
+def commands_on(page):
+    """The lines of a page's blocks of bash, and the commands in its blocks of output."""
+    lines = []
+    for block in blocks_of(page, "bash"):
+        lines += block.replace("\\\n", " ").splitlines()
+    for block in (*blocks_of(page, "text"), *blocks_of(page, "")):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("laplace-debias "):
+                lines.append(line)
+    return lines
+
+
+COMMANDS_ON_PAGES = sorted({line for page in PAGES for line in commands_on(page)})
 
 
 @pytest.mark.parametrize("line", COMMANDS_ON_PAGES)
@@ -232,14 +235,18 @@ def test_commands_on_a_page_exist(line, capsys):
     program, *words = shlex.split(line, comments=True)
     if program == "laplace-debias":
         assert main([words[0], "--help"]) == 0
-        known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
-        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+        options_of_help = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+        assert {
+            word.partition("=")[0] for word in words if word.startswith("--")
+        } <= options_of_help
     elif (program, words[:2]) == ("python", ["-m", "examples.paper"]):
         name, *options = [*words[2:], "overlaps"]
         with contextlib.suppress(SystemExit):
             paper(["overlaps" if name == "NAME" else name, "--help"])
-        known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
-        assert {word.partition("=")[0] for word in options if word.startswith("--")} <= known
+        options_of_help = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+        assert {
+            word.partition("=")[0] for word in options if word.startswith("--")
+        } <= options_of_help
     elif program == "make" and shutil.which("make"):
         subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
     elif program == "pip":
@@ -267,7 +274,8 @@ def headings_of(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-# What readers had to read twice, by the rule that it breaks (CONTRIBUTING.md, Words).
+# Patterns of phrases that readers had to read twice, by the rule that such a phrase breaks
+# (CONTRIBUTING.md, Words).
 HARD_TO_READ = {
     'a sentence begins with "Of"': r"(?:^|[.:;] |\| |\*\*:? )Of (?=[a-z\d])",
     '"alone" for "only"': r"\balone\b",
@@ -281,7 +289,7 @@ HARD_TO_READ = {
     "interrupted, resumed, fixed": r"broken off|begins? anew|gone? on\b|\bmend",
     "supported": r"is not there for|belongs? into",
 }
-# Where such words are meant: names in code, and quotations of them.
+# Words that a page may use: names in code, and quotations of rules.
 EXCEPTIONS = {
     "CONTRIBUTING": ["alone", "tells", "less"],
 }
@@ -331,8 +339,10 @@ def test_the_lint_of_words_finds_what_breaks_a_rule(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Of several processes one writes.\n\nIt is one label an example, alone.\n")
     (start, text), *_ = word_rules.texts(page)
-    found = [rule for rule, pattern in word_rules.RULES.items() if re.search(pattern, text, re.M)]
-    assert (start, len(found)) == (1, 3)
+    broken_rules = [
+        rule for rule, pattern in word_rules.RULES.items() if re.search(pattern, text, re.M)
+    ]
+    assert (start, len(broken_rules)) == (1, 3)
     module = tmp_path / "module.py"
     module.write_text('def f():\n    """As `g`."""\n')
     assert [text for _, text in word_rules.texts(module)] == ["As `."]
@@ -376,7 +386,7 @@ def test_messages_in_troubleshooting_are_those_of_the_package():
     """Messages are broken into lines in the source, wherever the lines end."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = page.split("## By error message")[1].splitlines()[6:]
-    quoted = [part for row in rows for part in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    quoted = [code for row in rows for code in re.findall(r"`([^`]+)`", row.split("|")[1])]
     sources = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "laplace_debias").rglob("*.py")
     )

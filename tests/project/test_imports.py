@@ -101,16 +101,16 @@ def package_of(module):
     return next((package for package in above if package in PACKAGES), None)
 
 
-def may_import(package, other):
+def may_import(importing, imported_package):
     """Whether a module of one package may import one of another."""
-    if package == other:
+    if importing == imported_package:
         return True
-    if other in ASIDE:
-        return package.partition(".")[0] in ASIDE[other][0]
-    if package in ASIDE:
-        return other in ASIDE[package][1]
+    if imported_package in ASIDE:
+        return importing.partition(".")[0] in ASIDE[imported_package][0]
+    if importing in ASIDE:
+        return imported_package in ASIDE[importing][1]
     positions = {name: number for number, layer in enumerate(LAYERS) for name in layer}
-    return positions[package] < positions[other]
+    return positions[importing] < positions[imported_package]
 
 
 @functools.cache
@@ -118,8 +118,8 @@ def sources():
     """The syntax tree of every module of the package, by the module's name."""
     trees = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        components = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(components[:-1] if components[-1] == "__init__" else components)
         trees[module] = ast.parse(path.read_text(encoding="utf-8"))
     return trees
 
@@ -138,12 +138,12 @@ def imported(node):
 def graph():
     """The modules of the package that each of them imports, wherever the statement stands."""
     modules = sources()
-    found = {}
+    imported_modules = {}
     for module, tree in modules.items():
         names = {name for node in ast.walk(tree) for name in imported(node)}
         names = {name if name in modules else name.rpartition(".")[0] for name in names}
-        found[module] = sorted(names & set(modules))
-    return found
+        imported_modules[module] = sorted(names & set(modules))
+    return imported_modules
 
 
 def test_every_module_has_a_package():
@@ -154,11 +154,11 @@ def test_every_module_has_a_package():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_only_go_down(package):
     upward = [
-        f"{module} -> {other}"
-        for module, others in graph().items()
+        f"{module} -> {imported_module}"
+        for module, imported_modules in graph().items()
         if package_of(module) == package
-        for other in others
-        if not may_import(package, package_of(other))
+        for imported_module in imported_modules
+        if not may_import(package, package_of(imported_module))
     ]
     assert not upward, "\n".join(upward)
 
@@ -173,22 +173,23 @@ def test_no_module_imports_itself_in_a_circle():
 def test_functions_import_only_third_party_packages():
     """An import of our own within a function hides a circle. The command line starts fast by it."""
     ours = {PACKAGE, *sys.stdlib_module_names}
-    hidden = [
-        f"{module}, line {node.lineno}: {name}"
-        for module, tree in sources().items()
-        if package_of(module) != "commands"
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        for name in imported(node)
-        if name.partition(".")[0] in ours
-    ]
+    hidden = []
+    for module, tree in sources().items():
+        if package_of(module) == "commands":
+            continue
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for node in ast.walk(function):
+                for name in imported(node):
+                    if name.partition(".")[0] in ours:
+                        hidden.append(f"{module}, line {node.lineno}: {name}")
     assert not hidden, "\n".join(hidden)
 
 
 @pytest.mark.parametrize("package", ["operators", "linalg"])
 def test_linear_algebra_does_not_use_torch_nn(package):
-    seen = [
+    uses = [
         f"{module}, line {node.lineno}"
         for module, tree in sources().items()
         if package_of(module) == package
@@ -196,7 +197,7 @@ def test_linear_algebra_does_not_use_torch_nn(package):
         if any(f"{name}.".startswith("torch.nn.") for name in imported(node))
         or (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.nn")
     ]
-    assert not seen, "\n".join(seen)
+    assert not uses, "\n".join(uses)
 
 
 def test_contributing_shows_the_table_of_layers():
@@ -207,7 +208,7 @@ def test_contributing_shows_the_table_of_layers():
 
 
 @pytest.mark.parametrize(
-    ("package", "other", "is_allowed"),
+    ("importing", "imported_package", "is_allowed"),
     [
         ("laplace", "curvature.network", True),
         ("curvature.network", "laplace", False),
@@ -217,8 +218,8 @@ def test_contributing_shows_the_table_of_layers():
         ("system", "operators", False),
     ],
 )
-def test_what_the_table_says(package, other, is_allowed):
-    assert may_import(package, other) is is_allowed
+def test_what_the_table_says(importing, imported_package, is_allowed):
+    assert may_import(importing, imported_package) is is_allowed
 
 
 @pytest.mark.parametrize(

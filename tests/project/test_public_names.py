@@ -1,4 +1,4 @@
-"""What users may import: the public names, and the imports that the documents show."""
+"""The names that users may import: the public ones, and those that the documents import."""
 
 import ast
 import importlib

@@ -20,7 +20,7 @@ STATED = re.compile(
     r"(?:\s?(?:%|s|ms|MB|million))?\*{0,2}<!-- (?P<name>[\w-]+\.[\w.-]+) -->"
 )
 MARKER = re.compile(r"<!-- [\w-]+\.[\w.-]+ -->")
-# What a README states that is no result: versions, the confidence level, sizes of what is compared.
+# Numbers in a README that are no results: versions, the confidence level, sizes of the problems.
 NOT_RESULTS = {
     *("CIFAR-10", "0.5 is chance", "within 5 %", "float64", "ICLR 2025"),
     *("Python 3.11", "FSDP2"),
@@ -41,8 +41,8 @@ def parsed(text):
 
 def entry_value(name):
     """The value of an entry, or of the end of its interval."""
-    source, entry, *part = name.split(".")
-    return SOURCES[source][entry][part[0] if part else "value"]
+    source, entry, *field = name.split(".")
+    return SOURCES[source][entry][field[0] if field else "value"]
 
 
 def entries():
@@ -161,6 +161,8 @@ def test_conformal_coverage_is_nominal_on_ten_seeds_and_in_each_group(problem):
         assert all(coverage.has_level(0.999) for coverage in coverages)
         entry = SOURCES["conformal"][f"{problem}-{group.replace(' ', '-')}"]
         mean = sum(coverage.covered / coverage.num_test for coverage in coverages) / 10
-        own = sum(coverage.covered_by_posterior / coverage.num_test for coverage in coverages) / 10
+        mean_of_posterior = (
+            sum(coverage.covered_by_posterior / coverage.num_test for coverage in coverages) / 10
+        )
         assert mean == pytest.approx(entry["value"], abs=0.01)
-        assert own == pytest.approx(entry["own"], abs=0.02)
+        assert mean_of_posterior == pytest.approx(entry["own"], abs=0.02)

@@ -28,8 +28,8 @@ def pages_in(nav):
     """The paths at the leaves of a navigation."""
     if isinstance(nav, str):
         return [nav]
-    parts = nav.values() if isinstance(nav, dict) else nav
-    return [page for part in parts for page in pages_in(part)]
+    entries = nav.values() if isinstance(nav, dict) else nav
+    return [page for entry in entries for page in pages_in(entry)]
 
 
 def test_the_navigation_has_every_page():

@@ -99,7 +99,8 @@ def test_squares_along_earlier_directions_are_averaged(layer, every):
         if refreshes(number, every):
             G, A = running_factors(model, data, layer, number, every)
             U_new = torch.kron(oracle.eigen(G)[1], oracle.eigen(A)[1])
-            eigenvalues = eigenvalues if U is None else projected(U_new, U, eigenvalues)
+            if U is not None:
+                eigenvalues = projected(U_new, U, eigenvalues)
             U = U_new
         C = oracle.ggn_block(model, x, "classification", f"{layer}.weight")
         eigenvalues = eigenvalues + len(x) * along(U, C)
@@ -132,8 +133,8 @@ def test_curvature_of_factors_along_earlier_directions_is_averaged(layer):
     data = batches()
     U_G = None
     U_A = None
-    along_G = 0
-    along_A = 0
+    magnitudes_G = 0
+    magnitudes_A = 0
     weight = 0
     for number, (x, _) in enumerate(data):
         if refreshes(number):
@@ -141,18 +142,18 @@ def test_curvature_of_factors_along_earlier_directions_is_averaged(layer):
             new_G = oracle.eigen(G)[1]
             new_A = oracle.eigen(A)[1]
             if U_G is not None:
-                along_G = projected(new_G, U_G, along_G)
-                along_A = projected(new_A, U_A, along_A)
+                magnitudes_G = projected(new_G, U_G, magnitudes_G)
+                magnitudes_A = projected(new_A, U_A, magnitudes_A)
             U_G = new_G
             U_A = new_A
         if number > 0:
             factors = oracle.kfac_factors(model, x, "classification", layer)
-            along_G = BETA * along_G + len(x) * along(U_G, factors["G"])
-            along_A = BETA * along_A + len(x) * along(U_A, factors["A"])
+            magnitudes_G = BETA * magnitudes_G + len(x) * along(U_G, factors["G"])
+            magnitudes_A = BETA * magnitudes_A + len(x) * along(U_A, factors["A"])
             weight = BETA * weight + len(x)
     la = updated(model, data, curvature="kfac").posterior(100)
-    G = U_G @ torch.diag(along_G / weight) @ U_G.T
-    A = U_A @ torch.diag(along_A / weight) @ U_A.T
+    G = U_G @ torch.diag(magnitudes_G / weight) @ U_G.T
+    A = U_A @ torch.diag(magnitudes_A / weight) @ U_A.T
     oracle.close(la.posterior.curvature.blocks[f"{layer}.weight"].to_dense(), torch.kron(G, A))
 
 
@@ -464,7 +465,7 @@ def single(model, data):
 def test_single_precision_has_the_curvature_of_double_precision(curvature):
     expected = dense(updated(convolutional(), batches(), curvature=curvature).posterior(100))
     online = updated(*single(convolutional(), batches()), curvature=curvature)
-    assert all(parts[0].dtype == torch.float64 for parts in online._factors.parts.values())
+    assert all(sums[0].dtype == torch.float64 for sums in online._factors.parts.values())
     oracle.close(dense(online.posterior(100)).double(), expected, 1e-4)
 
 

@@ -72,7 +72,8 @@ def test_gradients_are_summed_over_examples_before_they_are_squared(case):
     layer, shape, joint, matrices = CASES[case]
     torch.manual_seed(0)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten()).double().eval()
-    layer = layer.layer if isinstance(layer, Twice) else layer
+    if isinstance(layer, Twice):
+        layer = layer.layer
     x = torch.randn(NUM_EXAMPLES, *shape, dtype=torch.float64)
     columns = torch.randn(2, *model(x).shape, dtype=torch.float64)
     names = [name for name, _ in model.named_parameters()]
