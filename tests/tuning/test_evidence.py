@@ -237,7 +237,7 @@ def test_flat_of_the_marginal_likelihood_is_within_half_a_nat():
         lost = tuning.value - la.log_marginal_likelihood(end).item()
         assert lost == pytest.approx(0.5, abs=1e-5)
     assert low < tuning.prior_precision < high
-    assert "within half a nat" in tuning.message
+    assert "worse by at most half a nat" in tuning.message
 
 
 def test_what_does_not_go_together_is_refused():
