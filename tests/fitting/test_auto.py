@@ -1,4 +1,4 @@
-"""A fit in growing rounds: its posterior, the error that it tells, and where it ends."""
+"""A fit in growing rounds: its posterior, the error that it reports, and where it ends."""
 
 import itertools
 import math
@@ -52,20 +52,20 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
 
 
 def test_batches_of_one_example():
-    x, y = (part[:200] for part in data())
+    x, y = (tensor[:200] for tensor in data())
     examples = TensorDataset(x, y)
-    drawn = torch.Generator().manual_seed
-    single = DataLoader(examples, 1, shuffle=True, generator=drawn(0))
+    seeded = torch.Generator().manual_seed
+    single = DataLoader(examples, 1, shuffle=True, generator=seeded(0))
     la = Laplace(network()).fit(Auto(single, tolerance=1e-9))
     assert la.fit_report.ended_by == "data"
     full = Laplace(network()).fit([(x, y)])
     torch.testing.assert_close(la.predict(x).probs, full.predict(x).probs, rtol=1e-10, atol=1e-12)
-    single = DataLoader(TensorDataset(*data()), 1, shuffle=True, generator=drawn(0))
-    in_part = Laplace(network()).fit(Auto(single, tolerance=0.2))
-    assert in_part.fit_report.ended_by == "tolerance"
-    assert in_part.fit_report.num_examples < SIZE
-    of_all = Laplace(network()).fit([data()])
-    ratio = in_part.functional(x, diagonal=True)[1] / of_all.functional(x, diagonal=True)[1]
+    single = DataLoader(TensorDataset(*data()), 1, shuffle=True, generator=seeded(0))
+    partial = Laplace(network()).fit(Auto(single, tolerance=0.2))
+    assert partial.fit_report.ended_by == "tolerance"
+    assert partial.fit_report.num_examples < SIZE
+    full_batch = Laplace(network()).fit([data()])
+    ratio = partial.functional(x, diagonal=True)[1] / full_batch.functional(x, diagonal=True)[1]
     assert 0.8 < ratio.sqrt().mean() < 1.2
 
 
@@ -79,7 +79,7 @@ def test_several_inputs_are_fitted_as_one(form):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
             return self.inner(torch.cat([a, b], 1))
 
-    batches = list(zip(*(of.split(100) for of in data(800)), strict=True))
+    batches = list(zip(*(tensor.split(100) for tensor in data(800)), strict=True))
     in_parts = [(form(x.split(3, 1)), y) for x, y in batches]
     alone = Laplace(network()).fit(Auto(batches, tolerance=0.5), num_data=800)
     several = Laplace(Joining().eval()).fit(Auto(in_parts, tolerance=0.5), num_data=800)
@@ -93,16 +93,16 @@ class TwoConvolutions(nn.Module):
 
     def __init__(self, grouped: nn.Conv2d):
         super().__init__()
-        parts = [nn.Conv2d(2, 32, 3), nn.Conv2d(2, 32, 3)]
-        for part, weight, bias in zip(
-            parts, grouped.weight.chunk(2), grouped.bias.chunk(2), strict=True
+        groups = [nn.Conv2d(2, 32, 3), nn.Conv2d(2, 32, 3)]
+        for group, weight, bias in zip(
+            groups, grouped.weight.chunk(2), grouped.bias.chunk(2), strict=True
         ):
-            part.load_state_dict({"weight": weight, "bias": bias})
-        self.parts = nn.ModuleList(parts)
+            group.load_state_dict({"weight": weight, "bias": bias})
+        self.groups = nn.ModuleList(groups)
 
     def forward(self, x: Tensor) -> Tensor:
         halves = x.chunk(2, dim=1)
-        outputs = [part(half) for part, half in zip(self.parts, halves, strict=True)]
+        outputs = [group(half) for group, half in zip(self.groups, halves, strict=True)]
         return torch.cat(outputs, dim=1)
 
 
@@ -110,7 +110,8 @@ def test_groups_of_a_convolution_are_fitted_in_rounds_as_convolutions_of_their_o
     torch.manual_seed(0)
     grouped = nn.Conv2d(4, 64, 3, groups=2)
     head = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(256, 3))
-    x, y = torch.randn(4000, 4, 4, 4).double(), torch.randint(3, (4000,))
+    x = torch.randn(4000, 4, 4, 4).double()
+    y = torch.randint(3, (4000,))
     batches = list(zip(x.split(100), y.split(100), strict=True))
     variances = []
     for first_layer in (grouped, TwoConvolutions(grouped)):
@@ -131,15 +132,17 @@ def test_inverse_probabilities_are_unbiased_and_bounded():
     drawn = torch.rand(4000, 500, generator=generator, dtype=torch.float64) < chances
     means = (drawn / chances * curvatures).mean(1)
     assert float(means.mean()) == pytest.approx(float(curvatures.mean()), rel=4e-3)
-    # Drawn alike, they vary far more.
-    alike = torch.rand(4000, 500, generator=generator, dtype=torch.float64) < 1 / FORWARD_RATIO
-    assert means.std() < 0.6 * (alike * FORWARD_RATIO * curvatures).mean(1).std()
+    # If all are drawn with the same probability, they vary far more.
+    drawn_uniformly = (
+        torch.rand(4000, 500, generator=generator, dtype=torch.float64) < 1 / FORWARD_RATIO
+    )
+    assert means.std() < 0.6 * (drawn_uniformly * FORWARD_RATIO * curvatures).mean(1).std()
 
 
-def of_folds(model: nn.Module, x: Tensor) -> tuple[list[tuple[Tensor, Tensor]], float]:
-    """G and A of a linear classifier, fold by fold, by hand: sums over what was read.
+def factors_by_fold(model: nn.Module, x: Tensor) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """Sum G and A of a linear classifier over the examples of each of four folds, by hand.
 
-    And the relative standard error of the mean curvature in the outputs.
+    Also returns the relative standard error of the mean curvature in the outputs.
     """
     with torch.no_grad():
         p = model(x).softmax(1)
@@ -151,9 +154,11 @@ def of_folds(model: nn.Module, x: Tensor) -> tuple[list[tuple[Tensor, Tensor]], 
     weights = torch.where(uniforms < chances, 1 / chances, 0)
     folds = []
     for k in range(4):
-        H, t, w, a = hessians[k::4], traces[k::4], weights[k::4], x[k::4]
-        G = traces.mean() * len(t) / (w * t).sum() * (w[:, None, None] * H).sum(0)
-        folds.append((G, a.mT @ a))
+        fold_traces = traces[k::4]
+        fold_weights = weights[k::4]
+        scale = traces.mean() * len(fold_traces) / (fold_weights * fold_traces).sum()
+        G = scale * (fold_weights[:, None, None] * hessians[k::4]).sum(0)
+        folds.append((G, x[k::4].mT @ x[k::4]))
     return folds, float(traces.std() / traces.mean() / len(traces) ** 0.5)
 
 
@@ -164,38 +169,49 @@ def test_posterior_and_error_are_those_of_dense_matrices():
     x, y = data(SIZE - 2)  # folds of two sizes
     la = Laplace(model, prior_precision=0.5)
     la.fit(Auto([(x, y)], tolerance=1e-9, examples=64), num_data=SIZE)
-    probes, (folds, spread) = x[:16], of_folds(model, x[16:])
+    probes = x[:16]
+    folds, spread = factors_by_fold(model, x[16:])
     sizes = [len(x[16 + k :: 4]) for k in range(4)]
-    all_of = sum(sizes)
-    bases, in_fold, replicates = [], [], []
+    num_examples = sum(sizes)
+    bases = []
+    in_fold = []
+    leave_one_out = []
     for side in (0, 1):
         total = sum(fold[side] for fold in folds)
-        others = zip(folds, sizes, strict=True)
-        pairs = [torch.linalg.eigh((total - f[side]) / (all_of - size)) for f, size in others]
+        factors = [fold[side] for fold in folds]
+        pairs = [
+            torch.linalg.eigh((total - factor) / (num_examples - size))
+            for factor, size in zip(factors, sizes, strict=True)
+        ]
         along = sum(
-            (U.T @ f[side] @ U).diag() / all_of for f, (_, U) in zip(folds, pairs, strict=True)
+            (V.T @ factor @ V).diag() / num_examples
+            for factor, (_, V) in zip(factors, pairs, strict=True)
         )
-        own, U_of_all = torch.linalg.eigh(total / all_of)
-        bases.append((along, U_of_all))
-        in_fold.append((own, U_of_all))
+        eigenvalues, U = torch.linalg.eigh(total / num_examples)
+        bases.append((along, U))
+        in_fold.append((eigenvalues, U))
         mean = torch.stack([values for values, _ in pairs]).mean(0)
         # Probabilities sum to one: one direction of G has no curvature, and no ratio.
         ratios = [torch.where(mean > 1e-9, L / mean, 1) for L, _ in pairs]
-        replicates.append([(along * r, U) for r, (_, U) in zip(ratios, pairs, strict=True)])
+        leave_one_out.append([(along * r, V) for r, (_, V) in zip(ratios, pairs, strict=True)])
 
-    def variances(of_G: tuple[Tensor, Tensor], of_A: tuple[Tensor, Tensor]) -> Tensor:
-        precision = SIZE * torch.outer(of_G[0], of_A[0]) + 0.5
-        J = torch.einsum("cg,ba->bcga", of_G[1], probes @ of_A[1])
+    def variances(pair_G: tuple[Tensor, Tensor], pair_A: tuple[Tensor, Tensor]) -> Tensor:
+        along_G, U_G = pair_G
+        along_A, U_A = pair_A
+        precision = SIZE * torch.outer(along_G, along_A) + 0.5
+        J = torch.einsum("cg,ba->bcga", U_G, probes @ U_A)
         return (J.square() / precision).sum((2, 3))
 
-    found = la.functional(probes, diagonal=True)[1]
-    torch.testing.assert_close(found, variances(*bases), rtol=1e-9, atol=0)
-    without = torch.stack([variances(*of) for of in zip(*replicates, strict=True)])
-    jackknifed = 3 / 4 * (without - without.mean(0)).square().sum(0)
+    actual = la.functional(probes, diagonal=True)[1]
+    torch.testing.assert_close(actual, variances(*bases), rtol=1e-9, atol=0)
+    replicates = torch.stack(
+        [variances(pair_G, pair_A) for pair_G, pair_A in zip(*leave_one_out, strict=True)]
+    )
+    jackknifed = 3 / 4 * (replicates - replicates.mean(0)).square().sum(0)
     bias = (variances(*in_fold) / variances(*bases)).log() / 8
-    (of_G, U_G), of_A = bases
-    of_mean = variances(((1 + spread) * of_G, U_G), of_A) - found
-    chance = NUM_ERRORS**2 / 4 * (jackknifed + of_mean.square()) / found.square()
+    (along_G, U_G), pair_A = bases
+    change_with_mean = variances(((1 + spread) * along_G, U_G), pair_A) - actual
+    chance = NUM_ERRORS**2 / 4 * (jackknifed + change_with_mean.square()) / actual.square()
     error = (chance + bias.square()).mean().sqrt()
     assert la.fit_report.curve[1.0] == pytest.approx(float(error), rel=1e-6)
     assert la.fit_report.num_read == SIZE - 18
@@ -203,20 +219,23 @@ def test_posterior_and_error_are_those_of_dense_matrices():
 
 def test_jackknife_of_means_is_their_standard_error():
     values = torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    without = (values.sum(0) - values) / 11
-    torch.testing.assert_close(jackknife(without), values.std(0) / 12**0.5)
+    means_without_one = (values.sum(0) - values) / 11
+    torch.testing.assert_close(jackknife(means_without_one), values.std(0) / 12**0.5)
 
 
 def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
-    """The errors of standard deviations on fresh inputs, for every point of the curve."""
+    """Root mean square errors of log standard deviations at x, one for each point of the curve."""
     grid = torch.tensor(list(la.fit_report.curve), dtype=x.dtype)
-    found, exact = (moments(of.fitted, x, grid, "variances")[1].log() / 2 for of in (la, full))
-    return (found - exact).square().mean((1, 2)).sqrt()
+    actual, exact = (
+        moments(posterior.fitted, x, grid, "variances")[1].log() / 2 for posterior in (la, full)
+    )
+    return (actual - exact).square().mean((1, 2)).sqrt()
 
 
 @pytest.mark.slow
 def test_told_error_covers_the_true_one():
-    model, full = network(), Laplace(network()).fit([data()])
+    model = network()
+    full = Laplace(network()).fit([data()])
     fresh = 2 * torch.randn(100, 6, generator=torch.Generator().manual_seed(7)).double()
     ratios = []
     for seed in range(20):
@@ -226,10 +245,10 @@ def test_told_error_covers_the_true_one():
         if report.ended_by == "tolerance":
             assert report.error <= 0.02
             ratios.append(report.error / float(true_errors(la, full, fresh).max()))
-    found = torch.tensor(ratios)
-    assert len(found) >= 10
-    assert (found >= 1).double().mean() >= 0.85
-    assert found.median() <= 2
+    assert len(ratios) >= 10
+    ratios = torch.tensor(ratios)
+    assert (ratios >= 1).double().mean() >= 0.85
+    assert ratios.median() <= 2
 
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
@@ -261,23 +280,23 @@ def test_an_interrupt_leaves_the_last_round():
 @pytest.mark.filterwarnings("ignore:The tolerance")
 @pytest.mark.parametrize("fisher", [pytest.param("exact", marks=pytest.mark.slow), "mc"])
 def test_a_later_fit_goes_on_where_an_interrupt_ended_one(fisher: str):
-    """To the bits of a fit that was never broken off."""
+    """The result has the bits of a fit that was never interrupted."""
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))
     x, y = data()
-    batches = [(x[part], y[part]) for part in order.split(100)]
+    batches = [(x[indices], y[indices]) for indices in order.split(100)]
 
-    def fitted(given: Iterable, tolerance: float = 1e-9, **options: object) -> Laplace:
+    def fitted(source: Iterable, tolerance: float = 1e-9, **options: object) -> Laplace:
         la = Laplace(network(), fisher=fisher)
-        scheme = Auto(given, tolerance, examples=256, **options)
+        scheme = Auto(source, tolerance, examples=256, **options)
         return la.fit(scheme, num_data=SIZE, generator=torch.Generator().manual_seed(3))
 
-    whole, first = fitted(batches), fitted(interrupted(batches, after=16))
+    uninterrupted, first = fitted(batches), fitted(interrupted(batches, after=16))
     later = fitted(batches, after=first.fit_report)
-    assert later.fit_report.rounds == whole.fit_report.rounds
+    assert later.fit_report.rounds == uninterrupted.fit_report.rounds
     assert len(first.fit_report.rounds) < len(later.fit_report.rounds)
     assert later.fit_report.seconds > first.fit_report.seconds
-    for a, b in zip(magnitudes(later), magnitudes(whole), strict=True):
-        assert torch.equal(a, b)
+    for actual, expected in zip(magnitudes(later), magnitudes(uninterrupted), strict=True):
+        assert torch.equal(actual, expected)
     assert first.fit_report.ended_by == "interrupt"
     with pytest.raises(ValueError, match="reached its tolerance"):
         Auto(batches, after=fitted(batches, 10.0).fit_report)
@@ -289,10 +308,10 @@ def test_a_later_fit_goes_on_where_an_interrupt_ended_one(fisher: str):
 
 def test_an_interrupt_of_the_first_round_leaves_what_was():
     la = Laplace(network()).fit([data()])
-    before = la.posterior
+    posterior = la.posterior
     with pytest.raises(KeyboardInterrupt):
         la.fit(Auto(interrupted(loader(), after=1)), num_data=SIZE)
-    assert la.posterior is before
+    assert la.posterior is posterior
 
 
 def test_a_budget_of_seconds_ends_it():
@@ -303,12 +322,15 @@ def test_a_budget_of_seconds_ends_it():
 
 @pytest.mark.parametrize("source", ["budget", "iterator"])
 def test_data_that_ends_within_a_budget_or_an_iterator_is_not_all_fitted(source: str):
-    """And does not say so."""
-    batches = loader()
-    budget = {"seconds": 1e6} if source == "budget" else {}
-    given = batches if source == "budget" else iter(list(batches))
+    """The report does not say that all data was used."""
+    if source == "budget":
+        budget = {"seconds": 1e6}
+        batches = loader()
+    else:
+        budget = {}
+        batches = iter(list(loader()))
     with pytest.warns(UserWarning, match="The data ended before"):
-        la = Laplace(network()).fit(Auto(given, tolerance=1e-9, **budget), num_data=SIZE)
+        la = Laplace(network()).fit(Auto(batches, tolerance=1e-9, **budget), num_data=SIZE)
     assert 0 < la.fit_report.error < 1
     assert la.fit_report.num_examples < SIZE / 2
     assert "used all" not in str(la.fit_report)
@@ -390,13 +412,16 @@ def test_wrong_numbers_are_refused(options: dict, message: str):
 
 
 def test_a_random_subset_is_in_random_order():
-    """As a report's training examples are; a subset that goes up is in the data's order."""
-    whole = TensorDataset(*data())
-    some, _ = random_split(whole, [1000, 2000], generator=torch.Generator().manual_seed(0))
-    la = Laplace(network()).fit(Auto(DataLoader(some, batch_size=40), tolerance=10.0))
+    """The training examples of a report are such a subset.
+
+    A subset whose indices increase is in the order of the data.
+    """
+    dataset = TensorDataset(*data())
+    subset, _ = random_split(dataset, [1000, 2000], generator=torch.Generator().manual_seed(0))
+    la = Laplace(network()).fit(Auto(DataLoader(subset, batch_size=40), tolerance=10.0))
     assert la.fit_report.ended_by == "tolerance"
     with pytest.raises(ValueError, match="shuffle=True"):
-        la.fit(DataLoader(Subset(whole, range(1000)), batch_size=40), mode="auto")
+        la.fit(DataLoader(Subset(dataset, range(1000)), batch_size=40), mode="auto")
 
 
 def test_what_it_cannot_do_is_refused(tmp_path):
@@ -407,9 +432,9 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit(in_order, mode="auto")
     with pytest.raises(ValueError, match="Remove `resume="):
         la.fit(loader(), mode="auto", resume=tmp_path)
-    one = DataLoader(TensorDataset(x[:1], y[:1]), shuffle=True)
+    single = DataLoader(TensorDataset(x[:1], y[:1]), shuffle=True)
     with pytest.raises(ValueError, match="needs at least two examples"):
-        la.fit(one, mode="auto")
+        la.fit(single, mode="auto")
     with pytest.raises(ValueError, match="Pass `num_data="):
         la.fit([(x, y)], mode="auto")
     with pytest.raises(ValueError, match='Call `plan` with `mode="crossfit"'):

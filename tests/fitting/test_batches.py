@@ -13,7 +13,7 @@ from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher, Fisher, 
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.tensor([0, 2, 1, 0, 1, 2])
-OTHER = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+MASK = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
 class Named(nn.Module):
@@ -86,15 +86,15 @@ def test_every_form_of_a_batch_is_the_same_fit(form):
 @pytest.mark.parametrize(
     "batch",
     [
-        {"pixels": X, "mask": OTHER, "labels": Y},
-        Record(X, OTHER, Y),
-        ({"mask": OTHER, "pixels": X}, Y),
-        ((X, OTHER), Y),
+        {"pixels": X, "mask": MASK, "labels": Y},
+        Record(X, MASK, Y),
+        ({"mask": MASK, "pixels": X}, Y),
+        ((X, MASK), Y),
     ],
 )
 def test_several_inputs_go_to_the_model_by_name(batch):
     la = Laplace(model(), curvature="full").fit_batches([batch])
-    torch.testing.assert_close(precision(la), expected((X, OTHER)))
+    torch.testing.assert_close(precision(la), expected((X, MASK)))
 
 
 @pytest.mark.usefixtures("batches_apart")
@@ -102,10 +102,10 @@ def test_a_loader_of_dicts_is_fitted_in_every_mode():
     data = [{"pixels": x, "label": y} for x, y in zip(X, Y, strict=True)]
     pairs = list(zip(X, Y, strict=True))
     for mode in ("full", "mini", "debiased", "crossfit"):
-        of_dicts = Laplace(model()).fit(DataLoader(data, batch_size=3), mode)
-        of_pairs = Laplace(model()).fit(DataLoader(pairs, batch_size=3), mode)
-        assert of_dicts.num_data == 6
-        torch.testing.assert_close(precision(of_dicts), precision(of_pairs), rtol=0, atol=0)
+        from_dicts = Laplace(model()).fit(DataLoader(data, batch_size=3), mode)
+        from_pairs = Laplace(model()).fit(DataLoader(pairs, batch_size=3), mode)
+        assert from_dicts.num_data == 6
+        torch.testing.assert_close(precision(from_dicts), precision(from_pairs), rtol=0, atol=0)
 
 
 def test_a_batch_is_predicted_for_without_its_targets():
@@ -114,8 +114,8 @@ def test_a_batch_is_predicted_for_without_its_targets():
     for batch in ({"pixels": X}, {"pixels": X, "labels": Y}, {"image": X, "label": Y}):
         torch.testing.assert_close(la.predict(batch).probs, probs, rtol=0, atol=0)
         torch.testing.assert_close(la.functional(batch)[0], la.functional(X)[0], rtol=0, atol=0)
-    with_mask = la.predict(Record(X, OTHER, Y)).probs
-    torch.testing.assert_close(with_mask, la.predict((X, OTHER)).probs, rtol=0, atol=0)
+    with_mask = la.predict(Record(X, MASK, Y)).probs
+    torch.testing.assert_close(with_mask, la.predict((X, MASK)).probs, rtol=0, atol=0)
 
 
 def test_an_input_that_is_called_target_stays_an_input():
@@ -128,9 +128,9 @@ def test_an_input_that_is_called_target_stays_an_input():
             return self.layer(x + target)
 
     torch.manual_seed(0)
-    la = Laplace(Conditional().double().eval()).fit_batches([((X, OTHER), Y)])
-    by_name = la.predict({"x": X, "target": OTHER}).probs
-    torch.testing.assert_close(by_name, la.predict((X, OTHER)).probs, rtol=0, atol=0)
+    la = Laplace(Conditional().double().eval()).fit_batches([((X, MASK), Y)])
+    by_name = la.predict({"x": X, "target": MASK}).probs
+    torch.testing.assert_close(by_name, la.predict((X, MASK)).probs, rtol=0, atol=0)
 
 
 OPERATORS = {
@@ -153,11 +153,11 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_read_the_same_batches(name):
     make = OPERATORS[name]
-    of_pairs = make([(X, Y)]).to_dense()
-    of_dicts = make([{"image": X, "label": Y}]).to_dense()
+    from_pairs = make([(X, Y)]).to_dense()
+    from_dicts = make([{"image": X, "label": Y}]).to_dense()
     hooked = make([(X, Y, "file.png")], batch=lambda batch: batch[:2]).to_dense()
-    torch.testing.assert_close(of_dicts, of_pairs, rtol=0, atol=0)
-    torch.testing.assert_close(hooked, of_pairs, rtol=0, atol=0)
+    torch.testing.assert_close(from_dicts, from_pairs, rtol=0, atol=0)
+    torch.testing.assert_close(hooked, from_pairs, rtol=0, atol=0)
 
 
 def test_a_loaded_posterior_takes_a_hook(tmp_path):
@@ -210,13 +210,13 @@ def test_the_remedy_for_a_model_that_takes_the_whole_batch_works():
     named = Named().double().eval()
     model = TakesABatch().double().eval()
     model.load_state_dict(named.state_dict())
-    batch = {"pixels": X, "mask": OTHER, "labels": Y}
+    batch = {"pixels": X, "mask": MASK, "labels": Y}
     with pytest.raises(
         ValueError, match=r"pass pairs `\(OneArgument\(batch\), batch\[\"labels\"\]\)`"
     ):
         Laplace(model).fit([batch])
     la = Laplace(model).fit([(OneArgument(batch), batch["labels"])])
-    expected = Laplace(named).fit([batch]).predict({"pixels": X, "mask": OTHER})
+    expected = Laplace(named).fit([batch]).predict({"pixels": X, "mask": MASK})
     torch.testing.assert_close(la.predict(OneArgument(batch)).probs, expected.probs)
 
 

@@ -29,10 +29,10 @@ def data(size: int = 24) -> tuple[Tensor, Tensor]:
     return x * (1 + y[:, None]), y
 
 
-def assert_same_information(la: Laplace, other: Laplace) -> None:
+def assert_same_information(la: Laplace, reference: Laplace) -> None:
     """Compare N times the curvature of the mean loss."""
     for name, block in la.posterior.curvature.blocks.items():
-        expected = other.num_data * other.posterior.curvature.blocks[name].to_dense()
+        expected = reference.num_data * reference.posterior.curvature.blocks[name].to_dense()
         torch.testing.assert_close(la.num_data * block.to_dense(), expected, rtol=1e-10, atol=1e-11)
 
 
@@ -41,21 +41,21 @@ def assert_same_information(la: Laplace, other: Laplace) -> None:
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_class_weights_are_weights_of_examples(curvature: str, mode: str, joint: bool):
     x, y = data()
-    found = []
+    fits = []
     for likelihood, weights in (
         (Categorical(class_weights=CLASS_WEIGHTS), ()),
         (Categorical(), (CLASS_WEIGHTS[y],)),
     ):
         la = Laplace(perceptron(), likelihood=likelihood, curvature=curvature, joint=joint)
-        first, second = ([tuple(part[half] for part in (x, y, *weights))] for half in HALVES)
+        first, second = ([tuple(tensor[half] for tensor in (x, y, *weights))] for half in HALVES)
         if mode == "two batches":
             la.fit_batches(first, second)
         elif mode == "update":
             la.fit_batches(first).update(second)
         else:
             la.fit_batches([*first, *second], folds=2 if mode == "crossfit" else None)
-        found.append(la)
-    assert_same_information(*found)
+        fits.append(la)
+    assert_same_information(*fits)
 
 
 def weighted_mean_A(inputs: Tensor, weights: Tensor) -> Tensor:  # noqa: N802
@@ -118,9 +118,9 @@ def test_an_example_with_positions_has_the_mean_weight_of_those_that_count():
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_operators_of_weighted_cross_entropy(kind):
     x, y = data()
-    found = kind(perceptron(), nn.CrossEntropyLoss(CLASS_WEIGHTS), [(x, y)])
+    actual = kind(perceptron(), nn.CrossEntropyLoss(CLASS_WEIGHTS), [(x, y)])
     expected = kind(perceptron(), nn.CrossEntropyLoss(), [(x, y, CLASS_WEIGHTS[y])])
-    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
 
 
 def test_a_weight_of_one_changes_nothing_if_the_positives_of_a_label_weigh_nothing():
@@ -129,8 +129,9 @@ def test_a_weight_of_one_changes_nothing_if_the_positives_of_a_label_weigh_nothi
     pos_weight = torch.tensor([0.0, 1.0, 3.0]).double()
     loss = nn.BCEWithLogitsLoss(pos_weight=pos_weight)
     weighted = nn.BCEWithLogitsLoss(torch.ones(3).double(), pos_weight=pos_weight)
-    found, expected = (KFAC(perceptron(), each, [(x, y)]).to_dense() for each in (weighted, loss))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    actual = KFAC(perceptron(), weighted, [(x, y)]).to_dense()
+    expected = KFAC(perceptron(), loss, [(x, y)]).to_dense()
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     # The mean over examples of Σ_c T_c p_c (1 − p_c), and of x xᵀ with the weights Σ_c T_c.
     model = nn.Linear(6, 3).double().eval()
     T = 1 + (pos_weight - 1) * y
@@ -183,5 +184,5 @@ def test_an_automatic_fit_supports_joint_blocks_and_embeddings(joint: bool):
         automatic = Laplace(model, joint=joint).fit(scheme, num_data=600)
     expected = Laplace(model, joint=joint).fit(loader)
     for name, block in automatic.posterior.curvature.blocks.items():
-        other = expected.posterior.curvature.blocks[name].to_dense()
-        assert abs(block.to_dense().trace() / other.trace() - 1) < 0.1
+        expected_block = expected.posterior.curvature.blocks[name].to_dense()
+        assert abs(block.to_dense().trace() / expected_block.trace() - 1) < 0.1

@@ -123,8 +123,8 @@ def test_an_infinite_input_of_a_layer_that_is_not_bayesian_is_a_number_behind_ta
 # --------------------------------------------------------- what is refused where
 
 
-def parts():
-    """Two blocks' parts, all in range."""
+def block_tensors():
+    """Eigenvectors and magnitudes of two blocks, all in range."""
     eye = torch.eye(2)
     return {
         "first": {"U_G": eye.clone(), "U_A": torch.eye(3), "magnitudes": torch.ones(2, 3)},
@@ -132,8 +132,9 @@ def parts():
     }
 
 
-def made(of_blocks, num_data=10, prior_precision=1.0, mean=None):
-    first, second = of_blocks["first"], of_blocks["second"]
+def make_posterior(tensors, num_data=10, prior_precision=1.0, mean=None):
+    first = tensors["first"]
+    second = tensors["second"]
     blocks = {
         "first": EigenKronecker(first["U_G"], first["U_A"], first["magnitudes"]),
         "second": LowRankPlusDiagonal(second["U"], second["magnitudes"], 0.0),
@@ -145,7 +146,7 @@ def made(of_blocks, num_data=10, prior_precision=1.0, mean=None):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("block", "part"),
+    ("block", "tensor_name"),
     [
         ("first", "U_G"),
         ("first", "U_A"),
@@ -154,24 +155,24 @@ def made(of_blocks, num_data=10, prior_precision=1.0, mean=None):
         ("second", "magnitudes"),
     ],
 )
-def test_no_part_of_a_posterior_may_be_infinite(block, part, value):
-    of_blocks = parts()
-    assert made(of_blocks).sample(1).isfinite().all()
-    of_blocks[block][part].view(-1)[1] = value
-    what = "curvature" if part == "magnitudes" else "eigenvectors"
-    with pytest.raises(ValueError, match=f"Entries of the {what} of {block} are NaN or Inf"):
-        made(of_blocks)
+def test_no_part_of_a_posterior_may_be_infinite(block, tensor_name, value):
+    tensors = block_tensors()
+    assert make_posterior(tensors).sample(1).isfinite().all()
+    tensors[block][tensor_name].view(-1)[1] = value
+    kind = "curvature" if tensor_name == "magnitudes" else "eigenvectors"
+    with pytest.raises(ValueError, match=f"Entries of the {kind} of {block} are NaN or Inf"):
+        make_posterior(tensors)
 
 
 def test_magnitudes_are_not_negative_and_the_mean_is_finite():
-    of_blocks = parts()
-    of_blocks["second"]["magnitudes"][1] = -1e-30
+    tensors = block_tensors()
+    tensors["second"]["magnitudes"][1] = -1e-30
     with pytest.raises(
         ValueError, match="The curvature of second is negative along some directions"
     ):
-        made(of_blocks)
+        make_posterior(tensors)
     with pytest.raises(ValueError, match="mean contains NaN or Inf"):
-        made(parts(), mean=torch.full((10,), math.nan))
+        make_posterior(block_tensors(), mean=torch.full((10,), math.nan))
 
 
 def test_precisions_are_in_range_block_by_block():
@@ -182,15 +183,15 @@ def test_precisions_are_in_range_block_by_block():
         ([1.0, 1.1 / tiny], 1, 1.0, "precision of second is up to"),
         ([1.0, 1.0], 10, 0.11 / tiny, "precision of second is up to .*the data, 10\\."),
     ]
-    for deltas, num_data, curvature, says in cases:
-        of_blocks = parts()
-        of_blocks["second"]["magnitudes"][0] = curvature
-        with pytest.raises(ValueError, match=says):
-            made(of_blocks, num_data, deltas)
-    of_blocks = parts()
-    of_blocks["first"]["magnitudes"][0] = 0.09 / tiny
-    of_blocks["first"]["magnitudes"][1] = 0.0
-    in_range = made(of_blocks, 10, [1.01 * 10 * tiny, 1.0])
+    for deltas, num_data, curvature, message in cases:
+        tensors = block_tensors()
+        tensors["second"]["magnitudes"][0] = curvature
+        with pytest.raises(ValueError, match=message):
+            make_posterior(tensors, num_data, deltas)
+    tensors = block_tensors()
+    tensors["first"]["magnitudes"][0] = 0.09 / tiny
+    tensors["first"]["magnitudes"][1] = 0.0
+    in_range = make_posterior(tensors, 10, [1.01 * 10 * tiny, 1.0])
     for operator, function in (
         (in_range.precision, lambda p: p),
         (in_range.covariance, torch.reciprocal),
@@ -204,7 +205,8 @@ def test_precisions_are_in_range_block_by_block():
 
 @pytest.mark.parametrize("value", [1e-300, 1e-39, 1e38, 1e300])
 def test_a_prior_precision_out_of_range_is_refused_and_changes_nothing(value):
-    batches, says = two_batches(), r"too (small|large) for torch\.float32"
+    batches = two_batches()
+    says = r"too (small|large) for torch\.float32"
     with pytest.raises(ValueError, match=says):
         Laplace(classifier(), prior_precision=value).fit_batches(batches)
     la = Laplace(classifier()).fit_batches(batches)
@@ -326,18 +328,24 @@ def dense_blocks(la, model, x, sigma):
 
 
 def assert_right(la, x, blocks, jacobian):
-    """The posterior is that of a curvature that is off by rounding alone, and of finite answers."""
-    dtype, delta, num_data = la.mean.dtype, la.prior_precision.item(), la.num_data
+    """Assert that the posterior differs from the dense one by rounding, and predicts finitely."""
+    dtype = la.mean.dtype
+    delta = la.prior_precision.item()
+    num_data = la.num_data
     # Products and sums of a few rows, an eigendecomposition, and its rounding to the dtype.
-    error, tiny = 64 * torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+    error = 64 * torch.finfo(dtype).eps
+    tiny = torch.finfo(dtype).tiny
     expected = oracle.posterior_precision(blocks, num_data, delta)
-    found = la.posterior.precision.to_dense().double()
-    start, largest = 0, []
+    precision = la.posterior.precision.to_dense().double()
+    start = 0
+    largest = []
     for block in blocks:
-        part = slice(start, start + len(block))
-        start = part.stop
-        largest.append(expected[part, part].diagonal().max())
-        assert (found[part, part] - expected[part, part]).abs().max() <= error * largest[-1]
+        entries = slice(start, start + len(block))
+        start = entries.stop
+        largest.append(expected[entries, entries].diagonal().max())
+        assert (
+            precision[entries, entries] - expected[entries, entries]
+        ).abs().max() <= error * largest[-1]
     condition = float(max(largest)) / delta
     assert la.sample(3).isfinite().all()
     assert la.log_marginal_likelihood().isfinite()

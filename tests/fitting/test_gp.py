@@ -41,10 +41,10 @@ def function_space(model, likelihood, x, data, inputs, names=None):
     prior = torch.linalg.pinv(K_zz, **tolerance)
     posterior = torch.linalg.pinv(K_zz + K_zn @ K_zn.T, **tolerance)
     Q_nn = K_zn.T @ prior @ K_zn
-    left = torch.trace(root.T @ J_n @ J_n.T @ root / DELTA - Q_nn)
+    residual_trace = torch.trace(root.T @ J_n @ J_n.T @ root / DELTA - Q_nn)
     size = J.shape[2]
     num_remaining = size - int(torch.linalg.matrix_rank(K_zz, **tolerance))
-    remainder = 1 + float(left) / num_remaining if num_remaining else 1.0
+    remainder = 1 + float(residual_trace) / num_remaining if num_remaining else 1.0
     covariances = []
     for rows in J:
         K = rows @ J_z.T / DELTA
@@ -277,13 +277,13 @@ def test_each_inducing_example_has_the_rows_that_those_before_leave_most_of(like
     model = network(likelihood)
     x, y = examples(likelihood)
     la = laplace(model, likelihood, inducing=7).fit(batches(x, y))
-    left = oracle.flat_jacobian(model, x, la.param_names)
-    for chosen in la.posterior.curvature.blocks["parameters"].U.inducing.inputs:
-        example = int((x == chosen).all(1).nonzero())
-        assert example == int(left.square().sum((1, 2)).argmax())
-        _, values, directions = torch.linalg.svd(left[example], full_matrices=False)
+    residual = oracle.flat_jacobian(model, x, la.param_names)
+    for inducing_input in la.posterior.curvature.blocks["parameters"].U.inducing.inputs:
+        example = int((x == inducing_input).all(1).nonzero())
+        assert example == int(residual.square().sum((1, 2)).argmax())
+        _, values, directions = torch.linalg.svd(residual[example], full_matrices=False)
         V = directions[values > 1e-9]
-        left = left - left @ V.T @ V
+        residual = residual - residual @ V.T @ V
 
 
 @pytest.mark.parametrize(
@@ -379,13 +379,13 @@ def test_with_some_inputs_it_is_nearer_to_the_full_posterior_than_laplace_torch(
 
     full = laplace(model, "classification", "full").fit([(x, labels)])
     expected = deviations(full.functional(new)[1])
-    for number in (8, 16, 32):
-        la = laplace(model, "classification", inducing=number).fit([(x, labels)])
-        other = peer.FunctionalLaplace(
-            model, "classification", n_subset=number, prior_precision=DELTA
+    for num_inducing in (8, 16, 32):
+        la = laplace(model, "classification", inducing=num_inducing).fit([(x, labels)])
+        theirs = peer.FunctionalLaplace(
+            model, "classification", n_subset=num_inducing, prior_precision=DELTA
         )
-        other.fit(DataLoader(TensorDataset(x, labels), batch_size=number))
-        _, covariance = other._glm_predictive_distribution(new)
+        theirs.fit(DataLoader(TensorDataset(x, labels), batch_size=num_inducing))
+        _, covariance = theirs._glm_predictive_distribution(new)
         distance = (deviations(la.functional(new)[1]) - expected).norm()
         assert distance < 0.7 * (deviations(covariance.double()) - expected).norm()
 

@@ -146,7 +146,7 @@ def test_with_all_examples_it_is_laplace_torch_s(likelihood):
     x, y = examples(likelihood)
     new, _ = examples(likelihood, 5, 2)
     options = {"sigma_noise": 1.0} if likelihood == "regression" else {}
-    other = peer.FunctionalLaplace(
+    theirs = peer.FunctionalLaplace(
         model,
         likelihood,
         n_subset=SIZE,
@@ -154,8 +154,8 @@ def test_with_all_examples_it_is_laplace_torch_s(likelihood):
         independent_outputs=True,
         **options,
     )
-    other.fit(DataLoader(TensorDataset(x, y), batch_size=8))
-    _, expected = other._glm_predictive_distribution(new)
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=8))
+    _, expected = theirs._glm_predictive_distribution(new)
     options = {"sigma": 1.0} if likelihood == "regression" else {}
     la = Laplace(
         model, likelihood, "gp", prior_precision=DELTA, independent_outputs=True, **options
@@ -173,12 +173,12 @@ def test_requested_outputs_and_small_memory_change_nothing():
     new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
     chosen = torch.tensor([[2, 0], [1, 1], [0, 2], [1, 0]])
     expected = covariances(model, new, precisions(model, "classification", x, x[:4]))
-    of_example = by_example(expected)
+    covariance = by_example(expected)
     for bound in (None, 2048):
         la = laplace(model, "classification", inducing=x[:4], memory_bound=bound)
         la.fit(batches(x, y, [5, 4]))
-        oracle.close(la.functional(new)[1], of_example, 1e-8)
-        pairs = torch.stack([of_example[n][c][:, c] for n, c in enumerate(chosen)])
+        oracle.close(la.functional(new)[1], covariance, 1e-8)
+        pairs = torch.stack([covariance[n][c][:, c] for n, c in enumerate(chosen)])
         oracle.close(la.functional(new, outputs=chosen)[1], pairs, 1e-8)
         rows = torch.stack([expected[n, chosen[n]] for n in range(4)])
         joint = torch.stack([rows[:, :, n][:, :, chosen[n]] for n in range(4)], dim=2)
@@ -213,11 +213,13 @@ def test_other_modes_are_those_of_each_output(mode):
     data = batches(x, y)
     la = laplace(model, "regression").fit(data, mode, SIZE)
     for c in range(2):
-        single = nn.Sequential(*model, _Output(c)).eval()
+        single_model = nn.Sequential(*model, _Output(c)).eval()
         options = {"sigma": float(SIGMA[c]), "prior_precision": DELTA}
-        one = Laplace(single, "regression", "gp", **options)
-        one.fit([(x, y[:, c : c + 1]) for x, y in data], mode, SIZE)
-        oracle.close(la.functional(new)[1][:, c, c], one.functional(new)[1][:, 0, 0], 1e-8)
+        single_output = Laplace(single_model, "regression", "gp", **options)
+        single_output.fit([(x, y[:, c : c + 1]) for x, y in data], mode, SIZE)
+        oracle.close(
+            la.functional(new)[1][:, c, c], single_output.functional(new)[1][:, 0, 0], 1e-8
+        )
 
 
 class _Output(nn.Module):
@@ -329,14 +331,16 @@ def test_wrong_options_are_refused(options, error, message):
 def test_chosen_positions_have_the_processes_of_their_outputs(positions, memory_bound):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
-    x, y = torch.randn(20, 3, 3, dtype=torch.float64), torch.randint(2, (20, 3))
+    x = torch.randn(20, 3, 3, dtype=torch.float64)
+    y = torch.randint(2, (20, 3))
     la = laplace(model, "classification", memory_bound=memory_bound).fit([(x, y)])
-    inputs, size = x[:4], 2 * len(positions)
+    inputs = x[:4]
+    size = 2 * len(positions)
     chosen = {"positions": torch.tensor(positions)}
 
     variances = la.functional(inputs, diagonal=True)[1][:, positions]
-    found = la.functional(inputs, diagonal=True, **chosen)[1]
-    torch.testing.assert_close(found, variances)
+    actual = la.functional(inputs, diagonal=True, **chosen)[1]
+    torch.testing.assert_close(actual, variances)
 
     covariance = la.functional(inputs)[1].view(4, 3, 2, 3, 2)
     expected = covariance[:, positions][:, :, :, positions].reshape(4, size, size)
@@ -385,7 +389,7 @@ def test_batches_of_other_lengths_are_refused(tagger, lengths):
     with pytest.raises(ValueError, match="Each inducing input has 10 outputs, but the examples"):
         laplace(tagger, "classification", inducing=first[0], class_dim=-1).fit([first, second])
     la = laplace(tagger, "classification", class_dim=-1).fit([first])
-    before = la.functional(first[0])[1]
+    covariance = la.functional(first[0])[1]
     with pytest.raises(ValueError, match="Each inducing input has 10 outputs, but the examples"):
         la.update([second])
-    torch.testing.assert_close(la.functional(first[0])[1], before)
+    torch.testing.assert_close(la.functional(first[0])[1], covariance)

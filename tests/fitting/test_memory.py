@@ -1,4 +1,4 @@
-"""What is held at once: one block's second factors, no Jacobian."""
+"""A fit holds the second factors of one block at a time, and no Jacobian."""
 
 import gc
 import subprocess
@@ -19,7 +19,8 @@ from laplace_debias.curvature.fits import factors as measured
 def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatch):
     """First factors go into the sums that become the eigenbases, second ones are projected."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 3)).eval()
-    factors, alive = [], []
+    factors = []
+    alive = []
 
     def watched(original):
         def compute(*arguments, **options):
@@ -86,22 +87,23 @@ def test_predictions_at_all_cnn_c_size_add_little_memory():
 
 def num_tensors():
     gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    return sum(issubclass(type(instance), torch.Tensor) for instance in gc.get_objects())
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank"])
 def test_fits_and_predictions_leave_no_tensor_behind(curvature):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3))
-    x, y = torch.randn(16, 1, 8, 8), torch.randint(3, (16,))
+    x = torch.randn(16, 1, 8, 8)
+    y = torch.randint(3, (16,))
 
     def work():
         Laplace(model.eval(), curvature=curvature).fit_batches([(x, y)]).predict(x)
 
     work()
     gc.collect()
-    gc.freeze()  # What is there already is neither visited nor counted again.
+    gc.freeze()  # The collector ignores the objects that exist already.
     work()
-    before = num_tensors()
+    num_before = num_tensors()
     for _ in range(3):
         work()
-    assert num_tensors() == before
+    assert num_tensors() == num_before

@@ -44,7 +44,7 @@ def fitted(curvature="full", sigma=1.0, data=None, **options):
 
 
 def dense_evidence(model, x, y, sigma, delta):
-    """Of the whole GGN, from the oracle alone."""
+    """Log evidence of the GGN posterior, computed by the dense reference."""
     names = [name for name, _ in model.named_parameters()]
     P = posterior_precision(len(x) * oracle.ggn(model, x, "regression", names, sigma), delta)
     return evidence_of(model, x, y, names, P, sigma, delta)
@@ -62,11 +62,11 @@ def evidence_of(model, x, y, names, P, sigma, delta):
 
 def test_it_is_the_maximum_of_the_dense_evidence():
     la, x, y = fitted()
-    found = la.tune(method="marglik", sigma=True)
-    assert la.likelihood.sigma.item() == found.sigma
-    assert la.prior_precision.item() == pytest.approx(found.prior_precision)
-    dense = dense_evidence(la.model, x, y, found.sigma, found.prior_precision)
-    assert found.value == pytest.approx(dense, rel=1e-9)
+    tuned = la.tune(method="marglik", sigma=True)
+    assert la.likelihood.sigma.item() == tuned.sigma
+    assert la.prior_precision.item() == pytest.approx(tuned.prior_precision)
+    dense = dense_evidence(la.model, x, y, tuned.sigma, tuned.prior_precision)
+    assert tuned.value == pytest.approx(dense, rel=1e-9)
     assert la.log_marginal_likelihood().item() == pytest.approx(dense, rel=1e-9)
 
     names = la.param_names
@@ -81,12 +81,12 @@ def test_it_is_the_maximum_of_the_dense_evidence():
         lambda logs: loss(torch.as_tensor(logs)), [0.0, 0.0], method="Nelder-Mead",
         options={"xatol": 1e-5, "fatol": 1e-9, "maxiter": 400},
     )  # fmt: skip
-    assert found.value == pytest.approx(-best.fun, rel=1e-7)
-    assert math.log(found.sigma) == pytest.approx(best.x[0], abs=2e-3)
-    assert math.log(found.prior_precision) == pytest.approx(best.x[1], abs=2e-2)
+    assert tuned.value == pytest.approx(-best.fun, rel=1e-7)
+    assert math.log(tuned.sigma) == pytest.approx(best.x[0], abs=2e-3)
+    assert math.log(tuned.prior_precision) == pytest.approx(best.x[1], abs=2e-2)
     # And it finds the noise of the data.
-    assert found.sigma == pytest.approx(0.1, rel=0.25)
-    assert found.value == max(row["log_marginal_likelihood"] for row in found.table)
+    assert tuned.sigma == pytest.approx(0.1, rel=0.25)
+    assert tuned.value == max(row["log_marginal_likelihood"] for row in tuned.table)
 
 
 @pytest.mark.slow
@@ -110,50 +110,53 @@ def test_what_is_tuned_is_a_fit_with_that_sigma(curvature, fisher, mode):
         return la.fit(batches, mode=mode, num_data=60, generator=generator)
 
     la = fit(1.0)
-    found = la.tune(method="marglik", sigma=True)
-    again = fit(found.sigma, found.prior_precision)
-    one, two = la.posterior.precision.to_dense(), again.posterior.precision.to_dense()
-    assert (one - two).abs().max() <= 1e-8 * two.abs().max()
-    for other in (again.log_marginal_likelihood().item(), found.value):
-        assert la.log_marginal_likelihood().item() == pytest.approx(other, rel=1e-8)
+    tuned = la.tune(method="marglik", sigma=True)
+    again = fit(tuned.sigma, tuned.prior_precision)
+    actual = la.posterior.precision.to_dense()
+    expected = again.posterior.precision.to_dense()
+    assert (actual - expected).abs().max() <= 1e-8 * expected.abs().max()
+    for evidence in (again.log_marginal_likelihood().item(), tuned.value):
+        assert la.log_marginal_likelihood().item() == pytest.approx(evidence, rel=1e-8)
     torch.testing.assert_close(la.predict(x).variance, again.predict(x).variance, rtol=1e-7, atol=0)
-    # From elsewhere the same optimum is found, and no other sigma and prior are better.
+    # A start from elsewhere reaches the same optimum, and no nearby sigma and prior are better.
     elsewhere = fit(0.03).tune(method="marglik", sigma=True)
-    assert elsewhere.sigma == pytest.approx(found.sigma, rel=1e-3)
+    assert elsewhere.sigma == pytest.approx(tuned.sigma, rel=1e-3)
     for factor in (0.9, 1.1):
-        worse = [fit(found.sigma * factor, found.prior_precision), fit(found.sigma)]
-        worse[1].prior_precision = found.prior_precision * factor**2
-        for near in worse:
-            assert near.log_marginal_likelihood() < found.value
+        neighbours = [fit(tuned.sigma * factor, tuned.prior_precision), fit(tuned.sigma)]
+        neighbours[1].prior_precision = tuned.prior_precision * factor**2
+        for neighbour in neighbours:
+            assert neighbour.log_marginal_likelihood() < tuned.value
     assert la.tune(method="marglik").prior_precision == pytest.approx(
-        found.prior_precision, rel=1e-2
+        tuned.prior_precision, rel=1e-2
     )
 
 
 def test_one_sigma_an_output_keeps_its_ratios():
     data = problem(num_outputs=2)
     la, x, y = fitted(sigma=[2.0, 0.5], data=data)
-    found = la.tune(method="marglik", sigma=True)
-    assert found.sigma[0] / found.sigma[1] == pytest.approx(4.0)
-    again = fitted(sigma=found.sigma, data=data)[0]
-    again.prior_precision = found.prior_precision
-    assert again.log_marginal_likelihood().item() == pytest.approx(found.value, rel=1e-9)
-    sigma = torch.tensor(found.sigma, dtype=torch.float64)
-    dense = dense_evidence(data[0], x, y, sigma, found.prior_precision)
-    assert found.value == pytest.approx(dense, rel=1e-9)
+    tuned = la.tune(method="marglik", sigma=True)
+    assert tuned.sigma[0] / tuned.sigma[1] == pytest.approx(4.0)
+    again = fitted(sigma=tuned.sigma, data=data)[0]
+    again.prior_precision = tuned.prior_precision
+    assert again.log_marginal_likelihood().item() == pytest.approx(tuned.value, rel=1e-9)
+    sigma = torch.tensor(tuned.sigma, dtype=torch.float64)
+    dense = dense_evidence(data[0], x, y, sigma, tuned.prior_precision)
+    assert tuned.value == pytest.approx(dense, rel=1e-9)
 
 
 def test_positions_count_as_targets():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
-    x, y = torch.randn(40, 3, 2).double(), 0.3 * torch.randn(40, 3, 2).double()
+    x = torch.randn(40, 3, 2).double()
+    y = 0.3 * torch.randn(40, 3, 2).double()
     la, flat = (
-        Laplace(model, "regression", "full", sigma=1.0).fit_batches([(a, b)])
-        for a, b in ((x, y), (x.flatten(0, 1), y.flatten(0, 1)))
+        Laplace(model, "regression", "full", sigma=1.0).fit_batches([batch])
+        for batch in ((x, y), (x.flatten(0, 1), y.flatten(0, 1)))
     )
-    one, two = (some.tune(method="marglik", sigma=True) for some in (la, flat))
-    assert one.sigma == pytest.approx(two.sigma, rel=1e-6)
-    assert one.value == pytest.approx(two.value, rel=1e-9)
+    tuned = la.tune(method="marglik", sigma=True)
+    tuned_flat = flat.tune(method="marglik", sigma=True)
+    assert tuned.sigma == pytest.approx(tuned_flat.sigma, rel=1e-6)
+    assert tuned.value == pytest.approx(tuned_flat.value, rel=1e-9)
 
 
 def test_small_residuals_survive_single_precision():
@@ -164,9 +167,9 @@ def test_small_residuals_survive_single_precision():
     target = model(x).detach() + residuals.double()
     exact = fitted("kfac", data=(model, x, target))[0].tune(method="marglik", sigma=True)
     la, _, _ = fitted("kfac", data=(model.float(), x.float(), target.float()))
-    found = la.tune(method="marglik", sigma=True)
-    assert found.sigma == pytest.approx(exact.sigma, rel=1e-2)
-    assert 1e-5 < found.sigma < 2e-4
+    tuned = la.tune(method="marglik", sigma=True)
+    assert tuned.sigma == pytest.approx(exact.sigma, rel=1e-2)
+    assert 1e-5 < tuned.sigma < 2e-4
 
 
 def test_the_file_has_what_was_tuned_and_can_be_tuned(tmp_path):
@@ -185,12 +188,12 @@ def test_the_file_has_what_was_tuned_and_can_be_tuned(tmp_path):
 def test_the_noise_of_a_curvature_that_does_not_go_with_it_is_not_tuned(tmp_path):
     la, _, _ = fitted("kfac", fisher="empirical")
     la.save(tmp_path / "empirical.safetensors")
-    for some in (la, Laplace.load(tmp_path / "empirical.safetensors", la.model)):
+    for posterior in (la, Laplace.load(tmp_path / "empirical.safetensors", la.model)):
         with pytest.raises(
             ValueError, match=r'`sigma=True` does not work after a fit with `fisher="empirical"'
         ):
-            some.tune_evidence(sigma=True)
-        assert some.tune_evidence().sigma is None
+            posterior.tune_evidence(sigma=True)
+        assert posterior.tune_evidence().sigma is None
 
 
 def test_an_assumed_sigma_is_told_once_and_not_after_tuning():
@@ -239,14 +242,15 @@ def test_what_cannot_be_tuned_says_so():
     la, x, y = fitted()
     with pytest.raises(ValueError, match="does not use `loader"):
         la.tune([(x, y)], method="marglik", sigma=True)
-    other = Laplace(la.model, "binary").fit_batches([(x, (y > 0).double())])
+    binary = Laplace(la.model, "binary").fit_batches([(x, (y > 0).double())])
     with pytest.raises(ValueError, match="noise of a regression, but the likelihood is Bernoulli"):
-        other.tune(method="marglik", sigma=True)
+        binary.tune(method="marglik", sigma=True)
     perfect = Laplace(la.model, "regression", sigma=1.0).fit_batches([(x, la.model(x).detach())])
-    before = perfect.likelihood, perfect.prior_precision.clone()
+    likelihood = perfect.likelihood
+    prior_precision = perfect.prior_precision.clone()
     with pytest.raises(ValueError, match="the noise cannot be estimated"):
         perfect.tune(method="marglik", sigma=True)
-    assert before == (perfect.likelihood, perfect.prior_precision)
+    assert (likelihood, prior_precision) == (perfect.likelihood, perfect.prior_precision)
 
 
 def test_a_temperature_and_a_mean_of_the_prior_are_part_of_the_evidence():
@@ -256,14 +260,15 @@ def test_a_temperature_and_a_mean_of_the_prior_are_part_of_the_evidence():
     y = model(x).detach() + 0.3 * torch.randn(30, 1).double()
     options = {"likelihood": "regression", "temperature": 2.0, "prior_mean": 0.3}
     la = Laplace(model, sigma=1.0, **options).fit([(x, y)])
-    found = la.tune(method="marglik", sigma=True)
+    tuned = la.tune(method="marglik", sigma=True)
     best = float(la.log_marginal_likelihood())
 
     def evidence(sigma, delta):
-        other = Laplace(model, sigma=sigma, prior_precision=delta, **options).fit([(x, y)])
-        return float(other.log_marginal_likelihood())
+        fitted = Laplace(model, sigma=sigma, prior_precision=delta, **options).fit([(x, y)])
+        return float(fitted.log_marginal_likelihood())
 
-    sigma, delta = float(found.sigma), float(found.prior_precision)
+    sigma = float(tuned.sigma)
+    delta = float(tuned.prior_precision)
     assert evidence(sigma, delta) == pytest.approx(best, rel=1e-9)
     for factor in (0.97, 1.03):
         assert evidence(factor * sigma, delta) < best
@@ -294,7 +299,7 @@ def fit_without_sigma(model, loader, **options):
 @pytest.mark.parametrize("by_evidence", [False, True])
 @pytest.mark.parametrize("curvature", ["full", "kfac", "diag"])
 def test_a_noise_that_nobody_gave_is_found_for_each_output(curvature, by_evidence, tmp_path):
-    """Against the fit with that noise, and its dense evidence, written out."""
+    """The fit with that noise and its dense evidence are the references."""
     model, (x, y), held_out = scaled_problem()
     with pytest.warns(UserWarning, match=r"residuals of each output: sigma=\[0.0") as caught:
         la = Laplace(model, "regression", curvature).fit([(x[:150], y[:150]), (x[150:], y[150:])])
@@ -303,27 +308,28 @@ def test_a_noise_that_nobody_gave_is_found_for_each_output(curvature, by_evidenc
     torch.testing.assert_close(la.likelihood.sigma, estimate, rtol=1e-12, atol=0)
     la.save(tmp_path / "posterior.safetensors")
     loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
-    found = la.tune_evidence() if by_evidence else la.tune([held_out])
-    sigma = torch.tensor(found.sigma, dtype=torch.float64)
+    tuned = la.tune_evidence() if by_evidence else la.tune([held_out])
+    sigma = torch.tensor(tuned.sigma, dtype=torch.float64)
     assert sigma.tolist() == pytest.approx(SCALES.tolist(), rel=0.15)
     torch.testing.assert_close(sigma / sigma[0], estimate / estimate[0], rtol=1e-9, atol=0)
     again = Laplace(
-        model, "regression", curvature, sigma=sigma, prior_precision=found.prior_precision
+        model, "regression", curvature, sigma=sigma, prior_precision=tuned.prior_precision
     ).fit([(x, y)])  # fmt: skip
-    one, two = la.posterior.precision.to_dense(), again.posterior.precision.to_dense()
-    torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-8 * float(two.abs().max()))
+    actual = la.posterior.precision.to_dense()
+    expected = again.posterior.precision.to_dense()
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
     evidence = again.log_marginal_likelihood().item()
     assert la.log_marginal_likelihood().item() == pytest.approx(evidence, rel=1e-9)
     if by_evidence:
-        assert found.value == pytest.approx(evidence, rel=1e-9)
+        assert tuned.value == pytest.approx(evidence, rel=1e-9)
         tuned_later = loaded.tune_evidence()
     else:
         nll = -again.predict(held_out[0]).log_prob(held_out[1]).mean().item()
-        assert found.value == pytest.approx(nll, rel=1e-9)
+        assert tuned.value == pytest.approx(nll, rel=1e-9)
         tuned_later = loaded.tune([held_out])
-    assert tuned_later.sigma == found.sigma
+    assert tuned_later.sigma == tuned.sigma
     if curvature == "full":
-        dense = dense_evidence(model, x, y, sigma, found.prior_precision)
+        dense = dense_evidence(model, x, y, sigma, tuned.prior_precision)
         assert evidence == pytest.approx(dense, rel=1e-9)
 
 
@@ -375,9 +381,9 @@ def test_a_fit_in_rounds_estimates_it_by_its_first_batch_and_continues_with_that
 def test_one_noise_for_all_outputs_can_be_asked_for():
     model, train, held_out = scaled_problem()
     la = Laplace(model, "regression", sigma=1.0).fit([train])
-    found = la.tune([held_out], sigma=True)
-    assert isinstance(found.sigma, float)
-    assert found.sigma == pytest.approx(float(SCALES.square().mean().sqrt()), rel=0.15)
+    tuned = la.tune([held_out], sigma=True)
+    assert isinstance(tuned.sigma, float)
+    assert tuned.sigma == pytest.approx(float(SCALES.square().mean().sqrt()), rel=0.15)
 
 
 def test_outputs_without_residuals_and_positions():

@@ -59,10 +59,10 @@ def test_no_other_noises_have_a_lower_nll_under_the_dense_posterior():
     # A grid around the choice, coarse and fine.
     for width, points in ((0.5, 9), (0.02, 3)):
         factors = torch.linspace(-width, width, points, dtype=torch.float64).exp()
-        others = torch.cartesian_prod(factors, factors, factors)
-        values = torch.stack([nll(mean, covariances, y, sigma * row) for row in others])
+        grid = torch.cartesian_prod(factors, factors, factors)
+        values = torch.stack([nll(mean, covariances, y, sigma * factor) for factor in grid])
         assert float(values.min()) >= float(best) - 1e-12
-        assert torch.equal(others[int(values.argmin())], torch.ones(3, dtype=torch.float64))
+        assert torch.equal(grid[int(values.argmin())], torch.ones(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
@@ -160,7 +160,7 @@ def test_targets_of_a_single_output_may_have_no_dimension_for_it(sigma):
 def test_what_cannot_be_tuned_is_refused_before_work_starts():
     la, x, y = problem()
     data = [(x, y)]
-    before = la.predict(x).variance
+    variance = la.predict(x).variance
     cases = [
         (lambda: la.tune(data, sigma="per output"), ValueError, "Unknown sigma='per output'"),
         (lambda: la.tune(data, sigma="per_output", grid=[1.0]), ValueError, "Remove `grid="),
@@ -175,7 +175,7 @@ def test_what_cannot_be_tuned_is_refused_before_work_starts():
     zero[:, 1] = la.model(x)[:, 1].detach()
     with pytest.raises(ValueError, match=r"residuals of outputs \[1\] .* are zero"):
         la.tune([(x, zero)], sigma="per_output")
-    assert torch.equal(la.predict(x).variance, before)
+    assert torch.equal(la.predict(x).variance, variance)
     binary = Laplace(nn.Linear(2, 1).double(), "binary").fit([(x, (y[:, 0] > 0).double())])
     with pytest.raises(ValueError, match="but the likelihood is Bernoulli"):
         binary.tune([(x, (y[:, 0] > 0).double())], sigma="per_output")

@@ -1,4 +1,4 @@
-"""N: told by the loader, counted, given, or asked for; never a sampler's number of draws."""
+"""N comes from the loader, a count or the caller, never from a sampler's number of draws."""
 
 import itertools
 import json
@@ -103,7 +103,7 @@ def shards_as_entries():
     return DataLoader(
         batches(8),
         batch_size=1,
-        collate_fn=lambda parts: tuple(map(torch.cat, zip(*parts, strict=True))),
+        collate_fn=lambda shards: tuple(map(torch.cat, zip(*shards, strict=True))),
     )
 
 
@@ -223,8 +223,8 @@ def test_held_out_data_may_be_a_random_part():
 
 @pytest.mark.parametrize("mode", ["full", *PARTIAL])
 def test_with_n_given_every_sampler_will_do(mode):
-    part = [DATA[i] for i in split(2)]
-    x, y = (torch.stack(tensors) for tensors in zip(*part, strict=True))
+    shard = [DATA[i] for i in split(2)]
+    x, y = (torch.stack(tensors) for tensors in zip(*shard, strict=True))
     pieces = [(x[:8], y[:8]), (x[8:], y[8:])]
     la = Laplace(network()).fit(loader(sampler=split(2), batch_size=8), mode=mode, num_data=SIZE)
     expected = Laplace(network()).fit(pieces, mode=mode, num_data=SIZE)
@@ -246,10 +246,10 @@ def test_a_loader_that_does_not_tell_is_counted_or_asked_about(name):
 
 def test_a_full_fit_that_saw_another_number_than_told_leaves_the_posterior_as_it_was():
     la = Laplace(network()).fit(batches(7)[:1])
-    before = la.posterior
+    posterior = la.posterior
     with pytest.raises(ValueError, match=r"is 3, .* yielded 24. Pass `num_data="):
         la.fit(shards_as_entries())
-    assert la.posterior is before
+    assert la.posterior is posterior
     assert la.fit(shards_as_entries(), num_data=77).num_data == 77
 
 
@@ -261,8 +261,10 @@ def test_a_dropped_batch_is_told_before_a_full_fit_and_no_matter_to_the_others()
     for mode in PARTIAL:
         assert la.fit(dropping, mode=mode).num_data == SIZE
     la.fit(dropping, num_data=SIZE)
-    seen = Laplace(network()).fit(batches()[:2], num_data=SIZE)
-    assert torch.equal(la.posterior.precision.to_dense(), seen.posterior.precision.to_dense())
+    without_last_batch = Laplace(network()).fit(batches()[:2], num_data=SIZE)
+    assert torch.equal(
+        la.posterior.precision.to_dense(), without_last_batch.posterior.precision.to_dense()
+    )
     assert la.fit(loader(drop_last=True, batch_size=8)).num_data == SIZE
 
 
@@ -307,10 +309,12 @@ def test_examples_that_each_worker_reads_are_not_counted_several_times():
     for call in calls:
         with pytest.raises(ValueError, match=r"2 workers that read the stream .* `num_workers=1`"):
             call(read_by_two_workers())
-    parts = DataLoader(PartOfStream(), batch_size=5, num_workers=2)
-    whole = [DATA[:]]
-    assert float(la.evaluate(parts)["nll"]) == pytest.approx(float(la.evaluate(whole)["nll"]))
-    la.fit(parts, num_data=SIZE)
+    shared_stream = DataLoader(PartOfStream(), batch_size=5, num_workers=2)
+    one_batch = [DATA[:]]
+    assert float(la.evaluate(shared_stream)["nll"]) == pytest.approx(
+        float(la.evaluate(one_batch)["nll"])
+    )
+    la.fit(shared_stream, num_data=SIZE)
 
 
 @pytest.mark.parametrize("value", [0, -3, 2**53 + 1, 10**30])

@@ -77,7 +77,7 @@ def test_it_predicts_as_the_dense_formula(case):
     model, data = case
     la = Laplace(model, curvature="scalar", prior_precision=2.0).fit(data)
     x = data[0][0]
-    J = torch.stack([_jacobian(model, one) for one in x])
+    J = torch.stack([_jacobian(model, example) for example in x])
     scales = [b.magnitudes.flatten() for b in la.posterior.curvature.blocks.values()]
     variances = 1 / (18 * torch.cat(scales) + 2.0)
     expected = torch.einsum("nci,i,ndi->ncd", J, variances, J)

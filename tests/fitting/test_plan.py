@@ -75,35 +75,36 @@ def test_bytes_of_the_posterior_are_those_of_the_fitted_tensors(case, curvature)
     la = Laplace(model, curvature=curvature)
     planned = la.plan(data).posterior
     la.fit(data)
-    held = {la.mean.untyped_storage().data_ptr(): la.mean.nbytes}
+    num_bytes = {la.mean.untyped_storage().data_ptr(): la.mean.nbytes}
     for block in la.posterior.curvature.blocks.values():
-        parts = [v for v in vars(block).values() if isinstance(v, torch.Tensor)]
+        tensors = [value for value in vars(block).values() if isinstance(value, torch.Tensor)]
         if curvature == "gp":
-            parts += [block.U.coefficients, block.U.inducing.inputs]
-        # An exact block has a 1 for A, and a low rank one number for the rest.
-        for part in parts:
-            if part.numel() > 1:
-                held[id(part)] = part.nbytes
+            tensors += [block.U.coefficients, block.U.inducing.inputs]
+        # An exact block has a 1 for A, and a low rank one number for the remaining directions.
+        for tensor in tensors:
+            if tensor.numel() > 1:
+                num_bytes[id(tensor)] = tensor.nbytes
     small = 64 * len(la.param_names)
-    assert abs(planned - sum(held.values())) <= small
+    assert abs(planned - sum(num_bytes.values())) <= small
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_bytes_of_the_factors_are_those_of_the_sums(case, curvature, monkeypatch):
     model, data = case
     la = Laplace(model, curvature=curvature)
-    planned, found = la.plan(data).blocks, {}
+    planned = la.plan(data).blocks
+    num_bytes = {}
     original = factor_sums.check_finite
 
-    def look(factors):
+    def count_bytes(factors):
         for block, factor in factors.items():
             entries = factor.rows if isinstance(factor, GramFactor) else factor
-            found[block.name] = found.get(block.name, 0) + entries.nbytes
+            num_bytes[block.name] = num_bytes.get(block.name, 0) + entries.nbytes
         original(factors)
 
-    monkeypatch.setattr(factor_sums, "check_finite", look)
+    monkeypatch.setattr(factor_sums, "check_finite", count_bytes)
     la.fit(data)
-    assert {b.name: b.factors for b in planned} == found
+    assert {b.name: b.factors for b in planned} == num_bytes
 
 
 def wide_convolutions():
@@ -198,11 +199,11 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
 def test_blocks_that_do_not_fit_are_counted_and_nothing_is_run(case, monkeypatch):
     model, data = case
     la = Laplace(model)
-    whole = la.plan(data)
-    monkeypatch.setattr(plans, "available_memory", lambda device: whole.posterior)
+    unlimited = la.plan(data)
+    monkeypatch.setattr(plans, "available_memory", lambda device: unlimited.posterior)
     monkeypatch.setattr(data_pass, "ChunkRunner", None)
     counted = la.plan(data)
-    assert counted.blocks == whole.blocks
+    assert counted.blocks == unlimited.blocks
     assert counted.seconds is None
     with pytest.raises(ValueError, match="are available"):
         counted.check()
@@ -211,11 +212,12 @@ def test_blocks_that_do_not_fit_are_counted_and_nothing_is_run(case, monkeypatch
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_a_plan_leaves_the_generator_and_the_model(case, curvature):
     model, data = case
-    before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    rng_state = torch.get_rng_state()
+    model_state = {key: value.clone() for key, value in model.state_dict().items()}
     la = Laplace(model, curvature=curvature, fisher="mc")
     la.plan(data)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert all(torch.equal(value, model_state[key]) for key, value in model.state_dict().items())
     assert isinstance(la._state, FitSetup)
 
 
@@ -260,12 +262,12 @@ def test_a_printed_plan_is_aligned_and_complete(case):
 
 
 def test_available_memory_is_no_more_than_a_container_has(tmp_path, monkeypatch):
-    of_machine = system_memory.available_memory()
+    machine_memory = system_memory.available_memory()
     monkeypatch.setattr(system_memory, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    assert system_memory.available_memory() == 500 < of_machine
+    assert system_memory.available_memory() == 500 < machine_memory
     (tmp_path / "memory.max").write_text("max\n")
     assert system_memory.available_memory() > 500
 
@@ -283,7 +285,8 @@ def test_the_sizes_of_decompositions_are_those_of_the_matrices_that_a_fit_decomp
     case, curvature, monkeypatch
 ):
     model, data = case
-    planned, decomposed = [], []
+    planned = []
+    decomposed = []
 
     def seconds_of_eigh(_, sizes):
         planned.extend(sizes)
@@ -313,7 +316,8 @@ def test_the_sizes_of_decompositions_are_those_of_the_matrices_that_a_fit_decomp
 @pytest.mark.usefixtures("batches_apart")
 @pytest.mark.parametrize("num_batches", [1, 3, 30])
 def test_decompositions_have_the_sizes_of_factors_of_all_batches(num_batches, monkeypatch):
-    planned, decomposed = [], []
+    planned = []
+    decomposed = []
     monkeypatch.setattr(plans, "_seconds_of_eigh", lambda _, sizes: planned.extend(sizes) or 1.0)
     la = Laplace(nn.Sequential(nn.Linear(400, 5)).eval(), params="weights", fisher="mc")
     data = [(torch.randn(16, 400), torch.randint(5, (16,))) for _ in range(num_batches)]

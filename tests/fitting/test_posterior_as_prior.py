@@ -120,15 +120,15 @@ def test_the_evidence_is_that_of_the_prior_whatever_the_structure():
         evidence = log_evidence(model, *SECOND, la.mean, precision(la), precision(again))
         torch.testing.assert_close(again.log_marginal_likelihood(), evidence, rtol=1e-8, atol=0)
         # δ is part of the precision of both.
-        other = log_evidence(
+        evidence_at_higher_delta = log_evidence(
             model,
             *SECOND,
             la.mean,
             precision(la) + torch.eye(len(la.mean)),
             precision(again) + torch.eye(len(la.mean)),
         )
-        at_other = again.log_marginal_likelihood(DELTA + 1)
-        torch.testing.assert_close(at_other, other, rtol=1e-8, atol=0)
+        at_higher_delta = again.log_marginal_likelihood(DELTA + 1)
+        torch.testing.assert_close(at_higher_delta, evidence_at_higher_delta, rtol=1e-8, atol=0)
 
 
 def test_kfac_adds_the_factors_of_all_tasks_one_after_the_other():
@@ -142,13 +142,14 @@ def test_kfac_adds_the_factors_of_all_tasks_one_after_the_other():
     ]
     sizes = [14, 9, 8]
     for name, block in la.posterior.curvature.blocks.items():
-        factors_G = factors_A = 0
+        factors_G = 0
+        factors_A = 0
         for size, fit in zip(sizes, fits, strict=True):
-            part = fit.posterior.curvature.blocks[name]
+            task_block = fit.posterior.curvature.blocks[name]
             trace_A = fit.posterior.factor_scales[name].trace_A
-            eigenvalues_G, eigenvalues_A = factor_eigenvalues(part, trace_A)
-            factors_G = factors_G + size * part.U_G @ eigenvalues_G.diag() @ part.U_G.T
-            factors_A = factors_A + size * part.U_A @ eigenvalues_A.diag() @ part.U_A.T
+            eigenvalues_G, eigenvalues_A = factor_eigenvalues(task_block, trace_A)
+            factors_G = factors_G + size * task_block.U_G @ eigenvalues_G.diag() @ task_block.U_G.T
+            factors_A = factors_A + size * task_block.U_A @ eigenvalues_A.diag() @ task_block.U_A.T
         expected = torch.kron(factors_G, factors_A) / 31
         actual = la.posterior.curvature_weight * block.to_dense()
         oracle.close(actual, expected, 1e-10)
@@ -237,7 +238,8 @@ def test_what_does_not_fit_is_refused_before_work_starts():
     la = laplace("kfac").fit([FIRST])
     prior = posterior_as_prior(la)
     model = network()
-    size, names = len(la.mean), names_of(model)
+    size = len(la.mean)
+    names = names_of(model)
     ones = torch.ones(size, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="not fitted yet"):
         posterior_as_prior(laplace("kfac"))

@@ -114,20 +114,22 @@ def test_the_prior_mean_enters_the_marginal_likelihood_alone(kind, joint):
 def test_tune_by_the_marginal_likelihood_finds_the_optimum_of_both(temperature):
     """With P = (1/T + δ) I the optimum is in closed form, δ (1/T + δ) = (D / T) / ‖θ* − μ‖²."""
     model = nn.Linear(2, 1, bias=False).double()
-    x, y = torch.eye(2).double(), torch.zeros(2, 1).double()
+    x = torch.eye(2).double()
+    y = torch.zeros(2, 1).double()
     mean = torch.tensor([0.5, -2.0]).double()
     la = Laplace(model, "regression", prior_mean=mean, temperature=temperature)
     la.fit_batches([(x, y)])
     distance = (model.weight.detach().flatten() - mean).square().sum().item()
-    s = 1 / temperature
-    expected = (-s + math.sqrt(s**2 + 8 * s / distance)) / 2
-    found = la.tune(method="marglik", sigma=False)
-    assert found.prior_precision == pytest.approx(expected, rel=1e-2)
+    curvature = 1 / temperature
+    expected = (-curvature + math.sqrt(curvature**2 + 8 * curvature / distance)) / 2
+    tuned = la.tune(method="marglik", sigma=False)
+    assert tuned.prior_precision == pytest.approx(expected, rel=1e-2)
 
 
 def test_both_may_be_set_without_a_refit():
     la, x, _ = fitted()
-    la.temperature, la.prior_mean = T, 0.4
+    la.temperature = T
+    la.prior_mean = 0.4
     expected, _, _ = fitted(temperature=T, prior_mean=0.4)
     assert la.temperature == T
     assert float(la.prior_mean) == 0.4
@@ -136,7 +138,9 @@ def test_both_may_be_set_without_a_refit():
     la.prior_precision = 2.0
     assert la.posterior.temperature == T
     assert float(la.posterior.prior_mean) == 0.4
-    la.temperature, la.prior_mean, la.prior_precision = 1.0, 0.0, DELTA
+    la.temperature = 1.0
+    la.prior_mean = 0.0
+    la.prior_precision = DELTA
     plain, _, _ = fitted()
     assert torch.equal(la.log_marginal_likelihood(), plain.log_marginal_likelihood())
     assert repr(la) == repr(plain)
@@ -146,13 +150,15 @@ def test_a_last_layer_that_a_fit_finds_takes_them_too():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
-            self.head, self.first = nn.Linear(4, 3), nn.Linear(5, 4)
+            self.head = nn.Linear(4, 3)
+            self.first = nn.Linear(5, 4)
 
         def forward(self, x):
             return self.head(self.first(x).tanh())
 
     model = Own().double()
-    x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
+    x = torch.randn(6, 5).double()
+    y = torch.randint(3, (6,))
     mean = torch.cat([torch.ones(12), torch.zeros(3)])
     la = Laplace(model, params="last_layer", prior_mean=mean, temperature=T)
     assert "prior mean: one for each parameter" in repr(la)
@@ -199,11 +205,11 @@ def test_what_is_out_of_range_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         Laplace(model, **options)
     la, _, _ = fitted()
-    before = la.log_marginal_likelihood()
+    evidence = la.log_marginal_likelihood()
     ((name, value),) = options.items()
     with pytest.raises(error, match=message):
         setattr(la, name, value)
-    assert torch.equal(la.log_marginal_likelihood(), before)
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
 
 
 @pytest.mark.parametrize("value", ["map", None, [0.1], True, {"0.weight": torch.zeros(6, 5)}])
@@ -219,14 +225,14 @@ def test_what_is_no_number_is_refused(value):
 
 def test_a_precision_out_of_range_names_the_block_and_keeps_the_posterior():
     la, _, _ = fitted()
-    before = la.log_marginal_likelihood()
+    evidence = la.log_marginal_likelihood()
     with pytest.raises(
         ValueError, match=r"prior precision of 0\.weight is 0\.7, which is too small"
     ):
         la.temperature = 1e-308
     with pytest.raises(ValueError, match="prior's mean is too far"):
         la.prior_mean = 1e154
-    assert torch.equal(la.log_marginal_likelihood(), before)
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
 
 
 def test_what_is_set_during_a_fit_holds_for_it():
@@ -236,7 +242,9 @@ def test_what_is_set_during_a_fit_holds_for_it():
 
     class Setting(list):
         def __iter__(self):
-            la.prior_precision, la.temperature, la.prior_mean = 3.0, T, mean
+            la.prior_precision = 3.0
+            la.temperature = T
+            la.prior_mean = mean
             return super().__iter__()
 
     la.fit_batches(Setting([(x, y)]), num_data=NUM_DATA)
@@ -254,7 +262,8 @@ def test_what_is_set_during_a_search_is_kept():
 
     class Setting(list):
         def __iter__(self):
-            la.temperature, la.prior_mean = T, mean
+            la.temperature = T
+            la.prior_mean = mean
             return super().__iter__()
 
     tuned = la.tune(Setting([(x, targets)]))

@@ -18,7 +18,8 @@ from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 
 ONES = torch.ones(40, dtype=torch.float64)
-N, LABELS = 24, torch.arange(24) % 3
+N = 24
+LABELS = torch.arange(24) % 3
 
 
 class Augmented(Dataset):
@@ -130,8 +131,8 @@ def tune(generator):
 def evaluate(method):
     def result(generator):
         samples = None if method == "map" else 4
-        found = fitted().evaluate(shuffled(), {"ood": shuffled()}, method, samples, generator)
-        return torch.tensor(list(found.values()))
+        scores = fitted().evaluate(shuffled(), {"ood": shuffled()}, method, samples, generator)
+        return torch.tensor(list(scores.values()))
 
     return result
 
@@ -143,10 +144,10 @@ def matrix():
 
 def applied(algorithm, *arguments, **options):
     def result(generator):
-        found = algorithm(matrix(), *arguments, generator=generator, **options)
+        estimate = algorithm(matrix(), *arguments, generator=generator, **options)
         for name in ("value", "vectors", "x", "density"):
-            found = getattr(found, name, found)
-        return torch.as_tensor(found)
+            estimate = getattr(estimate, name, estimate)
+        return torch.as_tensor(estimate)
 
     return result
 
@@ -209,8 +210,8 @@ CASES = {
 
 
 def takers(*owners):
-    """Public functions and classes with a parameter `generator`."""
-    found = set()
+    """Find the public functions and classes that have a parameter `generator`."""
+    with_generator = set()
     for owner in owners:
         names = getattr(owner, "__all__", None) or [n for n in dir(owner) if n[0] != "_"]
         for name in names:
@@ -218,8 +219,8 @@ def takers(*owners):
             is_ours = inspect.isfunction(value) or inspect.isclass(value)
             is_ours = is_ours and value is not OneArgument  # A dict, which has no signature.
             if is_ours and "generator" in inspect.signature(value).parameters:
-                found.add(value)
-    return found
+                with_generator.add(value)
+    return with_generator
 
 
 NAMED = {
@@ -336,7 +337,8 @@ def test_workers_are_seeded_from_the_generator():
 
 def test_a_list_of_batches_takes_nothing_from_the_generator():
     """So an evaluation is that of its predictions one after the other."""
-    la, data = fitted(), list(in_order())
+    la = fitted()
+    data = list(in_order())
     found = la.evaluate(data, method="nn", samples=5, generator=seed(0))
     generator = seed(0)
     probs = torch.cat([la.predict(x, "nn", 5, generator).probs for x, _ in data])

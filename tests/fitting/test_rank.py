@@ -22,7 +22,8 @@ close = partial(oracle.close, tolerance=1e-10)
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(5, 26), nn.Linear(26, 3)
+        self.table = nn.Embedding(5, 26)
+        self.head = nn.Linear(26, 3)
 
     def forward(self, x):
         return self.head(self.table(x).mean(1))
@@ -33,7 +34,8 @@ class Pooled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mix, self.head = nn.Linear(30, 26), nn.Linear(26, 3)
+        self.mix = nn.Linear(30, 26)
+        self.head = nn.Linear(26, 3)
 
     def forward(self, x):
         return self.head(self.mix(x).mean(1))
@@ -117,16 +119,16 @@ def blocks(la):
     ],
 )
 def test_at_the_true_rank_nothing_is_lost(name, curvature, mode, options):
-    """Whole factors are held against the dense oracle elsewhere."""
-    whole = fitted(name, mode, curvature=curvature, **options)
-    few = fitted(name, mode, curvature=curvature, rank=RANK, **options)
-    assert any(b.U_G is not None and b.U_G.shape[-1] == RANK for b in blocks(few).values())
-    for actual, expected in zip(blocks(few).values(), blocks(whole).values(), strict=True):
+    """Other tests compare the factors of full rank with the dense oracle."""
+    full_rank = fitted(name, mode, curvature=curvature, **options)
+    low_rank = fitted(name, mode, curvature=curvature, rank=RANK, **options)
+    assert any(b.U_G is not None and b.U_G.shape[-1] == RANK for b in blocks(low_rank).values())
+    for actual, expected in zip(blocks(low_rank).values(), blocks(full_rank).values(), strict=True):
         close(actual.to_dense(), expected.to_dense())
     x = problem(name)[1][0][0]
-    for actual, expected in zip(few.functional(x), whole.functional(x), strict=True):
+    for actual, expected in zip(low_rank.functional(x), full_rank.functional(x), strict=True):
         close(actual, expected)
-    close(few.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    close(low_rank.log_marginal_likelihood(), full_rank.log_marginal_likelihood())
 
 
 def test_at_the_true_rank_factors_are_those_of_the_oracle():
@@ -153,13 +155,14 @@ def decaying(num_batches=4, width=40):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_the_trace_is_exact_at_any_rank(curvature, mode, rank):
     model, data = decaying()
-    # EKFAC's trace is that of the diagonal, whatever the directions. Of whole factors, which are
-    # decomposed for a share or a rank of 12, eigenvalues that nearly coincide are pooled with
-    # weights, out of fold too: that moves 1e-6 of it, and the leading directions are of the same.
+    # EKFAC's trace is that of the diagonal, whatever the directions. A share or a rank of 12
+    # decomposes whole factors, whose nearly equal eigenvalues are pooled with weights, also out of
+    # fold. That moves 1e-6 of the trace, so the reference for them is EKFAC at full rank.
     is_whole = rank in (12, 0.5, 0.99)
-    traces, reference = [], "diag" if curvature == "ekfac" and not is_whole else curvature
-    for name, kept in ((reference, None), (curvature, rank)):
-        la = Laplace(model, curvature=name, rank=kept)
+    traces = []
+    reference = "diag" if curvature == "ekfac" and not is_whole else curvature
+    for name, max_rank in ((reference, None), (curvature, rank)):
+        la = Laplace(model, curvature=name, rank=max_rank)
         la.fit(data, mode=mode, num_data=128)
         traces.append([exact_trace(block) for block in blocks(la).values()])
     assert blocks(la)["0.weight"].U_G.shape[1] < 25
@@ -169,20 +172,22 @@ def test_the_trace_is_exact_at_any_rank(curvature, mode, rank):
 
 def test_streamed_directions_are_nearly_the_best():
     model, data = decaying()
-    whole, few = (blocks(Laplace(model, rank=rank).fit(data))["0.weight"] for rank in (None, 4))
-    for U, V in ((whole.U_G, few.U_G), (whole.U_A, few.U_A)):
+    full_rank = blocks(Laplace(model).fit(data))["0.weight"]
+    low_rank = blocks(Laplace(model, rank=4).fit(data))["0.weight"]
+    for U, V in ((full_rank.U_G, low_rank.U_G), (full_rank.U_A, low_rank.U_A)):
         # Cosines of the angles between the two spaces.
         assert torch.linalg.svdvals(U[:, :4].T @ V).min() > 0.99
-    close(few.magnitudes[:4, :4], whole.magnitudes[:4, :4], tolerance=0.01)
+    close(low_rank.magnitudes[:4, :4], full_rank.magnitudes[:4, :4], tolerance=0.01)
 
 
 def test_a_share_keeps_the_fewest_directions_that_hold_it():
     model, data = decaying()
-    whole, few = (blocks(Laplace(model, rank=rank).fit(data))["0.weight"] for rank in (None, 0.9))
-    along = whole.magnitudes.sum(1).cumsum(0) / whole.magnitudes.sum()
-    rank = few.U_G.shape[1]
+    full_rank = blocks(Laplace(model).fit(data))["0.weight"]
+    low_rank = blocks(Laplace(model, rank=0.9).fit(data))["0.weight"]
+    along = full_rank.magnitudes.sum(1).cumsum(0) / full_rank.magnitudes.sum()
+    rank = low_rank.U_G.shape[1]
     assert along[rank - 2] < 0.9 <= along[rank - 1]
-    assert torch.equal(few.U_G, whole.U_G[:, :rank])
+    assert torch.equal(low_rank.U_G, full_rank.U_G[:, :rank])
 
 
 class Largest(TorchDispatchMode):
@@ -190,14 +195,15 @@ class Largest(TorchDispatchMode):
 
     def __init__(self, width):
         super().__init__()
-        self.width, self.largest = width, 0
+        self.width = width
+        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for new in tree_leaves(made):
-            if isinstance(new, torch.Tensor) and self.width in new.shape:
-                self.largest = max(self.largest, new.numel() // self.width)
-        return made
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and self.width in tensor.shape:
+                self.largest = max(self.largest, tensor.numel() // self.width)
+        return result
 
 
 @pytest.mark.usefixtures("batches_apart")
@@ -206,10 +212,10 @@ def test_no_matrix_is_made_of_a_wide_factor(mode):
     model, data = decaying(num_batches=20, width=600)
     largest = []
     for rank in (None, 4):
-        with Largest(600) as made:
+        with Largest(600) as tensors_made:
             Laplace(model, rank=rank, params=["0.weight"]).fit(data, mode=mode, num_data=640)
-        largest.append(made.largest)
-    # Rows of a batch. Of one or two batches they are few anyway.
+        largest.append(tensors_made.largest)
+    # The rows of one batch at a time. The modes that read one or two batches have few rows anyway.
     assert largest[1] < 300
     assert (largest[0] >= 600) == (mode == "full")
 
@@ -220,11 +226,13 @@ def test_a_file_knows_the_rank(rank, tmp_path):
     la = Laplace(model, rank=rank).fit(data)
     la.save(tmp_path / "posterior")
     loaded = Laplace.load(tmp_path / "posterior", model)
-    for one, two in zip(la.functional(data[0][0]), loaded.functional(data[0][0]), strict=True):
-        assert torch.equal(one, two)
+    for actual, expected in zip(
+        la.functional(data[0][0]), loaded.functional(data[0][0]), strict=True
+    ):
+        assert torch.equal(actual, expected)
     again = loaded.fit(data)
-    for one, two in zip(blocks(again).values(), blocks(la).values(), strict=True):
-        close(one.to_dense(), two.to_dense(), tolerance=0)
+    for actual, expected in zip(blocks(again).values(), blocks(la).values(), strict=True):
+        close(actual.to_dense(), expected.to_dense(), tolerance=0)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
@@ -233,8 +241,10 @@ def test_a_plan_counts_kept_directions_alone(curvature):
     la = Laplace(model, curvature=curvature, rank=4)
     planned = la.plan(data)
     la.fit(data)
-    parts = [p for b in blocks(la).values() for p in (b.U_G, b.U_A, b.magnitudes) if p is not None]
-    size = sum(part.nbytes for part in parts) + la.posterior.mean.nbytes
+    size = la.posterior.mean.nbytes
+    for block in blocks(la).values():
+        tensors = (block.U_G, block.U_A, block.magnitudes)
+        size += sum(tensor.nbytes for tensor in tensors if tensor is not None)
     # Biases have a one as their input directions, which a plan leaves out.
     assert planned.posterior == size - 3 * la.posterior.mean.element_size()
     assert planned.peak < Laplace(model, curvature=curvature).plan(data).peak

@@ -58,10 +58,10 @@ def fit(batches, folder=None, seed=3, model=None, **options):
     return la.fit(batches, num_data=SIZE, generator=generator(seed), resume=folder)
 
 
-def broken_off(folder, before=5, **options):
-    """The state of a fit that failed before a batch."""
+def broken_off(folder, num_read=5, **options):
+    """Save the state of a fit whose loader failed after `num_read` batches; return its folder."""
     with pytest.raises(LoaderError):
-        fit(FailingLoader(loader(), before), folder, **options)
+        fit(FailingLoader(loader(), num_read), folder, **options)
     return folder
 
 
@@ -77,21 +77,21 @@ X = data()[:5][0]
 
 @pytest.fixture
 def skipped(monkeypatch):
-    """Counts the batches that were not computed with again."""
-    counted = []
+    """List the batches that a resumed fit did not compute with again."""
+    skipped_batches = []
     remaining = SavedPass.remaining
 
     def counting(self, batches):
-        left = list(remaining(self, batches))
-        counted.extend(batches[: len(batches) - len(left)])
-        return left
+        remaining_batches = list(remaining(self, batches))
+        skipped_batches.extend(batches[: len(batches) - len(remaining_batches)])
+        return remaining_batches
 
     monkeypatch.setattr(SavedPass, "remaining", counting)
-    return counted
+    return skipped_batches
 
 
 @pytest.mark.parametrize(
-    ("options", "before"),
+    ("options", "num_read"),
     [
         ({"curvature": "kfac"}, 1),
         ({"curvature": "kfac", "factor_dtype": torch.float32}, 6),
@@ -107,12 +107,12 @@ def skipped(monkeypatch):
         ({"curvature": "kfac", "joint": True, "memory_bound": 2000}, 4),
     ],
 )
-def test_a_fit_goes_on_to_the_same_bits(folder, skipped, options, before):
+def test_a_fit_goes_on_to_the_same_bits(folder, skipped, options, num_read):
     expected = fit(loader(), **options)
-    broken_off(folder, before, **options)
+    broken_off(folder, num_read, **options)
     assert folder.exists()
     assert_same(fit(loader(), folder, **options), expected)
-    assert len(skipped) == before
+    assert len(skipped) == num_read
     assert not folder.exists()
 
 
@@ -131,7 +131,7 @@ def updated(la, batches, folder=None, seed=5):
 
 
 @pytest.mark.parametrize(
-    ("options", "before"),
+    ("options", "num_read"),
     [
         ({"curvature": "kfac"}, 4),
         ({"curvature": "ekfac", "fisher": "mc"}, 4),
@@ -143,17 +143,17 @@ def updated(la, batches, folder=None, seed=5):
         ),
     ],
 )
-def test_an_update_goes_on_to_the_same_bits(folder, skipped, options, before):
+def test_an_update_goes_on_to_the_same_bits(folder, skipped, options, num_read):
     first, second = loader(), loader(seed=2)
     expected = updated(fit(first, **options), second)
     la = fit(first, **options)
     fitted = la.posterior
     with pytest.raises(LoaderError):
-        updated(la, FailingLoader(second, before), folder)
+        updated(la, FailingLoader(second, num_read), folder)
     assert la.posterior is fitted
     assert_same(updated(la, second, folder), expected)
     assert la.num_data == 2 * SIZE
-    assert len(skipped) == before
+    assert len(skipped) == num_read
     assert not folder.exists()
 
 
@@ -189,8 +189,8 @@ def test_a_fit_with_an_earlier_posterior_as_prior_goes_on_to_the_same_bits(folde
 
 def test_it_can_be_broken_off_again_and_again(folder, skipped):
     expected = fit(loader(), curvature="ekfac")
-    for before in (2, 5, NUM_BATCHES + 1, NUM_BATCHES + 4):
-        broken_off(folder, before, curvature="ekfac")
+    for num_read in (2, 5, NUM_BATCHES + 1, NUM_BATCHES + 4):
+        broken_off(folder, num_read, curvature="ekfac")
     assert_same(fit(loader(), folder, curvature="ekfac"), expected)
     assert len(skipped) > NUM_BATCHES
 
@@ -198,12 +198,12 @@ def test_it_can_be_broken_off_again_and_again(folder, skipped):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
 def test_second_batches_of_a_debiased_fit(folder, skipped, curvature):
     first, second = data(seed=1), data(seed=2)
-    batches = [DataLoader(one, batch_size=BATCH) for one in (first, second)]
-    expected = Laplace(network(), curvature=curvature).fit_batches(*batches, num_data=SIZE)
+    loaders = [DataLoader(dataset, batch_size=BATCH) for dataset in (first, second)]
+    expected = Laplace(network(), curvature=curvature).fit_batches(*loaders, num_data=SIZE)
     la = Laplace(network(), curvature=curvature)
     with pytest.raises(LoaderError):
-        la.fit_batches(batches[0], FailingLoader(batches[1], 5), num_data=SIZE, resume=folder)
-    la.fit_batches(*batches, num_data=SIZE, resume=folder)
+        la.fit_batches(loaders[0], FailingLoader(loaders[1], 5), num_data=SIZE, resume=folder)
+    la.fit_batches(*loaders, num_data=SIZE, resume=folder)
     assert_same(la, expected)
     # The diagonal has no directions to find.
     assert len(skipped) == 5 + (curvature != "diag") * NUM_BATCHES
@@ -216,7 +216,8 @@ def test_folds(folder, skipped, curvature, monkeypatch):
         return la.fit(loader(), "crossfit", SIZE, generator(), folds=3, resume=folder)
 
     expected = fitted()
-    save, calls = SavedPass.save, []
+    save = SavedPass.save
+    calls = []
 
     def failing(self, *arguments):
         save(self, *arguments)
@@ -234,7 +235,8 @@ def test_folds(folder, skipped, curvature, monkeypatch):
 
 def test_rows_that_are_too_many_to_keep(folder, skipped, monkeypatch):
     monkeypatch.setattr(dense, "KEPT_ROWS", 20_000)
-    batches, options = loader(shuffle=False, size=15), {"curvature": "lowrank", "rank": 2}
+    batches = loader(shuffle=False, size=15)
+    options = {"curvature": "lowrank", "rank": 2}
     expected = fit(batches, **options)
     with pytest.raises(LoaderError):
         fit(FailingLoader(batches, 2), folder, **options)
@@ -246,12 +248,13 @@ def test_rows_that_are_too_many_to_keep(folder, skipped, monkeypatch):
 
 
 def test_a_fit_in_another_thread(folder):
-    expected, found = fit(loader()), []
+    expected = fit(loader())
+    fits = []
     broken_off(folder)
-    thread = threading.Thread(target=lambda: found.append(fit(loader(), folder)))
+    thread = threading.Thread(target=lambda: fits.append(fit(loader(), folder)))
     thread.start()
     thread.join()
-    assert_same(found[0], expected)
+    assert_same(fits[0], expected)
 
 
 def test_a_disk_that_is_full_does_not_end_a_fit(folder, monkeypatch):
@@ -266,11 +269,12 @@ def test_a_disk_that_is_full_does_not_end_a_fit(folder, monkeypatch):
 
 
 def test_it_saves_once_a_minute(folder, monkeypatch):
-    clock, at = [0.0], []
+    clock = [0.0]
+    saved_after = []
     write = checkpoint.write_sealed
 
     def timed(path, texts, tensors):
-        at.append(json.loads(texts["progress"])["num_batches"])
+        saved_after.append(json.loads(texts["progress"])["num_batches"])
         write(path, texts, tensors)
         clock[0] += 8.0
 
@@ -285,7 +289,7 @@ def test_it_saves_once_a_minute(folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_sealed", timed)
     fit(Clocked(loader(shuffle=False), 0), folder)
     # The first batch is read before the pass.
-    assert at == [4, 7]
+    assert saved_after == [4, 7]
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
@@ -405,13 +409,15 @@ def test_a_state_of_another_version_is_refused(folder):
 
 def test_another_number_of_threads_is_refused(folder):
     broken_off(folder)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 1)
     try:
-        with pytest.raises(ValueError, match=f"threads was {before}, is now {before + 1}"):
+        with pytest.raises(
+            ValueError, match=f"threads was {num_threads}, is now {num_threads + 1}"
+        ):
             fit(loader(), folder)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def test_other_batches_behind_the_first_are_refused(folder):
@@ -447,11 +453,11 @@ def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches
 
 
 def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
-    own = DataLoader(data(), batch_size=BATCH, shuffle=True, generator=generator())
+    shuffled = DataLoader(data(), batch_size=BATCH, shuffle=True, generator=generator())
     with pytest.raises(
         ValueError, match=r"shuffles with its own generator\. Remove `generator=` from the loader"
     ):
-        fit(own, folder)
+        fit(shuffled, folder)
     assert not folder.exists()
 
 
@@ -470,12 +476,12 @@ def test_what_else_is_in_the_folder_stays(folder):
     assert os.listdir(folder) == ["notes"]
 
 
-@pytest.mark.parametrize("how", ["cut", "byte", "empty"])
-def test_a_damaged_state_is_never_used(folder, how):
+@pytest.mark.parametrize("damage", ["cut", "byte", "empty"])
+def test_a_damaged_state_is_never_used(folder, damage):
     path = broken_off(folder) / "pass-1.rank-0.safetensors"
-    whole = path.read_bytes()
-    damaged = {"cut": whole[:-9], "byte": whole[:-5] + b"\1" + whole[-4:], "empty": b""}[how]
-    assert damaged != whole
+    intact = path.read_bytes()
+    damaged = {"cut": intact[:-9], "byte": intact[:-5] + b"\1" + intact[-4:], "empty": b""}[damage]
+    assert damaged != intact
     path.write_bytes(damaged)
     with pytest.raises(
         ValueError, match=r"is damaged .*. Delete the folder, and start the fit again"
@@ -510,10 +516,10 @@ def test_a_fit_that_is_killed_while_it_removes_its_state_leaves_nothing_to_anoth
         with pytest.raises(KeyboardInterrupt):
             fit(loader(), folder, curvature="ekfac")
     assert len(removed) == 1
-    other = network()
-    other[0].weight.data *= 2
+    other_model = network()
+    other_model[0].weight.data *= 2
     with pytest.raises(ValueError, match="contains the state of a different fit"):
-        fit(loader(), folder, model=other, curvature="ekfac")
+        fit(loader(), folder, model=other_model, curvature="ekfac")
 
 
 # -------------------------------------------------------------------------------------- kills

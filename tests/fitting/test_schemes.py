@@ -33,14 +33,14 @@ A, B = [batch(0)], [batch(1)]
     ids=["full", "split", "crossfit"],
 )
 def test_a_scheme_fits_what_the_arguments_say(model, curvature, scheme, arguments, options):
-    of_scheme = Laplace(model, curvature=curvature).fit(scheme, num_data=100)
-    of_arguments = Laplace(model, curvature=curvature).fit_batches(
+    by_scheme = Laplace(model, curvature=curvature).fit(scheme, num_data=100)
+    by_arguments = Laplace(model, curvature=curvature).fit_batches(
         *arguments, num_data=100, **options
     )
-    eye = torch.eye(len(of_scheme.mean), dtype=torch.float64)
-    assert torch.equal(of_scheme.posterior.precision @ eye, of_arguments.posterior.precision @ eye)
-    assert of_scheme.num_data == of_arguments.num_data == 100
-    assert repr(of_scheme) == repr(of_arguments)
+    eye = torch.eye(len(by_scheme.mean), dtype=torch.float64)
+    assert torch.equal(by_scheme.posterior.precision @ eye, by_arguments.posterior.precision @ eye)
+    assert by_scheme.num_data == by_arguments.num_data == 100
+    assert repr(by_scheme) == repr(by_arguments)
 
 
 def test_modes_are_short_for_schemes(model):
@@ -58,12 +58,15 @@ def test_without_num_data_n_is_what_was_seen(model):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
 def test_cross_fitting_takes_two_folds_unless_it_is_told(model, curvature):
     x, y = batch(0, size=6)
-    loader, la = [(x, y)], Laplace(model, curvature=curvature)
+    loader = [(x, y)]
+    la = Laplace(model, curvature=curvature)
     eye = torch.eye(len(la.fit(Full(loader)).mean), dtype=torch.float64)
     for folds, expected in ((None, 2), (3, 3)):
-        found = la.fit(loader, mode="crossfit", num_data=50, folds=folds).posterior.precision @ eye
+        precision = (
+            la.fit(loader, mode="crossfit", num_data=50, folds=folds).posterior.precision @ eye
+        )
         la.fit_batches(loader, folds=expected, num_data=50)
-        assert torch.equal(found, la.posterior.precision @ eye)
+        assert torch.equal(precision, la.posterior.precision @ eye)
 
 
 def test_a_batch_of_two_examples_can_be_cross_fitted(model):
@@ -76,7 +79,8 @@ def test_a_batch_of_two_examples_can_be_cross_fitted(model):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "lowrank"])
 def test_labels_of_the_magnitudes_are_not_those_of_the_directions(model, curvature, monkeypatch):
     """They are drawn for the examples after those of the directions."""
-    indices, original = [], Cotangents.__call__
+    indices = []
+    original = Cotangents.__call__
 
     def watched(cotangents, outputs, targets, first_index, *arguments):
         indices.extend(range(first_index, first_index + len(outputs)))
@@ -143,8 +147,8 @@ class EveryOther(Scheme):
 
 def test_a_new_way_to_fit_is_one_class(model):
     batches = [batch(seed) for seed in range(4)]
-    own = Laplace(model).fit(EveryOther(batches), num_data=50)
+    custom = Laplace(model).fit(EveryOther(batches), num_data=50)
     split = Laplace(model).fit(Split(batches[::2], batches[1::2]), num_data=50)
-    for name, block in own.posterior.curvature.blocks.items():
+    for name, block in custom.posterior.curvature.blocks.items():
         assert torch.equal(block.magnitudes, split.posterior.curvature.blocks[name].magnitudes)
-    assert "every other" in repr(own)
+    assert "every other" in repr(custom)

@@ -154,8 +154,10 @@ def test_an_ekfac_update_does_not_depend_on_the_order_of_the_earlier_examples(na
 
 def test_an_ekfac_update_in_single_precision_does_not_depend_on_the_order_either():
     orders = torch.arange(FEW), torch.tensor([2, 0, 3, 1])
-    one, two = (ekfac_update("few examples", order, dtype=torch.float32) for order in orders)
-    oracle.close(two, one, 1e-5)
+    sorted_update, permuted_update = (
+        ekfac_update("few examples", order, dtype=torch.float32) for order in orders
+    )
+    oracle.close(permuted_update, sorted_update, 1e-5)
 
 
 def test_an_ekfac_update_averages_new_curvature_over_null_spaces_and_keeps_its_trace():
@@ -199,9 +201,9 @@ def test_a_group_without_curvature_so_far_takes_that_of_the_new_data(is_first_de
         first[:, 1] = 0  # The inputs of the second group, so that its A is zero.
     names = ["0.weight", "3.weight"]
     la = Laplace(model, params=names, prior_precision=DELTA).fit([(first, y[:6])])
-    other = Laplace(model, params=names, prior_precision=DELTA).fit([(x[6:], y[6:])])
+    new_fit = Laplace(model, params=names, prior_precision=DELTA).fit([(x[6:], y[6:])])
     earlier = la.posterior.curvature.blocks["0.weight"].to_dense()
-    new = other.posterior.curvature.blocks["0.weight"].to_dense()
+    new = new_fit.posterior.curvature.blocks["0.weight"].to_dense()
     la.update([(x[6:], y[6:])])
     updated = la.posterior.curvature.blocks["0.weight"].to_dense()
     fitted = Laplace(model, params=names).fit([(first, y[:6]), (x[6:], y[6:])])
@@ -252,9 +254,9 @@ def test_an_ekfac_update_of_groups_along_few_directions(groups, channels, rank):
     # The leading direction of each group is not part of an eigenspace.
     size = len(ggn) // groups
     for group in range(groups):
-        part = slice(group * size, (group + 1) * size)
+        entries = slice(group * size, (group + 1) * size)
         leading = torch.kron(earlier.U_G[group, :, 0], earlier.U_A[group, :, 0])
-        exact = leading @ ggn[part, part] @ leading
+        exact = leading @ ggn[entries, entries] @ leading
         oracle.close(updated.magnitudes[group, 0, 0], exact, 1e-10)
 
 
@@ -390,14 +392,14 @@ def test_a_loaded_posterior_is_updated_with_the_fisher_matrix_of_the_fit(options
     la = laplace("diag", **options).fit([FIRST], generator=torch.Generator().manual_seed(0))
     la.save(tmp_path / "posterior.safetensors")
     loaded, exact, one_sample = (
-        Laplace.load(tmp_path / "posterior.safetensors", network(), **chosen)
-        for chosen in ({}, {"fisher": "exact"}, {"fisher": "mc"})
+        Laplace.load(tmp_path / "posterior.safetensors", network(), **overrides)
+        for overrides in ({}, {"fisher": "exact"}, {"fisher": "mc"})
     )
     for posterior in (la, loaded, exact, one_sample):
         posterior.update([SECOND], generator=torch.Generator().manual_seed(1))
     assert torch.equal(precision(loaded), precision(la))
-    for other in (exact, one_sample):
-        assert not torch.allclose(precision(other), precision(la), rtol=1e-3)
+    for different in (exact, one_sample):
+        assert not torch.allclose(precision(different), precision(la), rtol=1e-3)
     with pytest.raises(ValueError, match="applies only to"):
         Laplace.load(tmp_path / "posterior.safetensors", network(), fisher="exact", mc_samples=2)
 

@@ -36,36 +36,41 @@ COUNTS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 1, 1, 2, 2])
 
 
 def repeated(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    order = [i + k for i in range(0, 12, 2) for _ in range(COUNTS[i]) for k in (0, 1)]
+    """Repeat each pair of examples as often as its weight says."""
+    order = []
+    for start in range(0, 12, 2):
+        order += int(COUNTS[start]) * [start, start + 1]
     return x[order], y[order]
 
 
-def assert_same(la: Laplace, other: Laplace) -> None:
+def assert_same(la: Laplace, reference: Laplace) -> None:
     x = data(20)[0][12:]
-    for one, two in zip(la.functional(x), other.functional(x), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
-    evidence = [float(of.log_marginal_likelihood(prior_precision=0.3)) for of in (la, other)]
-    assert evidence[0] == pytest.approx(evidence[1], rel=1e-10)
-    assert la.num_data == other.num_data
+    for actual, expected in zip(la.functional(x), reference.functional(x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    evidence = float(la.log_marginal_likelihood(prior_precision=0.3))
+    expected_evidence = float(reference.log_marginal_likelihood(prior_precision=0.3))
+    assert evidence == pytest.approx(expected_evidence, rel=1e-10)
+    assert la.num_data == reference.num_data
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("mode", ["full", "crossfit", "debiased"])
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_whole_weights_are_repeated_examples(curvature: str, mode: str, fisher: str):
-    (x, y), w = data(), COUNTS.double()
-    found = []
-    for some in ((x, y, w), repeated(x, y)):
+    x, y = data()
+    w = COUNTS.double()
+    fits = []
+    for batch in ((x, y, w), repeated(x, y)):
         la = Laplace(perceptron(), curvature=curvature, fisher=fisher)
         if mode == "debiased":
             # The first six examples count as six, the others as twelve.
-            half = 6
-            parts = [[tuple(of[:half] for of in some)], [tuple(of[half:] for of in some)]]
-            found.append(la.fit_batches(*parts))
+            first = tuple(tensor[:6] for tensor in batch)
+            second = tuple(tensor[6:] for tensor in batch)
+            fits.append(la.fit_batches([first], [second]))
         else:
             folds = 2 if mode == "crossfit" else None
-            found.append(la.fit_batches([some], folds=folds))
-    assert_same(*found)
+            fits.append(la.fit_batches([batch], folds=folds))
+    assert_same(*fits)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +137,8 @@ def test_a_batch_without_weights_counts_once_beside_one_with_weights():
     ones = torch.ones(6, dtype=torch.float64)
     options = {"num_data": 12, "folds": 2}
     mixed = Laplace(perceptron()).fit_batches([(x[:6], y[:6]), (x[6:], y[6:], 2 * ones)], **options)
-    both = [(x[:6], y[:6], ones), (x[6:], y[6:], 2 * ones)]
-    assert_same(mixed, Laplace(perceptron()).fit_batches(both, **options))
+    weighted = [(x[:6], y[:6], ones), (x[6:], y[6:], 2 * ones)]
+    assert_same(mixed, Laplace(perceptron()).fit_batches(weighted, **options))
 
 
 def test_a_fold_without_weight_is_refused():
@@ -166,19 +171,20 @@ class PaddedTokens(nn.Module):
 def test_weights_apply_to_embeddings(curvature: str):
     torch.manual_seed(0)
     model = PaddedTokens().double().eval()
-    tokens, (_, y) = torch.randint(5, (12, 4)), data()
+    tokens = torch.randint(5, (12, 4))
+    _, y = data()
     la = Laplace(model, curvature=curvature).fit_batches([(tokens, y, COUNTS.double())])
-    other = Laplace(model, curvature=curvature).fit_batches([repeated(tokens, y)])
+    reference = Laplace(model, curvature=curvature).fit_batches([repeated(tokens, y)])
     for name, block in la.posterior.curvature.blocks.items():
-        expected = other.posterior.curvature.blocks[name].to_dense()
+        expected = reference.posterior.curvature.blocks[name].to_dense()
         torch.testing.assert_close(block.to_dense(), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("of", ["auto", "tune"])
-def test_what_takes_no_weights_says_so(of: str):
+@pytest.mark.parametrize("method", ["auto", "tune"])
+def test_what_takes_no_weights_says_so(method: str):
     x, y = data()
     triples = [(x, y, COUNTS.double())]
-    if of == "tune":
+    if method == "tune":
         la = Laplace(perceptron()).fit_batches(triples)
         message = "Weights of examples as the third entry are not supported here. Pass pairs"
         with pytest.raises(TypeError, match=message):
@@ -195,8 +201,9 @@ MODES = ("full", "mini", "debiased", "crossfit")
 
 @pytest.mark.parametrize("mode", MODES)
 def test_n_of_a_loader_is_that_of_repeated_examples(mode: str):
-    """Where a fit reads a part of the data, the sum of all weights is not known to it."""
-    (x, y), w = data(), COUNTS.double()
+    """A fit that reads a part of the data cannot sum all weights, so N must be passed."""
+    x, y = data()
+    w = COUNTS.double()
     sizes = {"full": (12, 18), "mini": (12, 18), "crossfit": (12, 18), "debiased": (6, 6)}
     weighted = DataLoader(TensorDataset(x, y, w), batch_size=sizes[mode][0])
     plain = DataLoader(TensorDataset(*repeated(x, y)), batch_size=sizes[mode][1])
