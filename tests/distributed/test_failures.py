@@ -1,12 +1,12 @@
-"""One process that fails stops all of them, and they say which and why."""
+"""If one process fails, all of them stop with an error that names the process and the reason."""
 
 import pytest
 import rank_tasks as tasks
 import torch
 
 
-def others(num_ranks, rank):
-    return [other for other in range(num_ranks) if other != rank]
+def other_ranks(num_ranks, rank):
+    return [other_rank for other_rank in range(num_ranks) if other_rank != rank]
 
 
 @pytest.mark.slow
@@ -20,24 +20,25 @@ def others(num_ranks, rank):
     ],
 )
 def test_an_error_reaches_all_with_its_message_and_rank(processes, fault, kind, message):
-    found = processes.run(3, tasks.fail, fault, 1)
-    own = found[1]
-    assert message in own[1]
-    for rank in others(3, 1):
-        assert found[rank][0] == kind, found[rank]
-        assert found[rank][1].startswith("Rank 1 failed with ")
-        assert own[1] in found[rank][1]
+    errors = processes.run(3, tasks.fail, fault, 1)
+    _, original_message = errors[1]
+    assert message in original_message
+    for rank in other_ranks(3, 1):
+        assert errors[rank][0] == kind, errors[rank]
+        assert errors[rank][1].startswith("Rank 1 failed with ")
+        assert original_message in errors[rank][1]
     # The processes are in step again.
     expected = tasks.fit(0, "kfac", "full", {}, {})
-    assert [of["N"] for of in processes.run(3, tasks.fail_then_fit)] == 3 * [expected["N"]]
+    fits = processes.run(3, tasks.fail_then_fit)
+    assert [fit["N"] for fit in fits] == 3 * [expected["N"]]
 
 
 @pytest.mark.slow
 def test_an_error_is_told_at_the_end_of_a_pass(processes):
-    found = processes.run(2, tasks.fail_while_the_other_reads)
-    assert "no disk" in found[1][1]
-    assert found[0][0] == "ValueError"
-    assert found[0][1].startswith("Rank 1 failed with ValueError: no disk")
+    errors = processes.run(2, tasks.fail_while_the_other_reads)
+    assert "no disk" in errors[1][1]
+    assert errors[0][0] == "ValueError"
+    assert errors[0][1].startswith("Rank 1 failed with ValueError: no disk")
 
 
 def test_a_process_that_is_killed_ends_all(processes):
@@ -54,7 +55,7 @@ def test_a_process_that_is_killed_ends_all(processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "kind", "parts"),
+    ("task", "kind", "phrases"),
     [
         (tasks.the_same_loader, "ValueError", ["ShardedBatches", "alone()", "Rank 1"]),
         (tasks.the_same_loader_shuffled, "ValueError", ["ShardedBatches", "data set", "Rank 1"]),
@@ -81,11 +82,11 @@ def test_a_process_that_is_killed_ends_all(processes):
         (tasks.a_shard_alone, "ValueError", ["ShardedBatches is for", "2 processes, but 1"]),
     ],
 )
-def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
-    for found in processes.run(2, task):
-        assert found[0] == kind, found
-        for part in parts:
-            assert part in found[1]
+def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, phrases):
+    for error in processes.run(2, task):
+        assert error[0] == kind, error
+        for phrase in phrases:
+            assert phrase in error[1]
 
 
 @pytest.mark.parametrize(
@@ -131,5 +132,5 @@ def test_the_posterior_is_the_same_on_all(processes, call):
 
 def test_the_generator_of_rank_0_counts(processes):
     alone = tasks.fit_with_own_generator(0)
-    for found in processes.run(2, tasks.fit_with_own_generator):
-        torch.testing.assert_close(found["C v"], alone["C v"], rtol=1e-11, atol=1e-13)
+    for numbers in processes.run(2, tasks.fit_with_own_generator):
+        torch.testing.assert_close(numbers["C v"], alone["C v"], rtol=1e-11, atol=1e-13)

@@ -34,21 +34,22 @@ DAILY = [
 ]
 
 
-def check(found, expected, rel=1e-12):
-    """Compare what a process found, number by number."""
-    assert isinstance(found, dict), found
+def check(numbers, expected, rel=1e-12):
+    """Compare the numbers that a process returned with the expected ones, key by key."""
+    assert isinstance(numbers, dict), numbers
     for key, value in expected.items():
-        of_one = torch.as_tensor(value, dtype=torch.float64)
-        error = (torch.as_tensor(found[key], dtype=torch.float64) - of_one).norm()
-        assert error <= rel * of_one.norm(), key
+        expected_value = torch.as_tensor(value, dtype=torch.float64)
+        error = (torch.as_tensor(numbers[key], dtype=torch.float64) - expected_value).norm()
+        assert error <= rel * expected_value.norm(), key
 
 
-def check_all(found, cases, size=tasks.SIZE, batch=tasks.BATCH):
-    expected = tasks.fits(0, cases, size, batch)
-    for of_rank in found:
-        assert isinstance(of_rank, list), of_rank
-        for case, numbers, of_one in zip(cases, of_rank, expected, strict=True):
-            check(numbers, of_one)
+def check_all(results, cases, size=tasks.SIZE, batch=tasks.BATCH):
+    """Compare the fits of each rank with those of one process, case by case."""
+    expected_fits = tasks.fits(0, cases, size, batch)
+    for rank_fits in results:
+        assert isinstance(rank_fits, list), rank_fits
+        for case, numbers, expected in zip(cases, rank_fits, expected_fits, strict=True):
+            check(numbers, expected)
             assert numbers["N"] == size, case
 
 
@@ -86,8 +87,8 @@ def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(process
 def test_fits_in_rounds_draw_the_same_examples_and_go_on(processes, num_ranks, fisher):
     expected = tasks.fit_auto(0, {"fisher": fisher})
     assert len(expected["rounds"]) >= 7
-    for found in processes.run(num_ranks, tasks.fit_auto, {"fisher": fisher}):
-        check(found, expected, rel=1e-10)
+    for numbers in processes.run(num_ranks, tasks.fit_auto, {"fisher": fisher}):
+        check(numbers, expected, rel=1e-10)
 
 
 @pytest.mark.slow
@@ -119,19 +120,20 @@ def test_inducing_inputs_of_all_processes_are_those_of_one(processes, num_ranks,
 
 def test_all_processes_have_the_same_bits(processes):
     cases = [("kfac", "full", {}, {}), ("full", "debiased", {}, {})]
-    first, *others = processes.run(4, tasks.fits, cases)
-    for other in others:
-        for mine, theirs in zip(first, other, strict=True):
-            assert torch.equal(mine["C v"], theirs["C v"])
+    first_fits, *fits_of_other_ranks = processes.run(4, tasks.fits, cases)
+    for rank_fits in fits_of_other_ranks:
+        for first, numbers in zip(first_fits, rank_fits, strict=True):
+            assert torch.equal(first["C v"], numbers["C v"])
 
 
 def test_the_curvature_is_that_of_the_dense_reference(processes):
-    (found, *_) = processes.run(3, tasks.fit, "full", "full", {}, {})
-    net, (x, y) = tasks.network(), tasks.examples()[:]
+    (numbers, *_) = processes.run(3, tasks.fit, "full", "full", {}, {})
+    net = tasks.network()
+    x, y = tasks.examples()[:]
     C = oracle.ggn(net, x, "classification", [name for name, _ in net.named_parameters()])
     V = torch.randn(len(C), 3, generator=tasks.generator(2), dtype=torch.float64)
-    torch.testing.assert_close(found["C v"], C @ V, rtol=1e-10, atol=1e-12)
-    assert y.shape == (found["N"],)
+    torch.testing.assert_close(numbers["C v"], C @ V, rtol=1e-10, atol=1e-12)
+    assert y.shape == (numbers["N"],)
 
 
 def test_a_loader_of_one_process_gives_the_same_fit(processes):
@@ -140,8 +142,8 @@ def test_a_loader_of_one_process_gives_the_same_fit(processes):
     for mode in ("full", "debiased"):
         la = tasks.laplace("ekfac", fisher="mc")
         la.fit(plain, mode=mode, generator=tasks.generator(5))
-        for found in processes.run(2, tasks.fit, "ekfac", mode, {"fisher": "mc"}, {}):
-            check(found, tasks.numbers(la))
+        for numbers in processes.run(2, tasks.fit, "ekfac", mode, {"fisher": "mc"}, {}):
+            check(numbers, tasks.numbers(la))
 
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
@@ -149,54 +151,59 @@ def test_loaders_of_data_that_was_split_before(processes, mode):
     """Each process has a loader of its own part, of another length and number of batches."""
     union = tasks.union_of_parts(3, mode)
     la = tasks.laplace().fit_batches(*union, folds=2 if mode == "crossfit" else None, num_data=37)
-    for found in processes.run(3, tasks.fit_own_part, mode):
-        check(found, tasks.numbers(la))
+    for numbers in processes.run(3, tasks.fit_own_part, mode):
+        check(numbers, tasks.numbers(la))
 
 
 class AllParts(Full):
-    """The parts of three processes, one after the other, with indices far apart."""
+    """A full fit of the batches of three processes in turn, whose first indices are far apart."""
 
     def fit(self, prepared):
         (stream,) = prepared.streams
-        batches, indexed = iter(stream), []
+        batches = iter(stream)
+        indexed = []
         for rank in range(3):
-            part = consecutive(islice(batches, len(tasks.share_loader(rank))))
-            indexed += [replace(b, first_index=FAR * rank + b.first_index) for b in part]
+            rank_batches = consecutive(islice(batches, len(tasks.share_loader(rank))))
+            indexed += [
+                replace(batch, first_index=FAR * rank + batch.first_index) for batch in rank_batches
+            ]
         return prepared.config.structure.fit(prepared.context, indexed)
 
 
 def test_processes_with_data_of_their_own_draw_labels_of_their_own(processes):
-    parts = [batch for rank in range(3) for batch in tasks.share_loader(rank)]
-    la = tasks.laplace(fisher="mc").fit(AllParts(parts), num_data=37, generator=tasks.generator(5))
-    for found in processes.run(3, tasks.fit_own_part_with_drawn_labels):
-        check(found, tasks.numbers(la))
+    batches = [batch for rank in range(3) for batch in tasks.share_loader(rank)]
+    la = tasks.laplace(fisher="mc").fit(
+        AllParts(batches), num_data=37, generator=tasks.generator(5)
+    )
+    for numbers in processes.run(3, tasks.fit_own_part_with_drawn_labels):
+        check(numbers, tasks.numbers(la))
 
 
 @pytest.mark.slow
 def test_a_process_all_of_whose_targets_are_ignored(processes):
     expected = tasks.fit_and_tune_ignored(0, 1)
-    for found in processes.run(2, tasks.fit_and_tune_ignored, 2):
-        check(found, expected)
+    for numbers in processes.run(2, tasks.fit_and_tune_ignored, 2):
+        check(numbers, expected)
 
 
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_lists_of_batches(processes, fisher):
     la = tasks.laplace(fisher=fisher)
     la.fit_batches(*tasks.lists(0, 1), num_data=100, generator=tasks.generator(5))
-    for found in processes.run(2, tasks.fit_lists, fisher):
-        check(found, tasks.numbers(la))
+    for numbers in processes.run(2, tasks.fit_lists, fisher):
+        check(numbers, tasks.numbers(la))
 
 
 def test_a_model_in_distributed_data_parallel(processes):
     expected = tasks.fit(0, "kfac", "full", {}, {})
-    for found in processes.run(2, tasks.fit_ddp):
-        check(found, expected)
+    for numbers in processes.run(2, tasks.fit_ddp):
+        check(numbers, expected)
 
 
 def test_each_process_alone(processes):
     expected = tasks.fit(0, "kfac", "full", {}, {})
-    for found in processes.run(2, tasks.fit_alone):
-        check(found, expected, rel=0)
+    for numbers in processes.run(2, tasks.fit_alone):
+        check(numbers, expected, rel=0)
 
 
 @pytest.mark.slow
@@ -204,22 +211,22 @@ def test_each_process_alone(processes):
 @pytest.mark.parametrize("metric", ["nll", "brier"])
 def test_tuning_and_evaluation(processes, num_ranks, metric):
     expected = tasks.tune_and_evaluate(0, metric)
-    for found in processes.run(num_ranks, tasks.tune_and_evaluate, metric):
-        check(found, expected)
+    for numbers in processes.run(num_ranks, tasks.tune_and_evaluate, metric):
+        check(numbers, expected)
 
 
 @pytest.mark.slow
 def test_the_noise_of_each_output_is_tuned_on_the_examples_of_all_processes(processes):
     expected = tasks.noise_per_output(0)
-    for found in processes.run(2, tasks.noise_per_output):
-        check(found, expected, rel=1e-6)
+    for numbers in processes.run(2, tasks.noise_per_output):
+        check(numbers, expected, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_evaluation_where_some_processes_have_no_example(processes):
     expected = tasks.tune_and_evaluate(0, "nll", 2)
-    for found in processes.run(4, tasks.tune_and_evaluate, "nll", 2):
-        check(found, expected)
+    for numbers in processes.run(4, tasks.tune_and_evaluate, "nll", 2):
+        check(numbers, expected)
 
 
 @pytest.mark.slow
@@ -231,15 +238,17 @@ def test_conformal_sets_are_calibrated_on_the_examples_of_all_processes(processe
 
 def test_one_process_saves_and_the_others_wait(processes, tmp_path):
     expected = tasks.fit(0, "ekfac", "full", {}, {})
-    for found in processes.run(3, tasks.save, str(tmp_path)):
-        check(found, expected)
+    for numbers in processes.run(3, tasks.save, str(tmp_path)):
+        check(numbers, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["posterior.safetensors"]
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full"])
 def test_experts_that_only_one_process_sees_are_fitted_as_by_one(processes, curvature):
     names, trace, variances = tasks.experts_of_processes(0, 1, curvature)
-    for found in processes.run(2, tasks.experts_of_two_processes, curvature):
-        assert found[0] == names
-        assert len(names) == 6
-        check({"trace": found[1], "variances": found[2]}, {"trace": trace, "variances": variances})
+    expected = {"trace": trace, "variances": variances}
+    assert len(names) == 6
+    for result in processes.run(2, tasks.experts_of_two_processes, curvature):
+        rank_names, rank_trace, rank_variances = result
+        assert rank_names == names
+        check({"trace": rank_trace, "variances": rank_variances}, expected)

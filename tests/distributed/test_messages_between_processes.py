@@ -1,4 +1,4 @@
-"""What travels between processes: sums at the end of a pass, and no more bytes than they have."""
+"""Processes exchange the sums at the end of a pass, and no more bytes than these have."""
 
 import pytest
 import rank_tasks as tasks
@@ -8,51 +8,78 @@ NUMBER = 8  # bytes
 RANKS = 3
 
 
-def sizes():
-    """Of each block the groups, d_out, d_in, and whether it is exact; by hand from the network."""
-    found = []
+def block_sizes():
+    """List each block's groups, d_out, d_in, and whether it is exact; by hand from the network."""
+    sizes = []
     for name, layer in tasks.network().named_modules():
         if isinstance(layer, nn.LayerNorm):
-            found += [(1, 4, 1, True)] * 2
+            sizes += [(1, 4, 1, True)] * 2
         elif isinstance(layer, (nn.Linear, nn.Conv2d)):
             groups = getattr(layer, "groups", 1)
-            d_out, d_in = layer.weight.shape[0] // groups, layer.weight[0].numel()
+            d_out = layer.weight.shape[0] // groups
+            d_in = layer.weight[0].numel()
             is_depthwise = name == "depthwise"
-            found += [(groups, d_in, 1, True)] if is_depthwise else [(groups, d_out, d_in, False)]
-            found += [(1, layer.weight.shape[0], 1, True)]
-    return found
+            if is_depthwise:
+                sizes.append((groups, d_in, 1, True))
+            else:
+                sizes.append((groups, d_out, d_in, False))
+            sizes.append((1, layer.weight.shape[0], 1, True))
+    return sizes
 
 
-def factors():
-    """Both sides, to their owners."""
-    return sum(g * (o * o + (0 if e else i * i)) for g, o, i, e in sizes())
+def num_factor_entries():
+    """Number of entries of both factors of all blocks, which are sent to the blocks' owners."""
+    total = 0
+    for groups, d_out, d_in, is_exact in block_sizes():
+        total += groups * d_out * d_out
+        if not is_exact:
+            total += groups * d_in * d_in
+    return total
 
 
-def bases():
-    """Eigenvectors and eigenvalues of both sides, from their owners."""
-    return sum(g * (o * o + o + i * i + i) for g, o, i, _ in sizes())
+def num_basis_entries():
+    """Number of entries of all eigenvectors and eigenvalues, which the blocks' owners send."""
+    return sum(
+        groups * (d_out * d_out + d_out + d_in * d_in + d_in)
+        for groups, d_out, d_in, _ in block_sizes()
+    )
 
 
-def along():
-    return sum(g * (o + (0 if e else i)) for g, o, i, e in sizes())
+def num_curvatures():
+    """Number of curvatures along the directions of both factors of all blocks."""
+    total = 0
+    for groups, d_out, d_in, is_exact in block_sizes():
+        total += groups * d_out
+        if not is_exact:
+            total += groups * d_in
+    return total
 
 
-def table():
-    return sum(g * o * i for g, o, i, _ in sizes())
+def num_magnitudes():
+    """Number of magnitudes of all blocks."""
+    return sum(groups * d_out * d_in for groups, d_out, d_in, _ in block_sizes())
 
 
 SENT = {
-    ("kfac", "full"): {"reduce": factors(), "broadcast": bases()},
-    ("kfac", "debiased"): {"reduce": factors(), "broadcast": bases(), "all_reduce": along()},
-    ("ekfac", "full"): {"reduce": factors(), "broadcast": bases(), "all_reduce": table()},
-    ("diag", "full"): {"all_reduce": table()},
+    ("kfac", "full"): {"reduce": num_factor_entries(), "broadcast": num_basis_entries()},
+    ("kfac", "debiased"): {
+        "reduce": num_factor_entries(),
+        "broadcast": num_basis_entries(),
+        "all_reduce": num_curvatures(),
+    },
+    ("ekfac", "full"): {
+        "reduce": num_factor_entries(),
+        "broadcast": num_basis_entries(),
+        "all_reduce": num_magnitudes(),
+    },
+    ("diag", "full"): {"all_reduce": num_magnitudes()},
 }
 
 
 @pytest.mark.parametrize(("curvature", "mode"), SENT)
 def test_as_many_bytes_as_the_sums_have(processes, curvature, mode):
-    called, *others = processes.run(RANKS, tasks.count_messages, curvature, mode, 16)
-    assert all(other == called for other in others)
+    called, *called_by_others = processes.run(RANKS, tasks.count_messages, curvature, mode, 16)
+    assert all(calls == called for calls in called_by_others)
     expected = SENT[curvature, mode]
     assert {name for name, _ in called} == set(expected)
     for collective, numbers in expected.items():
@@ -67,4 +94,4 @@ def test_no_message_for_a_batch(processes, fisher):
     for curvature, many, few in zip(curvatures, counts, counts, strict=True):
         assert many == few, curvature
         # Of EKFAC both factors and the table go out, an eigenbasis of four tensors comes back.
-        assert 0 < len(many) <= 7 * len(sizes())
+        assert 0 < len(many) <= 7 * len(block_sizes())

@@ -9,20 +9,20 @@ import torch
 @pytest.mark.parametrize("name", [*tasks.OPERATORS, *tasks.WEIGHTED_OPERATORS])
 def test_products_and_estimates(processes, name):
     expected = tasks.products(0, name)
-    for found in processes.run(3, tasks.products, name):
-        assert isinstance(found, dict), found
+    for results in processes.run(3, tasks.products, name):
+        assert isinstance(results, dict), results
         for key, value in expected.items():
             torch.testing.assert_close(
-                torch.as_tensor(found[key]), torch.as_tensor(value), rtol=1e-11, atol=1e-13
+                torch.as_tensor(results[key]), torch.as_tensor(value), rtol=1e-11, atol=1e-13
             )
 
 
 @pytest.mark.slow
 def test_a_quadratic(processes):
     expected = tasks.quadratic(0)
-    for found in processes.run(2, tasks.quadratic):
+    for results in processes.run(2, tasks.quadratic):
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(results[key], value, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["hessian", "ggn"])

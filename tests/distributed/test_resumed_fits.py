@@ -1,4 +1,4 @@
-"""A fit of several processes that was broken off goes on, with as many."""
+"""An interrupted fit of several processes continues with the same number of processes."""
 
 import pytest
 import rank_tasks as tasks
@@ -24,30 +24,33 @@ def test_a_fit_goes_on_to_the_same_bits(processes, tmp_path, curvature, options,
     # EKFAC in its second pass. Each process saves whenever it likes: they stop at other batches.
     two_passes = curvature == "ekfac"
     stops = [2 + rank % 2 for rank in range(size)]
-    parts = [
+    shards = [
         ShardedBatches(range(tasks.SIZE), 6, rank=rank, num_ranks=size) for rank in range(size)
     ]
-    after = [stop + two_passes * len(part) for stop, part in zip(stops, parts, strict=True)]
-    broken = processes.run(size, tasks.break_off, curvature, options, folder, after)
-    assert {found[0] for found in broken} <= {"Broken", "RankError"}, broken
-    alone = processes.run(size, tasks.resumed, curvature, options, None)
-    found = processes.run(size, tasks.resumed, curvature, options, folder)
-    for (C, _), (uninterrupted, _) in zip(found, alone, strict=True):
-        assert torch.equal(C, uninterrupted)
-    assert [number for _, number in found] == stops
+    num_batches = [
+        stop + two_passes * len(shard) for stop, shard in zip(stops, shards, strict=True)
+    ]
+    errors = processes.run(size, tasks.break_off, curvature, options, folder, num_batches)
+    assert {error[0] for error in errors} <= {"Broken", "RankError"}, errors
+    uninterrupted = processes.run(size, tasks.resumed, curvature, options, None)
+    resumed = processes.run(size, tasks.resumed, curvature, options, folder)
+    for (C, _), (expected, _) in zip(resumed, uninterrupted, strict=True):
+        assert torch.equal(C, expected)
+    assert [num_skipped for _, num_skipped in resumed] == stops
     assert not folder.exists()
 
 
 def test_another_number_and_other_data_are_refused_by_all(processes, tmp_path):
     folder = tmp_path / "state"
     processes.run(3, tasks.break_off, "kfac", {}, folder, [2, 3, 2])
-    for found in processes.run(2, tasks.resumed, "kfac", {}, folder):
-        assert found[0] == "ValueError"
-        assert "number of processes was 3, is now 2" in found[1]
-    for found in processes.run(3, tasks.resumed, "kfac", {}, folder, 4):
-        assert found[0] == "ValueError"
-        assert "the state of an earlier fit, which read different batches" in found[1]
+    for error in processes.run(2, tasks.resumed, "kfac", {}, folder):
+        assert error[0] == "ValueError"
+        assert "number of processes was 3, is now 2" in error[1]
+    for error in processes.run(3, tasks.resumed, "kfac", {}, folder, 4):
+        assert error[0] == "ValueError"
+        assert "the state of an earlier fit, which read different batches" in error[1]
     # It is left as it was.
     expected = processes.run(3, tasks.resumed, "kfac", {}, None)
-    found = processes.run(3, tasks.resumed, "kfac", {}, folder)
-    assert all(torch.equal(C, of) for (C, _), (of, _) in zip(found, expected, strict=True))
+    resumed = processes.run(3, tasks.resumed, "kfac", {}, folder)
+    for (C, _), (expected_C, _) in zip(resumed, expected, strict=True):
+        assert torch.equal(C, expected_C)

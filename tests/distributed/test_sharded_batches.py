@@ -23,40 +23,46 @@ def shares(size, batch, num_ranks, **options):
 )
 def test_the_union_of_the_kth_batches_is_the_kth_batch_of_one_process(batch, num_ranks):
     for size in (0, 1, 2, 5, 16, 37):
-        parts = [list(share) for share in shares(size, batch, num_ranks)]
-        whole = [list(range(size))[start : start + batch] for start in range(0, size, batch)]
-        of_batches = itertools.zip_longest(*parts, fillvalue=[])
-        assert [list(itertools.chain(*of_ranks)) for of_ranks in of_batches] == whole
-        told = [list(map(len, part)) for part in parts]
-        for share, of_rank in zip(shares(size, batch, num_ranks), parts, strict=True):
-            assert all(of_rank)
-            assert len(share) == len(of_rank)
-            assert share.num_examples == sum(map(len, of_rank))
-            places = [part.start for part in share.shares]
-            assert places == [part[0] for part in of_rank]
-            # As other loaders are placed, by what their ranks tell.
-            assert places == first_indices_of_batches(Told(share.rank, told), told[share.rank])
+        batches_by_rank = [list(share) for share in shares(size, batch, num_ranks)]
+        expected = [list(range(size))[start : start + batch] for start in range(0, size, batch)]
+        kth_batches = itertools.zip_longest(*batches_by_rank, fillvalue=[])
+        assert [list(itertools.chain(*shards)) for shards in kth_batches] == expected
+        sizes = [list(map(len, batches)) for batches in batches_by_rank]
+        for share, batches in zip(shares(size, batch, num_ranks), batches_by_rank, strict=True):
+            assert all(batches)
+            assert len(share) == len(batches)
+            assert share.num_examples == sum(map(len, batches))
+            first_indices = [shard.start for shard in share.shares]
+            assert first_indices == [indices[0] for indices in batches]
+            # Other loaders get their first indices from the sizes that all ranks report.
+            ranks = ReportedSizes(share.rank, sizes)
+            assert first_indices == first_indices_of_batches(ranks, sizes[share.rank])
 
 
-class Told(Ranks):
-    """Ranks that have said what they say."""
+class ReportedSizes(Ranks):
+    """A rank among others whose values are known: `exchange` returns them without a message."""
 
-    def __init__(self, rank, said):
-        self.rank, self.size, self.said = rank, len(said), said
+    def __init__(self, rank, values):
+        self.rank = rank
+        self.size = len(values)
+        self.values = values
 
     def exchange(self, value):
-        assert value == self.said[self.rank]
-        return self.said
+        assert value == self.values[self.rank]
+        return self.values
 
 
 def test_shuffled_examples_are_read_once_and_in_one_order():
-    parts = [list(share) for share in shares(37, 8, 3, shuffle=True, seed=1)]
-    read = [index for part in parts for batch in part for index in batch]
+    batches_by_rank = [list(share) for share in shares(37, 8, 3, shuffle=True, seed=1)]
+    read = []
+    for batches in batches_by_rank:
+        for batch in batches:
+            read.extend(batch)
     assert sorted(read) == list(range(37))
     assert read != sorted(read)
-    again, other = (list(shares(37, 8, 3, shuffle=True, seed=seed)[0]) for seed in (1, 2))
-    assert again == parts[0]
-    assert other != parts[0]
+    same_seed, other_seed = (list(shares(37, 8, 3, shuffle=True, seed=seed)[0]) for seed in (1, 2))
+    assert same_seed == batches_by_rank[0]
+    assert other_seed != batches_by_rank[0]
 
 
 def test_without_a_process_group_it_has_everything():
@@ -70,7 +76,8 @@ class SecondOfTwo(Ranks):
     """The second of two ranks, each of which reads all of a data set."""
 
     def __init__(self, first, second):
-        self.rank, self.size = 1, 2
+        self.rank = 1
+        self.size = 2
         self.data = [first, second]
         self.announced = []
 
@@ -84,7 +91,8 @@ class SecondOfTwo(Ranks):
 
 
 def test_mirrored_images_are_not_the_same_data_set():
-    x, y = torch.randn(8, 2, 3, 3), torch.arange(8)
+    x = torch.randn(8, 2, 3, 3)
+    y = torch.arange(8)
     with pytest.raises(ValueError, match="Rank 1 reads the same data set from end to end"):
         SecondOfTwo(TensorDataset(x, y), TensorDataset(x.clone(), y)).check()
     SecondOfTwo(TensorDataset(x, y), TensorDataset(x.flip(3), y)).check()

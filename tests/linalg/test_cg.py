@@ -26,7 +26,7 @@ def logspace(low, high, n):
 
 
 def scipy_cg(matrix, b, tol, preconditioner=None):
-    """SciPy's solution and the number of products it took."""
+    """Solve with SciPy; return the solution and the number of products."""
     products = []
     operator = scipy.sparse.linalg.LinearOperator(
         matrix.shape, lambda v: products.append(1) or matrix.numpy() @ v, dtype=np.float64
@@ -39,7 +39,8 @@ def scipy_cg(matrix, b, tol, preconditioner=None):
 
 
 def test_solves_to_the_tolerance_in_the_norm_it_promises():
-    M, b = with_eigenvalues(logspace(-3, 0, 40)), randn(40)
+    M = with_eigenvalues(logspace(-3, 0, 40))
+    b = randn(40)
     solution = cg(Counted(M), b, tol=1e-10)
     assert solution.status == "converged"
     assert (b - M @ solution.x).norm() <= 1.01e-10 * b.norm()
@@ -51,14 +52,16 @@ def test_solves_to_the_tolerance_in_the_norm_it_promises():
     "spread", [pytest.param("log", marks=pytest.mark.slow), "linear", "clustered"]
 )
 def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for seed in range(4):
         eigenvalues = {
             "log": logspace(-6, 0, 100),
             "linear": torch.linspace(1e-6, 1, 100, dtype=torch.float64),
             "clustered": torch.cat([logspace(-6, -5.9, 5), logspace(-0.1, 0, 95)]),
         }[spread]
-        M, b = with_eigenvalues(eigenvalues, seed), randn(100, seed=seed)
+        M = with_eigenvalues(eigenvalues, seed)
+        b = randn(100, seed=seed)
         A = Counted(M)
         solution = cg(A, b, tol=1e-8, max_iter=10**4)
         assert solution.converged
@@ -73,12 +76,15 @@ def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
 
 
 def test_directions_are_normalised_conjugate_and_give_the_slopes_and_curvatures():
-    M, b, x0 = with_eigenvalues(logspace(-1, 1, 12)), randn(12), randn(12, seed=1)
+    M = with_eigenvalues(logspace(-1, 1, 12))
+    b = randn(12)
+    x0 = randn(12, seed=1)
     xs = []
     s = cg(
         Counted(M), b, max_iter=8, x0=x0, keep_directions=True, callback=lambda i: xs.append(i.x)
     )
-    D, X = s.directions, torch.stack(xs, dim=1)
+    D = s.directions
+    X = torch.stack(xs, dim=1)
     assert D.shape == (12, 8)
     assert X.shape == (12, 9)
     G = D.T @ M @ D
@@ -109,8 +115,8 @@ def test_columns_equal_vectors_and_stop_costing_once_converged():
         assert_close(block.x[:, j], alone.x, rtol=1e-6, atol=1e-6)
         t = int(alone.num_iterations)
         assert_close(block.directions[:, :5, j][:, :t], alone.directions[:, :5])
-    rest = block.step_sizes[1:, 1]
-    assert_close(rest, torch.zeros_like(rest))
+    later_steps = block.step_sizes[1:, 1]
+    assert_close(later_steps, torch.zeros_like(later_steps))
     assert block.slopes[1:, 1].isnan().all()
 
 
@@ -203,7 +209,8 @@ def test_a_preconditioner_that_gives_nan_is_a_breakdown():
 
 
 def test_max_iter_and_the_start_are_respected():
-    M, b = with_eigenvalues(logspace(-4, 0, 50)), randn(50)
+    M = with_eigenvalues(logspace(-4, 0, 50))
+    b = randn(50)
     short = cg(Counted(M), b, tol=1e-12, max_iter=7)
     assert short.status is Status.MAX_ITER
     assert short.num_iterations == 7
@@ -219,22 +226,23 @@ def test_max_iter_and_the_start_are_respected():
 def test_a_rule_stops_one_column_and_not_the_other():
     M = with_eigenvalues(logspace(-4, 0, 50))
     b = torch.stack([randn(50), randn(50, seed=1)], dim=1)
-    seen = []
+    iterations = []
 
     def rule(iterate):
-        seen.append(iterate.iteration)
+        iterations.append(iterate.iteration)
         assert iterate.x.shape == b.shape
         return torch.tensor([iterate.iteration == 3, False])
 
     solution = cg(Counted(M), b, max_iter=6, stop=rule)
-    assert seen == [1, 2, 3, 4, 5, 6]
+    assert iterations == [1, 2, 3, 4, 5, 6]
     assert solution.statuses == (Status.STOPPED, Status.MAX_ITER)
     assert solution.num_iterations.tolist() == [3, 6]
     assert_close(solution.x[:, 0], cg(Counted(M), b[:, 0], max_iter=3).x)
 
 
 def test_martens_rule_stops_at_the_first_iteration_that_meets_it():
-    M, b = with_eigenvalues(logspace(-4, 0, 80)), randn(80)
+    M = with_eigenvalues(logspace(-4, 0, 80))
+    b = randn(80)
     stopped = cg(Counted(M), b, tol=0.0, stop=relative_progress(1e-3, 0.1, 4))
     values = cg(Counted(M), b, tol=0.0, max_iter=200).values.tolist()
     expected = next(
@@ -248,8 +256,10 @@ def test_martens_rule_stops_at_the_first_iteration_that_meets_it():
 
 
 def test_iterates_have_the_directions_that_are_kept():
-    M, b = with_eigenvalues(logspace(-1, 0, 10)), randn(10)
-    xs, directions = [], []
+    M = with_eigenvalues(logspace(-1, 0, 10))
+    b = randn(10)
+    xs = []
+    directions = []
 
     def callback(iterate: Iterate):
         xs.append(iterate.x)
@@ -272,7 +282,8 @@ def test_progress_shows_a_bar(capsys):
 
 
 def test_single_precision_stays_single_and_is_as_good_as_it_can_be():
-    M, b = with_eigenvalues(logspace(-2, 0, 50)).float(), randn(50).float()
+    M = with_eigenvalues(logspace(-2, 0, 50)).float()
+    b = randn(50).float()
     solution = cg(Counted(M), b, tol=1e-5)
     assert solution.x.dtype == solution.residual_norms.dtype == torch.float32
     assert solution.converged
@@ -291,8 +302,10 @@ def pair(n=30, k=None):
 
 
 def naive(A2, b2, directions, x0):
-    """Eq. 8 as it stands: two products an iteration, the gradient anew each time."""
-    x, trajectory, steps = x0, [x0], []
+    """Eq. 8 written out, with two products per iteration and a new gradient each time."""
+    x = x0
+    trajectory = [x0]
+    steps = []
     for d in directions.T:
         slope = d @ (A2 @ x - b2)
         curvature = d @ (A2 @ d)
@@ -345,19 +358,19 @@ def test_on_one_quadratic_it_is_cg_itself(k):
 
 def test_rules_and_callbacks_see_both_trajectories():
     A, A2, b, b2 = pair()
-    seen = []
+    iterates = []
     solution = debiased_cg(
         Counted(A),
         Counted(A2),
         b,
         b2,
-        callback=lambda single, debiased: seen.append((single.x, debiased.x)),
+        callback=lambda single, debiased: iterates.append((single.x, debiased.x)),
         stop=lambda single, debiased: debiased.iteration == 4 and single.values[-1] < 0,
     )
     assert solution.single.status is solution.debiased.status is Status.STOPPED
-    assert len(seen) == 5
-    assert torch.equal(seen[-1][0], solution.single.x)
-    assert torch.equal(seen[-1][1], solution.debiased.x)
+    assert len(iterates) == 5
+    assert torch.equal(iterates[-1][0], solution.single.x)
+    assert torch.equal(iterates[-1][1], solution.debiased.x)
 
 
 def test_it_ends_where_either_quadratic_has_no_curvature():
@@ -404,20 +417,22 @@ def test_bad_input_is_named_before_any_product(unchecked, change, message):
 
 
 def test_two_systems_must_fit_each_other(unchecked):
-    I3, I4 = Counted(torch.eye(3).double()), Counted(torch.eye(4).double())
+    A = Counted(torch.eye(3).double())
     b = torch.ones(3).double()
-    for other, right in ((I4, torch.ones(4).double()), (Counted(torch.eye(3)), b.float())):
+    different_size = Counted(torch.eye(4).double()), torch.ones(4).double()
+    different_dtype = Counted(torch.eye(3)), b.float()
+    for A2, b2 in (different_size, different_dtype):
         with pytest.raises(
             ValueError, match="two linear systems must have the same shape, dtype and device, got"
         ):
-            debiased_cg(I3, other, b, right)
+            debiased_cg(A, A2, b, b2)
     with pytest.raises(ValueError, match="must be positive"):
         relative_progress(epsilon=0.0)
 
 
 @pytest.mark.parametrize("size", [5, 500])
 def test_results_print_without_their_tensors(size):
-    """In one line, whatever the size of the problem; unlike a dataclass."""
+    """The text is one line for any size of the problem, unlike that of a dataclass."""
     A = Dense(torch.diag(torch.linspace(1, 2, size, dtype=torch.float64)))
     b = torch.ones(size, dtype=torch.float64)
     results = [
@@ -443,8 +458,11 @@ def test_results_print_without_their_tensors(size):
 def test_single_precision_at_every_scale_of_the_right_hand_side(scale):
     # A power of two changes no digit.
     scale = 2.0 ** round(np.log2(scale))
-    M, b = with_eigenvalues(logspace(-2, 0, 30)), randn(30)
-    A, b, start = Dense(M.float()), b.float(), randn(30).float()
+    M = with_eigenvalues(logspace(-2, 0, 30))
+    b = randn(30)
+    A = Dense(M.float())
+    b = b.float()
+    start = randn(30).float()
     for x0 in (None, start):
         plain = cg(A, b, x0=x0)
         scaled = cg(A, scale * b, x0=None if x0 is None else scale * x0)
@@ -456,7 +474,8 @@ def test_single_precision_at_every_scale_of_the_right_hand_side(scale):
 
 
 def test_right_hand_sides_of_different_scales_do_not_interfere():
-    M, b = with_eigenvalues(logspace(-2, 0, 30)), randn(30, 3).float()
+    M = with_eigenvalues(logspace(-2, 0, 30))
+    b = randn(30, 3).float()
     b = b * torch.tensor([1e-24, 1.0, 1e24])
     solution = cg(Dense(M.float()), b)
     truth = torch.linalg.solve(M.float().double(), b.double())

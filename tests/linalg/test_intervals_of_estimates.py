@@ -1,8 +1,9 @@
-"""Intervals: as many of them as they say cover the truth, from 12 products on.
+"""Intervals of 95 % cover the truth in about 95 % of the runs, from 12 products on.
 
-A simulation of R runs tells a coverage c to √(c (1 − c) / R). A test fails where the number of runs
-covered would have a probability below 0.001 if the coverage were within 0.93 and 0.97. With
-`INTERVAL_RUNS=4000` in the environment that is 0.917 and 0.978, and some minutes.
+A simulation of R runs measures a coverage c to √(c (1 − c) / R). A test fails if the number of
+covered runs would have a probability below 0.001 at every coverage between 0.93 and 0.97. With
+`INTERVAL_RUNS=4000` in the environment, these limits are 0.917 and 0.978, and the tests take some
+minutes.
 """
 
 import math
@@ -57,7 +58,7 @@ def truth_of(name, A):
 
 
 def check_coverage(estimate, truth, runs=RUNS, may_be_more=False):
-    """Of `runs` intervals of 95 % as many hold the truth as at a coverage of 0.93 to 0.97."""
+    """Assert that the number of intervals that hold the truth suits a coverage of 0.93 to 0.97."""
     covered = 0.0
     for _ in range(runs):
         lower, upper = estimate().interval()
@@ -84,7 +85,7 @@ def test_more_products_keep_the_coverage(name):
 
 @pytest.mark.slow
 def test_the_frobenius_norm_covers_where_one_eigenvalue_is_large():
-    """Few squared norms often miss it: intervals of their own spread cover in 90 %."""
+    """Few squared norms often miss it, so intervals from their spread cover in only 90 %."""
     values = torch.cat([torch.tensor([7.0]).double(), uniform(SIZE - 1)])
     A = symmetric(values, is_symmetric=True)
     estimate = partial(frobenius_norm, A, num_matvecs=12, generator=generator(6))
@@ -92,7 +93,7 @@ def test_the_frobenius_norm_covers_where_one_eigenvalue_is_large():
 
 
 def low_rank(source, dtype):
-    """Of rank 3, so that a sketch of six columns spans its range."""
+    """A matrix of rank 3, so that a sketch of six columns spans its range."""
     root = torch.randn(200, 3, dtype=torch.float64, generator=source)
     return Matrix((root @ root.T).to(dtype), is_symmetric=True)
 
@@ -141,7 +142,8 @@ def test_operators_that_are_not_symmetric_have_intervals_of_the_samples(name):
 @pytest.mark.parametrize("function", [torch.log, torch.exp, lambda x: x**3])
 def test_traces_of_functions_cover_from_four_probes_on(function):
     values = 0.5 + 2 * uniform(SIZE)
-    A, source = symmetric(values), generator(4)
+    A = symmetric(values)
+    source = generator(4)
     check_coverage(
         lambda: matrix_function_trace(A, function, 4, 10, generator=source),
         function(values).sum(),
@@ -177,9 +179,10 @@ def density_of(A, width, num_steps, source, num_points=1025, **options):
 
 
 def coverage(values, densities):
-    """Share of the points, where there is a density, whose interval holds the truth; its error.
+    """The share of points whose interval holds the truth, and its standard error.
 
-    Points of one density depend on each other, runs do not: their spread tells the error.
+    Points where the true density is negligible are left out. The points of one density depend on
+    each other but the runs do not, so the error comes from the spread between runs.
     """
     shares = []
     for density in densities:
@@ -199,8 +202,10 @@ def coverage(values, densities):
 def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
     spectrum, num_steps, relative_width
 ):
-    values, source = VALUES[spectrum], generator(6)
-    A, width = symmetric(values), relative_width * float(values.max() - values.min())
+    values = VALUES[spectrum]
+    source = generator(6)
+    A = symmetric(values)
+    width = relative_width * float(values.max() - values.min())
     densities = [density_of(A, width, num_steps, source) for _ in range(8)]
     covered, error = coverage(values, densities)
     assert covered > 0.93 - 3 * error
@@ -209,12 +214,14 @@ def test_densities_cover_the_truth_at_any_width_and_number_of_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("spectrum", VALUES)
 def test_resolved_densities_cover_in_95_percent_and_not_in_more(spectrum):
-    values, source = VALUES[spectrum], generator(9)
-    A, width = symmetric(values), 0.1 * float(values.max() - values.min())
+    values = VALUES[spectrum]
+    source = generator(9)
+    A = symmetric(values)
+    width = 0.1 * float(values.max() - values.min())
     densities = [density_of(A, width, 25, source, 65) for _ in range(RUNS // 2)]
-    for one in densities:
-        negligible = 1e-6 * smoothed(values, one).max()
-        assert (one.quadrature_error < 0.1 * one.standard_error + negligible).all()
+    for density in densities:
+        negligible = 1e-6 * smoothed(values, density).max()
+        assert (density.quadrature_error < 0.1 * density.standard_error + negligible).all()
     covered, error = coverage(values, densities)
     assert 0.93 - 3 * error < covered < 0.97 + 3 * error
 
@@ -222,7 +229,8 @@ def test_resolved_densities_cover_in_95_percent_and_not_in_more(spectrum):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("width", "num_steps"), one_axis_at_a_time([0.1, 0.03, 0.3], [10, 30]))
 def test_densities_over_decades_cover_the_truth_where_nodes_are(width, num_steps):
-    places, source = -2 * uniform(200), generator(6)
+    places = -2 * uniform(200)
+    source = generator(6)
     A = symmetric(10**places)
     densities = [density_of(A, width, num_steps, source, 401, scale="log") for _ in range(8)]
     covered, error = coverage(places, densities)
@@ -306,10 +314,11 @@ def test_levels_are_probabilities(level):
 
 
 def test_degrees_of_freedom_count_the_eigenvalues_that_matter():
-    flat, one = torch.cat([torch.ones(30), -torch.ones(30)]), torch.eye(60)[0] * 5
+    flat = torch.cat([torch.ones(30), -torch.ones(30)])
+    single = torch.eye(60)[0] * 5
     many, few = (
         trace(symmetric(values, is_symmetric=True), num_matvecs=12, generator=generator())
-        for values in (flat, one)
+        for values in (flat, single)
     )
     # 12 probes of one eigenvalue are as many χ² variables; of 60 equal ones, 60 times as many.
     assert 8 <= few.degrees_of_freedom <= 24

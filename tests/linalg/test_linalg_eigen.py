@@ -25,15 +25,15 @@ SPECTRA = {
 METHODS = ["lanczos", "arpack", "power"]
 
 
-def wanted(values, k, which):
+def expected_eigenvalues(values, k, which):
     key = {"largest": values, "smallest": -values, "magnitude": values.abs()}[which]
     return values[key.argsort(descending=True)[:k]].sort(descending=True).values
 
 
 def check(A, values, result, k, which):
-    expected = wanted(values, k, which)
+    expected = expected_eigenvalues(values, k, which)
     if which == "magnitude":
-        # Of two eigenvalues ±λ at the end either may be taken.
+        # If both λ and −λ are candidates for the last place, either may be returned.
         torch.testing.assert_close(
             result.values.abs().sort().values, expected.abs().sort().values, rtol=0, atol=1e-6
         )
@@ -75,11 +75,13 @@ def test_lanczos_finds_every_copy_of_a_hidden_multiple_eigenvalue(seed):
     values = torch.cat([torch.full((6,), 2.0).double(), torch.linspace(0, 1.9, 144).double()])
     A = symmetric(values, seed=seed)
     result = eigsh(A, 7, generator=generator(seed))
-    torch.testing.assert_close(result.values, wanted(values, 7, "largest"), rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        result.values, expected_eigenvalues(values, 7, "largest"), rtol=0, atol=1e-8
+    )
 
 
 class Opaque(Matrix):
-    """A diagonal matrix that does not say so: no n × n matrix is held."""
+    """A diagonal matrix without a declared structure, so that no n × n matrix is needed."""
 
     @property
     def shape(self):
@@ -154,7 +156,7 @@ def test_crowded_ends_of_small_operators_take_no_more_than_twice_their_columns()
 def test_pairs_unpack():
     A = symmetric(SPECTRA["separated"])
     values, vectors = eigsh(A, 3, generator=generator())
-    torch.testing.assert_close(values, wanted(SPECTRA["separated"], 3, "largest"))
+    torch.testing.assert_close(values, expected_eigenvalues(SPECTRA["separated"], 3, "largest"))
     assert vectors.shape == (SIZE, 3)
 
 
@@ -171,7 +173,7 @@ def test_names_of_scipy_choose_the_pairs_that_scipy_chooses(which, method):
 def test_structured_operators_have_exact_eigenpairs(which):
     values = torch.tensor([3.0, -5.0, 1.0, 2.0])
     result = eigsh(Diagonal(values), 2, which=which)
-    torch.testing.assert_close(result.values, wanted(values, 2, which))
+    torch.testing.assert_close(result.values, expected_eigenvalues(values, 2, which))
     torch.testing.assert_close(values[:, None] * result.vectors, result.vectors * result.values)
     assert result.num_matvecs == 0
 
@@ -184,7 +186,7 @@ def test_single_precision_stays_single_and_is_as_precise_as_it_can_be(method, to
     result = eigsh(A, 5, method, tol=tol, generator=generator())
     assert result.converged
     assert result.values.dtype == result.vectors.dtype == torch.float32
-    expected = wanted(values, 5, "largest").float()
+    expected = expected_eigenvalues(values, 5, "largest").float()
     torch.testing.assert_close(result.values, expected, rtol=0, atol=2e-5)
 
 
@@ -270,5 +272,5 @@ def test_eigenpairs_stay_on_the_gpu(method):
     A = Matrix(symmetric(SPECTRA["separated"]).matrix.cuda())
     result = eigsh(A, 5, method, generator=torch.Generator("cuda").manual_seed(0))
     assert result.values.device.type == result.vectors.device.type == "cuda"
-    expected = wanted(SPECTRA["separated"], 5, "largest")
+    expected = expected_eigenvalues(SPECTRA["separated"], 5, "largest")
     torch.testing.assert_close(result.values.cpu(), expected, rtol=0, atol=1e-6)

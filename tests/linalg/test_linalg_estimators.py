@@ -29,7 +29,7 @@ def truth(function, A):
 
 
 def repeated(function, A, runs=RUNS, **options):
-    """Errors and standard errors over seeds, `[runs, ...]`."""
+    """Estimates' errors and standard errors over seeds, each `[runs, ...]`."""
     estimates = [function(A, generator=generator(seed), **options) for seed in range(runs)]
     errors = torch.stack([estimate.value for estimate in estimates]) - truth(function, A)
     return errors, torch.stack([estimate.standard_error for estimate in estimates])
@@ -118,21 +118,21 @@ def test_structured_operators_are_exact_without_products(estimator):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_products_are_counted_and_chunks_change_nothing(estimator, monkeypatch):
     A = symmetric(SPECTRA["polynomial"])
-    whole = estimator(A, num_matvecs=24, generator=generator())
-    assert whole.num_matvecs == A.columns == 24
+    in_one_chunk = estimator(A, num_matvecs=24, generator=generator())
+    assert in_one_chunk.num_matvecs == A.columns == 24
     monkeypatch.setattr(products, "_CHUNK_ELEMENTS", 5 * SIZE)
-    parts = estimator(A, num_matvecs=24, generator=generator())
-    torch.testing.assert_close(parts.value, whole.value)
-    torch.testing.assert_close(parts.standard_error, whole.standard_error)
+    in_chunks = estimator(A, num_matvecs=24, generator=generator())
+    torch.testing.assert_close(in_chunks.value, in_one_chunk.value)
+    torch.testing.assert_close(in_chunks.standard_error, in_one_chunk.standard_error)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_generator_fixes_the_result_and_dtype_is_kept(estimator):
     A = Matrix(symmetric(SPECTRA["decaying"]).matrix.float())
     first, again = (estimator(A, num_matvecs=20, generator=generator(5)) for _ in range(2))
-    other = estimator(A, num_matvecs=20, generator=generator(6))
+    different_seed = estimator(A, num_matvecs=20, generator=generator(6))
     assert first.value.equal(again.value)
-    assert not first.value.equal(other.value)
+    assert not first.value.equal(different_seed.value)
     assert first.value.dtype == first.standard_error.dtype == torch.float32
 
 
@@ -150,8 +150,8 @@ def test_a_scalar_estimate_is_a_float():
 
 def left_out_projector(images, i):
     """The projector to the range of all images but one, by a QR decomposition."""
-    others = torch.cat([images[:, :i], images[:, i + 1 :]], dim=1)
-    Q = torch.linalg.qr(others).Q
+    remaining = torch.cat([images[:, :i], images[:, i + 1 :]], dim=1)
+    Q = torch.linalg.qr(remaining).Q
     return Q @ Q.T
 
 
@@ -193,8 +193,10 @@ def test_leaving_one_probe_out_has_the_value_and_error_of_its_definition(
     estimate = estimator(A, num_matvecs=12, generator=generator(4))
     probes = draw(A, 6, distribution, generator(4))
     torch.testing.assert_close(estimate.value, definition(matrix, probes))
-    kept = [[j for j in range(6) if j != i] for i in range(6)]
-    without_each = torch.stack([definition(matrix, probes[:, columns]) for columns in kept])
+    remaining_columns = [[j for j in range(6) if j != i] for i in range(6)]
+    without_each = torch.stack(
+        [definition(matrix, probes[:, columns]) for columns in remaining_columns]
+    )
     variance = 5 * without_each.var(dim=0, correction=0)
     torch.testing.assert_close(estimate.standard_error, variance.sqrt())
     assert (torch.as_tensor(estimate.degrees_of_freedom) == 5).all()

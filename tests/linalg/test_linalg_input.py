@@ -1,4 +1,4 @@
-"""Bad input: refused before any product, or as soon as a product shows it, with a remedy."""
+"""Bad input raises an error with a remedy, before any product or at the first bad product."""
 
 import itertools
 
@@ -57,7 +57,7 @@ FUNCTIONS = {
 
 
 class Failing(Matrix):
-    """Gives NaN from its fourth column on."""
+    """An operator whose products are NaN from the fourth column on."""
 
     def _matmat(self, matrix):
         product = super()._matmat(matrix).clone()
@@ -67,7 +67,7 @@ class Failing(Matrix):
 
 
 class Elsewhere(Matrix):
-    """Pretends to be on a device for which there is no generator here."""
+    """An operator that claims a device for which this machine has no generator."""
 
     @property
     def device(self):
@@ -153,9 +153,9 @@ RANDOM = {
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_generator_and_nothing_else_decides(name):
-    one, again, other = (RANDOM[name](generator(seed)) for seed in (0, 0, 1))
-    assert one.equal(again)
-    assert not one.equal(other)
+    first, same_seed, other_seed = (RANDOM[name](generator(seed)) for seed in (0, 0, 1))
+    assert first.equal(same_seed)
+    assert not first.equal(other_seed)
 
 
 SHOWN = {
@@ -182,10 +182,11 @@ def test_parameters_for_cg_name_the_remedy(unchecked):
 
 
 def test_operators_on_two_devices_are_refused():
-    here, there = Diagonal(B), Diagonal(B).to("meta")
+    on_cpu = Diagonal(B)
+    on_meta = Diagonal(B).to("meta")
     for combine in (lambda a, b: a + b, lambda a, b: a @ b, lambda a, b: a - 2 * b):
         with pytest.raises(ValueError, match=r"cpu.*meta|meta.*cpu"):
-            combine(here, there)
+            combine(on_cpu, on_meta)
 
 
 A = symmetric(1 + uniform(60))

@@ -24,7 +24,7 @@ def operator(name):
 
 
 def with_probes(function, probes, monkeypatch, num_matvecs):
-    """A peer's estimate of the same matrix, from probes that replace its own draws."""
+    """A peer's estimate of the same matrix, whose draws are replaced by these probes."""
     columns = iter(probes.T)
     module = sys.modules[function.__module__]
     monkeypatch.setattr(module, "random_vector", lambda *_: next(columns))
@@ -59,7 +59,7 @@ def test_the_frobenius_norm_of_the_same_probes(monkeypatch):
 
 
 def test_xtrace_is_at_least_as_precise():
-    """Its XTrace leaves out the factor of each probe's length, so that the values differ."""
+    """The peer's XTrace leaves out the factor of each probe's length, so the values differ."""
     A = symmetric(0.8 ** torch.arange(SIZE, dtype=torch.float64))
     exact = A.matrix.trace()
     torch.manual_seed(0)

@@ -87,18 +87,19 @@ def test_the_bound_of_inverse_roots_holds_from_the_first_step_on(spectrum, dampi
     for tol in (0.5, 1e-1, 1e-2, 1e-4, 1e-6):
         inner.columns = 0
         product = inverse_sqrt(A, tol=tol, max_iter=n) @ b
-        error, norm = (product - expected).norm(), product.norm()
+        error = (product - expected).norm()
+        norm = product.norm()
         assert error <= tol * norm
         spent.append(inner.columns)
     assert spent == sorted(spent)
     assert spent[0] < spent[-1] < n
-    # What it tells is no less than the error, whenever it stops.
+    # The reported bound is no less than the error, whenever the iteration stops.
     for steps in (1, 3, 10):
         with pytest.warns(RuntimeWarning, match="inverse_sqrt: after .* `max_iter`") as caught:
             product = inverse_sqrt(A, tol=1e-12, max_iter=steps) @ b
-        told = float(str(caught[0].message).split("is about ")[1].split(",")[0])
-        # Told in two digits.
-        assert (product - expected).norm() <= 1.06 * told * product.norm()
+        bound = float(str(caught[0].message).split("is about ")[1].split(",")[0])
+        # The message has two digits.
+        assert (product - expected).norm() <= 1.06 * bound * product.norm()
 
 
 def test_operators_that_are_not_positive_definite_have_no_inverse_root():
@@ -136,7 +137,7 @@ def test_structured_operators_have_structured_inverse_roots():
 
 
 def posterior_precision(curvature):
-    """That of a small network, and the same as a dense matrix in float64."""
+    """A small network's parameters, its posterior precision, and the same as a dense matrix."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
     data = [(torch.randn(8, 3).double(), torch.randint(2, (8,))) for _ in range(2)]

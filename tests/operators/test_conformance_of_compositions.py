@@ -20,7 +20,7 @@ from laplace_debias.linalg import inverse
 from laplace_debias.operators import Dense, Identity, LowRankPlusDiagonal, assume
 
 TOLERANCE = MappingProxyType({torch.float32: 2e-4, torch.float64: 1e-9})
-MADE = {}
+CASES_BY_CLASS = {}
 STOP = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
@@ -30,7 +30,8 @@ def definite(n):
 
 
 def low_rank(like):
-    U, m = randn(5, 2), randn(2).abs()
+    U = randn(5, 2)
+    m = randn(2).abs()
     operator = LowRankPlusDiagonal(U.to(like), m.to(like), 0.3)
     return inverse(operator), U @ m.diag() @ U.T + 0.3 * torch.eye(5, dtype=torch.float64)
 
@@ -57,7 +58,8 @@ class Inverse(OperatorConformance):
     ids=["cg", "preconditioned"],
 )
 class TestPositiveInverse(Inverse):
-    symmetric = positive_semidefinite = True
+    symmetric = True
+    positive_semidefinite = True
 
 
 @pytest.mark.parametrize("build", [low_rank])
@@ -74,7 +76,7 @@ class OfANetwork(NetworkConformance):
         net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).to(device, dtype)
         return net, randn(6, 3).to(device, dtype), torch.tensor([0, 1, 1, 0, 1, 1]).to(device)
 
-    def of(self, net, data, **options):
+    def build_operator(self, net, data, **options):
         raise NotImplementedError
 
     def dense(self, net, x, y):
@@ -83,19 +85,22 @@ class OfANetwork(NetworkConformance):
     def make(self, dtype, device):
         # Once for all tests: recording a network takes longer than they do.
         key = type(self), dtype, device
-        if key not in MADE:
+        if key not in CASES_BY_CLASS:
             net, x, y = self.problem(dtype, device)
             twin = copy.deepcopy(net).double().cpu()
-            operator = self.of(net, list(zip(x.split(4), y.split(4), strict=True)))
-            MADE[key] = net, operator, self.dense(twin, x.double().cpu(), y.cpu())
-        self.net, operator, dense = MADE[key]
+            operator = self.build_operator(net, list(zip(x.split(4), y.split(4), strict=True)))
+            CASES_BY_CLASS[key] = net, operator, self.dense(twin, x.double().cpu(), y.cpu())
+        self.net, operator, dense = CASES_BY_CLASS[key]
         return operator, dense
 
     def variants(self, dtype, device):
         net, x, y = self.problem(dtype, device)
         # A recording of a network is slow: few batches, one of which holds a single example.
-        parts = list(zip(x.split([1, 5]), y.split([1, 5]), strict=True))
-        return [self.of(net, [(x, y)], chunk_size=2), self.of(net, parts, memory_bound=0)]
+        batches = list(zip(x.split([1, 5]), y.split([1, 5]), strict=True))
+        return [
+            self.build_operator(net, [(x, y)], chunk_size=2),
+            self.build_operator(net, batches, memory_bound=0),
+        ]
 
     def model(self, operator):
         return self.net
@@ -106,20 +111,23 @@ def flat_parameters(net):
 
 
 def outputs_of(net, x):
-    """The outputs `[N, C]` as a function of the flat parameters."""
+    """Return the outputs `[N, C]` as a function of the flat parameters."""
     named = dict(net.named_parameters())
     sizes = [p.numel() for p in named.values()]
 
     def function(flat):
-        parts = zip(named, flat.split(sizes), strict=True)
-        values = {name: part.view(named[name].shape) for name, part in parts}
+        values = {
+            name: value.view(parameter.shape)
+            for (name, parameter), value in zip(named.items(), flat.split(sizes), strict=True)
+        }
         return functional_call(net, values, (x,))
 
     return function
 
 
 def dense_ggn(net, loss, x, y):
-    f, theta = outputs_of(net, x), flat_parameters(net)
+    f = outputs_of(net, x)
+    theta = flat_parameters(net)
     J = jacrev(f)(theta).flatten(0, 1)
     shape = f(theta).shape
     H = hessian(lambda z: loss(z.view(shape), y))(f(theta).flatten())
@@ -127,9 +135,10 @@ def dense_ggn(net, loss, x, y):
 
 
 class TestMonteCarloFisher(OfANetwork):
-    symmetric = positive_semidefinite = True
+    symmetric = True
+    positive_semidefinite = True
 
-    def of(self, net, data, **options):
+    def build_operator(self, net, data, **options):
         generator = torch.Generator().manual_seed(3)
         return Fisher(
             net,
@@ -155,9 +164,10 @@ class TestMonteCarloFisher(OfANetwork):
 
 
 class TestTransposedJacobian(OfANetwork):
-    symmetric = positive_semidefinite = False
+    symmetric = False
+    positive_semidefinite = False
 
-    def of(self, net, data, **options):
+    def build_operator(self, net, data, **options):
         return Jacobian(net, data, **options).T
 
     def dense(self, net, x, y):
@@ -167,10 +177,11 @@ class TestTransposedJacobian(OfANetwork):
 class TestInverseOfADampedGGN(OfANetwork):
     """Preconditioned by K-FAC."""
 
-    symmetric = positive_semidefinite = True
+    symmetric = True
+    positive_semidefinite = True
     tolerance = MappingProxyType({torch.float32: 1e-3, torch.float64: 1e-9})
 
-    def of(self, net, data, **options):
+    def build_operator(self, net, data, **options):
         loss = nn.CrossEntropyLoss()
         A = GGN(net, loss, data, **options)
         shift = 0.5 * Identity(A.shape[0])

@@ -1,4 +1,4 @@
-"""The one place for eigendecompositions: what LAPACK gets wrong is noticed and computed again."""
+"""The one place for eigendecompositions: wrong results of LAPACK are detected and recomputed."""
 
 from collections import Counter
 from pathlib import Path
@@ -96,8 +96,8 @@ def test_a_wrong_decomposition_in_single_precision_is_made_again_in_double(monke
 def test_what_fails_in_double_precision_too_is_made_by_another_algorithm(monkeypatch, fault, shape):
     matrix = torch.stack([symmetric(shape[-1], seed=seed) for seed in range(3)])
     matrix = matrix if len(shape) == 3 else matrix[0]
-    both = [torch.float32, torch.float64]
-    monkeypatch.setattr(torch.linalg, "eigh", faulty(fault, both, []))
+    dtypes = [torch.float32, torch.float64]
+    monkeypatch.setattr(torch.linalg, "eigh", faulty(fault, dtypes, []))
     values, vectors = eigh(matrix)
     rebuilt = (vectors * values.unsqueeze(-2)) @ vectors.mT
     torch.testing.assert_close(rebuilt, matrix, rtol=1e-10, atol=1e-10)
@@ -206,7 +206,7 @@ def test_a_decomposition_can_be_differentiated():
     matrix = symmetric(6).requires_grad_()
     eigh(matrix)[0][-1].backward()
     u = TRUE_EIGH(matrix.detach())[1][:, -1]
-    # Of the largest eigenvalue the gradient is u uᵀ; the lower triangle alone is read.
+    # The gradient of the largest eigenvalue is u uᵀ, and only the lower triangle is read.
     lower = torch.outer(u, u)
     torch.testing.assert_close(matrix.grad.tril(-1) + matrix.grad.triu(1).T, 2 * lower.tril(-1))
     torch.testing.assert_close(matrix.grad.diagonal(), lower.diagonal())
@@ -214,16 +214,16 @@ def test_a_decomposition_can_be_differentiated():
 
 def test_no_other_place_in_the_package_decomposes():
     package = Path(laplace_debias.__file__).parent
-    found = [
+    decomposing_files = [
         str(path.relative_to(package))
         for path in sorted(package.rglob("*.py"))
         if "linalg.eigh(" in path.read_text() or "linalg.eigvalsh(" in path.read_text()
     ]
-    assert found == ["operators/eigh.py"]
+    assert decomposing_files == ["operators/eigh.py"]
 
 
 class NumbersMade(TorchDispatchMode):
-    """Counts the numbers in the results of each operation that is no view."""
+    """Counts the entries of the results of each operation that is not a view."""
 
     def __init__(self):
         super().__init__()
@@ -242,9 +242,9 @@ class NumbersMade(TorchDispatchMode):
 def test_a_matrix_of_usual_size_is_copied_only_once_for_its_checks():
     d = 50
     matrix = symmetric(d)
-    with NumbersMade() as made:
+    with NumbersMade() as numbers_made:
         eigh(matrix)
-    copies = {name: number for name, number in made.by_operation.items() if number >= d * d}
+    copies = {name: number for name, number in numbers_made.by_operation.items() if number >= d * d}
     assert copies.keys() == {"_linalg_eigh.default", "tril.default"}
     assert copies["tril.default"] == d * d
 

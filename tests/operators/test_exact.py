@@ -107,7 +107,7 @@ DEFINITE = {
     "low-rank": lambda: LowRankPlusDiagonal(randn(6, 2), randn(2).abs(), randn(6).abs() + 0.1),
 }
 WITH_EIGENPAIRS = [name for name in DEFINITE if "low-rank" not in name]
-OTHERS = {
+NOT_DEFINITE = {
     "any-diagonal": lambda: Diagonal(randn(5)),
     "any-dense": lambda: Dense(randn(4, 4)),
     "indefinite": lambda: Dense(symmetric(4)),
@@ -123,17 +123,17 @@ RECTANGULAR = {
     "wide-kronecker": lambda: Kronecker(randn(2, 3), randn(3, 1)),
     "square-kronecker": lambda: Kronecker(randn(2, 3), randn(3, 2)),
 }
-CASES = DEFINITE | OTHERS | RECTANGULAR
+CASES = DEFINITE | NOT_DEFINITE | RECTANGULAR
 
 
 def spectral(function):
-    """A function of a dense symmetric matrix, from the outside: by its eigenpairs."""
+    """Extend a scalar function to dense symmetric matrices, by their eigenpairs."""
 
-    def of(matrix):
+    def apply(matrix):
         values, V = torch.linalg.eigh(matrix)
         return V * function(values) @ V.T
 
-    return of
+    return apply
 
 
 FORMS = {
@@ -153,7 +153,7 @@ NO_NORM = {
     *("low-rank", "any-low-rank", "any-kronecker", "any-block-diagonal", "any-permuted"),
     *("wide-kronecker", "square-kronecker"),
 }
-WITHOUT = {
+CASES_WITHOUT_FORM = {
     "frobenius": NO_NORM,
     "spectral": NO_NORM,
     "logdet": {"any-low-rank"},
@@ -177,9 +177,9 @@ def check_form(form, name, A):
     dense = A.to_dense()
     if A.shape[0] != A.shape[1] and form not in ("frobenius", "spectral"):
         return
-    if name in WITHOUT.get(form, ()) or (form in OF_SYMMETRIC and not A.is_symmetric):
+    if name in CASES_WITHOUT_FORM.get(form, ()) or (form in OF_SYMMETRIC and not A.is_symmetric):
         assert function(A) is None
-    elif name in OTHERS and form in ("logdet", "root"):
+    elif name in NOT_DEFINITE and form in ("logdet", "root"):
         with pytest.raises(ValueError, match=r"eigenvalue.*\+ c \* Identity"):
             function(A)
     else:
@@ -191,7 +191,7 @@ def check_form(form, name, A):
         torch.testing.assert_close(value, expected(dense), **CLOSE)
 
 
-@pytest.mark.parametrize("name", DEFINITE | OTHERS)
+@pytest.mark.parametrize("name", DEFINITE | NOT_DEFINITE)
 def test_eigenpairs(name):
     A = CASES[name]()
     dense = A.to_dense()
@@ -287,7 +287,7 @@ def test_operators_that_are_singular_to_rounding_are_refused(dtype):
 
 
 def test_the_diagonal_does_not_lose_what_is_small_beside_the_remainder():
-    """Axes are kept: the remainder, 1e14 times as large, has nothing there."""
+    """The directions are axes, along which the 1e14 times larger remainder has no entry."""
     axes = torch.eye(4, dtype=torch.float64)[:, :2]
     A = EigenKronecker(axes, None, torch.tensor([[1.0], [2.0], [1e14]], dtype=torch.float64))
     expected = torch.tensor([1.0, 2.0, 1e14, 1e14], dtype=torch.float64)
@@ -351,8 +351,9 @@ def test_inverses_of_what_is_not_finite_are_refused():
 
 
 def test_low_rank_inverse_where_both_parts_are_far_apart():
-    """Curvature times the number of examples against a weak prior, in single precision."""
-    U, m = rotation(50)[:, :3], torch.tensor([1e8, 1e4, 1.0]).double()
+    """As for a curvature times the number of examples and a weak prior, in single precision."""
+    U = rotation(50)[:, :3]
+    m = torch.tensor([1e8, 1e4, 1.0]).double()
     d = torch.full((50,), 1e-2).double()
     exact = torch.linalg.inv(U @ m.diag() @ U.T + d.diag())
     for diagonal in (d, 1e-2):
@@ -385,11 +386,11 @@ def test_closed_forms_are_differentiable():
     kronecker=st.booleans(),
 )
 def test_random_blocks_and_kronecker_products(names, shift, scalar, kronecker):
-    parts = [DEFINITE[name]() for name in names]
+    operators = [DEFINITE[name]() for name in names]
     if kronecker:
-        A = Kronecker(*parts[:2])
+        A = Kronecker(*operators[:2])
     else:
-        A = BlockDiagonal({str(i): part for i, part in enumerate(parts)})
+        A = BlockDiagonal({str(i): operator for i, operator in enumerate(operators)})
     A = scalar * A + shift * Identity(A.shape[0])
     dense = A.to_dense()
     close = {"rtol": 1e-9, "atol": 1e-9}
@@ -403,7 +404,7 @@ def test_random_blocks_and_kronecker_products(names, shift, scalar, kronecker):
 
 
 def test_functions_of_a_low_rank_operator_of_full_rank():
-    """Its diagonal is no eigenvalue."""
+    """At full rank, the operator's added diagonal is not an eigenvalue by itself."""
     Q = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
     for diagonal, values in ((0.0, torch.ones(3)), (-1.0, 2 * torch.ones(3))):
         A = LowRankPlusDiagonal(Q, values.double(), diagonal)

@@ -6,7 +6,7 @@ from faulty_eigh import FaultyEigh, is_hit
 
 
 def called_from(module, eigh):
-    """`eigh`, called by a module of that name."""
+    """Return a function that calls `eigh` from a module of this name."""
     return eval("lambda A: eigh(A)", {"__name__": module, "eigh": eigh})
 
 

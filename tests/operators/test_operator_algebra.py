@@ -119,18 +119,18 @@ def test_a_number_in_a_tensor_of_another_dtype_keeps_the_dtype_of_a_low_rank_mat
 )
 def test_pairs_of_a_structure_keep_it(pair, combine):
     left, right = pair()
-    both = left + right if combine is torch.add else left @ right
-    assert not isinstance(both, Sum | Product)
-    torch.testing.assert_close(both.to_dense(), combine(left.to_dense(), right.to_dense()))
+    combined = left + right if combine is torch.add else left @ right
+    assert not isinstance(combined, Sum | Product)
+    torch.testing.assert_close(combined.to_dense(), combine(left.to_dense(), right.to_dense()))
 
 
 def test_sums_with_low_rank_keep_it():
     d = Diagonal(randn(SIZE, seed=3))
     for name in ("low-rank", "low-rank-number"):
         A = STRUCTURED[name]()
-        for both in (A + d, d + A):
-            assert isinstance(both, LowRankPlusDiagonal)
-            torch.testing.assert_close(both.to_dense(), A.to_dense() + d.to_dense())
+        for total in (A + d, d + A):
+            assert isinstance(total, LowRankPlusDiagonal)
+            torch.testing.assert_close(total.to_dense(), A.to_dense() + d.to_dense())
 
 
 def test_kronecker_products_multiply_factor_by_factor():
@@ -179,9 +179,9 @@ def test_slices_of_structures_keep_them():
     assert isinstance(Dense(randn(4, 5))[1:3, [0, 2]], Dense)
     A = Opaque(randn(3, 3))
     assert A[:, :] is A
-    part = A[1:, [0, 0]][:, [1]]
-    assert isinstance(part, SubMatrix)
-    assert part.operator is A
+    submatrix = A[1:, [0, 0]][:, [1]]
+    assert isinstance(submatrix, SubMatrix)
+    assert submatrix.operator is A
 
 
 def test_blocks_by_name():
@@ -348,9 +348,9 @@ def test_wrong_parameters_are_named():
 
 
 def test_operators_on_other_parameters_cannot_be_added():
-    other = ParameterLayout(("a",), ((9,),))
+    layout = ParameterLayout(("a",), ((9,),))
     with pytest.raises(ValueError, match=r"\['weight', 'bias', 'scale'\]"):
-        Opaque(randn(9, 9), LAYOUT) + Opaque(randn(9, 9), other)
+        Opaque(randn(9, 9), LAYOUT) + Opaque(randn(9, 9), layout)
 
 
 def test_block_diagonal_with_layout():
@@ -512,15 +512,15 @@ STEPS = st.one_of(
 
 
 def step(operator, dense, kind, argument):
-    """One step of a composition, on the operator and on its matrix."""
+    """Apply one step of a composition to the operator and to its matrix."""
     if kind in ("plus", "minus", "times", "left"):
-        other = STRUCTURED[argument]()
-        matrix = other.to_dense()
+        second = STRUCTURED[argument]()
+        matrix = second.to_dense()
         return {
-            "plus": lambda: (operator + other, dense + matrix),
-            "minus": lambda: (operator - other, dense - matrix),
-            "times": lambda: (operator @ other, dense @ matrix),
-            "left": lambda: (other @ operator, matrix @ dense),
+            "plus": lambda: (operator + second, dense + matrix),
+            "minus": lambda: (operator - second, dense - matrix),
+            "times": lambda: (operator @ second, dense @ matrix),
+            "left": lambda: (second @ operator, matrix @ dense),
         }[kind]()
     return {
         "scale": lambda: (argument * operator, argument * dense),

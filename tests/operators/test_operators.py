@@ -54,14 +54,18 @@ def low_rank(like):
 
 
 def low_rank_and_number(like):
-    U, m = randn(5, 2), randn(2).abs()
+    U = randn(5, 2)
+    m = randn(2).abs()
     operator = LowRankPlusDiagonal(U.to(like), m.to(like), 0.3)
     return operator, U @ m.diag() @ U.T + 0.3 * eye(5)
 
 
 def permuted(like):
-    U, m, order = rotation(4), randn(4, 1).abs(), torch.tensor([2, 0, 3, 1])
-    A, dense = U @ m.flatten().diag() @ U.T, torch.zeros(4, 4, dtype=torch.float64)
+    U = rotation(4)
+    m = randn(4, 1).abs()
+    order = torch.tensor([2, 0, 3, 1])
+    A = U @ m.flatten().diag() @ U.T
+    dense = torch.zeros(4, 4, dtype=torch.float64)
     for i, row in enumerate(order.tolist()):
         for j, column in enumerate(order.tolist()):
             dense[row, column] = A[i, j]
@@ -96,7 +100,8 @@ def product(like):
 
 
 def sandwich(like):
-    A, d = randn(3, 5), torch.tensor([1.0, -2, 3], dtype=torch.float64)
+    A = randn(3, 5)
+    d = torch.tensor([1.0, -2, 3], dtype=torch.float64)
     J = Opaque(A.to(like))
     return J.T @ Diagonal(d.to(like)) @ J, A.T @ d.diag() @ A
 
@@ -128,7 +133,7 @@ def thin(name):
     return build
 
 
-# What it must claim of itself: that it is symmetric, that it is positive semidefinite.
+# What each operator must claim: (is symmetric, is positive semidefinite).
 CLAIMS = {
     (False, False): {
         "dense": lambda like: (Dense(randn(4, 6).to(like)), randn(4, 6)),
@@ -158,7 +163,9 @@ CLAIMS = {
         **{f"thin {name}": thin(name) for name in THIN},
     },
 }
-CASES = {name: (claims, build) for claims, of in CLAIMS.items() for name, build in of.items()}
+CASES = {
+    name: (claims, build) for claims, builders in CLAIMS.items() for name, build in builders.items()
+}
 
 
 class TestOperators(OperatorConformance):
