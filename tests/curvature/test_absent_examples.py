@@ -1,4 +1,4 @@
-"""Examples that have no position in a layer: its factor A is the mean over the others.
+"""If an example has no position in a layer, the layer's A is the mean over the other examples.
 
 The exact block is the mean over all N examples of `G_n ⊗ A_n`, and an absent example adds zero. So
 K-FAC is `(1/N) Σ G_n ⊗ (1/M) Σ A_n`, where M examples are present. The reference adds up G_n and
@@ -107,7 +107,8 @@ def example_factors(model, x, y):
     caught = {}
 
     def catch(_, inputs, output):
-        caught["a"], caught["z"] = inputs[0].detach().flatten(0, -2), output
+        caught["a"] = inputs[0].detach().flatten(0, -2)
+        caught["z"] = output
 
     handle = model.get_submodule(model.name).register_forward_hook(catch)
     outputs = model(x.unsqueeze(0))[0]
@@ -130,7 +131,8 @@ def mean_factors(model, batches, weights=None):
     With weights, the means are weighted.
     """
     G, A = torch.zeros(4, 4).double(), torch.zeros(3, 3).double()
-    weight = present = 0.0
+    weight = 0.0
+    present = 0.0
     for x, y in batches:
         for n in range(len(y)):
             w = 1.0 if weights is None else float(weights[int(weight > 0) and n])
@@ -151,8 +153,8 @@ def scales_of(la, model):
     return la.posterior.factor_scales[f"{model.name}.weight"]
 
 
-# If the first batch does not call the expert, small batches are not run together. If it does, a fit
-# that looks at the first batch only knows that there is an expert.
+# If the first batch does not call the expert, small batches are not run together. If it does, the
+# first batch already shows that there is an expert.
 CALLED_LATER = (-4, 3, 2, -1)
 CALLED_FIRST = (3, -4, 2, -1)
 FEW = (-5, -3, 4, 6, -4)
@@ -185,7 +187,8 @@ def test_the_operator_is_that_of_the_formula(kind):
 @parametrize_kinds
 def test_examples_count_by_their_weights(kind):
     model, batches = build(kind, CALLED_LATER)
-    repeated, weighted = [], []
+    repeated = []
+    weighted = []
     for number, (x, y) in enumerate(batches):
         weighted.append((x, y, torch.full((len(y),), number + 1.0).double()))
         repeated += [(x, y)] * (number + 1)
@@ -196,7 +199,7 @@ def test_examples_count_by_their_weights(kind):
 
 @parametrize_kinds
 def test_magnitudes_of_other_batches_have_their_own_count(kind):
-    """The trace does not depend on the directions."""
+    """The trace, which does not depend on the directions, is that of the second batches."""
     model, batches = build(kind, CALLED_LATER)
     la = Laplace(model).fit_batches(batches[:2], batches[1:], num_data=100)
     G, A, share = mean_factors(model, batches[1:])
@@ -244,7 +247,8 @@ def test_a_fit_in_rounds_counts_who_is_present(kind):
     scheme = Auto(batches, tolerance=1e-6, examples=400, forward_ratio=1)
     with pytest.warns(UserWarning, match="budget of examples"):
         la = Laplace(model).fit(scheme, num_data=2000)
-    read, num_read = [], 0
+    read = []
+    num_read = 0
     for x, y in batches:
         read.append((x, y))
         num_read += len(y)
@@ -296,7 +300,8 @@ def test_a_resumed_fit_counts_who_is_present(kind, tmp_path, monkeypatch):
 def test_ignored_targets_are_absent_from_layers_with_one_position():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
-    x, y = torch.randn(9, 3).double(), torch.randint(3, (9,))
+    x = torch.randn(9, 3).double()
+    y = torch.randint(3, (9,))
     x[4:] *= 10
     y[4:] = IGNORED
     expected = Laplace(model).fit([(x[:4], y[:4])])
@@ -314,7 +319,8 @@ class ExpertOfOneOutput(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base, self.expert = nn.Linear(3, 2), nn.Linear(3, 1)
+        self.base = nn.Linear(3, 2)
+        self.expert = nn.Linear(3, 1)
 
     def forward(self, x):
         """Shape `[B, 2]`."""
@@ -328,7 +334,7 @@ class ExpertOfOneOutput(nn.Module):
 
 @pytest.mark.parametrize("memory_bound", [None, 16])
 def test_all_outputs_say_who_reaches_a_layer(memory_bound):
-    """Columns that are computed apart do not decide it, each for itself."""
+    """Output columns that are computed separately do not each decide for themselves."""
     torch.manual_seed(0)
     model = ExpertOfOneOutput().double().eval()
     x = torch.randn(12, 3).double()
@@ -396,19 +402,23 @@ def test_ignored_positions_below_layers_that_all_positions_reach(mode, curvature
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1)]
     model = nn.Sequential(*layers).double().eval()
-    x, y = torch.randn(80, 3, 5, 5).double(), torch.randint(3, (80, 5, 5))
+    x = torch.randn(80, 3, 5, 5).double()
+    y = torch.randint(3, (80, 5, 5))
     y[:, 0, 0] = IGNORED
     options = {"curvature": curvature, "class_dim": 1}
     la = Laplace(model, params=["0.weight"], **options)
-    whole = Laplace(model, **options)
+    all_parameters = Laplace(model, **options)
     if mode == "auto":
-        for posterior in (la, whole):
-            posterior.fit(Auto([(x, y)], tolerance=0.9, forward_ratio=1), num_data=80)
+        for approximation in (la, all_parameters):
+            approximation.fit(Auto([(x, y)], tolerance=0.9, forward_ratio=1), num_data=80)
     else:
-        for posterior in (la, whole):
-            posterior.fit([(x, y)])
-    found, expected = (p.posterior.curvature.blocks["0.weight"] for p in (la, whole))
-    oracle.close(found.to_dense(), expected.to_dense(), 1e-9)
+        for approximation in (la, all_parameters):
+            approximation.fit([(x, y)])
+    actual, expected = (
+        approximation.posterior.curvature.blocks["0.weight"]
+        for approximation in (la, all_parameters)
+    )
+    oracle.close(actual.to_dense(), expected.to_dense(), 1e-9)
 
 
 @pytest.mark.parametrize("num_leading", [0, 1, 2, 5])

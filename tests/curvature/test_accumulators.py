@@ -69,7 +69,7 @@ ACCUMULATORS = {
 
 
 def accumulate_unreduced(accumulator, data):
-    """Pass over data without reducing the sums, which are looked at."""
+    """Run a pass over data without reducing the sums at its end."""
     accumulator.reduce = lambda: None
     accumulate(accumulator, data)
 
@@ -77,23 +77,23 @@ def accumulate_unreduced(accumulator, data):
 @pytest.mark.usefixtures("batches_apart")
 @pytest.mark.parametrize("name", ACCUMULATORS)
 def test_sums_that_are_put_back_go_on_to_the_same_bits(context, name):
-    uninterrupted, before, after = (ACCUMULATORS[name](context) for _ in range(3))
-    first, *others = batches()
-    accumulate_unreduced(uninterrupted, consecutive([first, *others]))
+    uninterrupted, interrupted, resumed = (ACCUMULATORS[name](context) for _ in range(3))
+    first, *remaining = batches()
+    accumulate_unreduced(uninterrupted, consecutive([first, *remaining]))
     expected = uninterrupted.state_dict()
-    accumulate_unreduced(before, consecutive([first]))
-    saved = {key: value.clone() for key, value in before.state_dict().items()}
+    accumulate_unreduced(interrupted, consecutive([first]))
+    saved = {key: value.clone() for key, value in interrupted.state_dict().items()}
     assert any(not torch.equal(saved[key], value) for key, value in expected.items())
-    after.load_state_dict(saved)
-    accumulate_unreduced(after, consecutive(others))
-    found = after.state_dict()
-    assert expected.keys() == found.keys()
+    resumed.load_state_dict(saved)
+    accumulate_unreduced(resumed, consecutive(remaining))
+    actual = resumed.state_dict()
+    assert expected.keys() == actual.keys()
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
 
 def test_a_checkpoint_keeps_its_names(context):
-    """Another name would leave what an earlier version has saved out of the sums."""
+    """Under another name, sums that an earlier version saved would be left out."""
     blocks = [block.name for block in context.blocks]
     names = {}
     for name, make in ACCUMULATORS.items():

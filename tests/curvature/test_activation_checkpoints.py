@@ -19,11 +19,12 @@ LOSS = nn.CrossEntropyLoss()
 
 
 class Network(nn.Module):
-    """Calls its inner layers by a function."""
+    """A network that calls its inner layers by a function."""
 
     def __init__(self, run):
         super().__init__()
-        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.first = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
         self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 5))
         self.scale = nn.Parameter(torch.rand(5) + 0.5)
         self.run = run
@@ -123,7 +124,8 @@ def test_a_transformer_of_timm_that_checkpoints_can_be_fitted():
 
     model = transformer()
     model.set_grad_checkpointing(True)
-    x, y = torch.randn(3, 3, 32, 32), torch.tensor([0, 1, 2])
+    x = torch.randn(3, 3, 32, 32)
+    y = torch.tensor([0, 1, 2])
     la = Laplace(model, curvature="diag").fit_batches([(x, y)])
     expected = Laplace(transformer(), curvature="diag").fit_batches([(x, y)])
     assert la.param_names == expected.param_names
@@ -131,7 +133,7 @@ def test_a_transformer_of_timm_that_checkpoints_can_be_fitted():
 
 
 def count_runs(reentrant):
-    """How often a checkpointed function runs in a forward and a backward pass."""
+    """Count the runs of a checkpointed function in a forward and a backward pass."""
     runs = []
 
     def square(x):

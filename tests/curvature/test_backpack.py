@@ -61,11 +61,12 @@ def test_auto_takes_backpack_unless_convolutions_run_on_a_processor():
     ids=lambda layer: type(layer).__name__,
 )
 def test_parameter_free_layers_pass_the_columns_through(layer):
-    """A frozen batch normalisation passes like them."""
+    """A frozen batch normalisation counts as a layer without parameters."""
     layer.requires_grad_(False)
     tail = [nn.Flatten(), nn.Identity(), nn.LazyLinear(3)]
     model = nn.Sequential(nn.Conv2d(1, 3, 3), layer, nn.Tanh(), *tail).double().eval()
-    x, y = torch.randn(4, 1, 8, 8).double(), torch.randint(3, (4,))
+    x = torch.randn(4, 1, 8, 8).double()
+    y = torch.randint(3, (4,))
     model(x)
     fits = [
         Laplace(model, backend=backend).fit_batches([(x, y)]).posterior.curvature.blocks
@@ -80,7 +81,8 @@ def test_parameter_free_layers_pass_the_columns_through(layer):
 def test_nested_and_extended_models_are_taken_as_they_are():
     inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
     model = extend(nn.Sequential(inner, nn.Linear(4, 2))).double().eval()
-    x, y = torch.randn(6, 3).double(), torch.randint(2, (6,))
+    x = torch.randn(6, 3).double()
+    y = torch.randint(2, (6,))
     fits = [
         Laplace(model, backend=backend).fit_batches([(x, y)]).posterior.curvature.blocks
         for backend in ("backpack", "hooks")

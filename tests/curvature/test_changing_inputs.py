@@ -45,7 +45,9 @@ class Network(nn.Module):
 
     def __init__(self, shares):
         super().__init__()
-        self.shifting, self.mixing, self.head = Shifting(), Mixing(), nn.Linear(4, 3)
+        self.shifting = Shifting()
+        self.mixing = Mixing()
+        self.head = nn.Linear(4, 3)
         self.shares = shares
 
     def forward(self, x, mask):
@@ -64,7 +66,8 @@ class Gated(nn.Module):
 
     def __init__(self, shares):
         super().__init__()
-        self.layer, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 3)
+        self.layer = nn.GRU(4, 3, batch_first=True)
+        self.head = nn.Linear(3, 3)
         self.shares = shares
 
     def forward(self, x, mask):
@@ -80,7 +83,8 @@ class Positions(nn.Module):
 
     def __init__(self, has_batch):
         super().__init__()
-        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.table = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 3)
         self.has_batch = has_batch
 
     def forward(self, x, mask):
@@ -99,7 +103,7 @@ def batch(lengths, first=1.0):
     return {"x": x, "mask": mask}, torch.randint(3, (len(lengths),))
 
 
-# Without padding, with padding of all alike, with padding of each its own, one example of each.
+# Batches without padding, with different padding, with equal padding, and of one example.
 FORMS = {
     "none": lambda: batch([5, 5, 5]),
     "own": lambda: batch([3, 5, 2, 4]),
@@ -121,15 +125,17 @@ ORDERS = [
 
 
 def jacobian(model, inputs, names):
-    """Jacobians `[B, C, D]`, of one example and one output after the other."""
-    at = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in names}
+    """Compute the Jacobians `[B, C, D]`, one example and one output after the other."""
+    parameters = {
+        name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
+    }
     rows = []
     for n in range(len(inputs["x"])):
         example = {key: value[n : n + 1] for key, value in inputs.items()}
-        outputs = functional_call(model, at, (), example)
+        outputs = functional_call(model, parameters, (), example)
         for f in outputs[0]:
             gradients = torch.autograd.grad(
-                f, list(at.values()), retain_graph=True, materialize_grads=True
+                f, list(parameters.values()), retain_graph=True, materialize_grads=True
             )
             rows.append(torch.cat([g.flatten() for g in gradients]))
     return torch.stack(rows).unflatten(0, (len(inputs["x"]), -1))
@@ -203,7 +209,8 @@ class TimeMajor(nn.Module):
 
     def __init__(self, kind, has_positions):
         super().__init__()
-        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+        self.table = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 3)
         self.positions = nn.Embedding(6, 4) if has_positions else None
         if kind == "recurrent":
             self.layer = nn.LSTM(4, 4)
@@ -264,7 +271,8 @@ class Biased(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = RelativePositions(), Mixing()
+        self.first = RelativePositions()
+        self.second = Mixing()
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):

@@ -24,7 +24,8 @@ class Pooled(nn.Module):
 
     def __init__(self, layer, dims):
         super().__init__()
-        self.layer, self.head = layer, nn.Linear(8, 3)
+        self.layer = layer
+        self.head = nn.Linear(8, 3)
         self.dims = dims
 
     def forward(self, x):
@@ -66,7 +67,8 @@ def dense_curvature(model, batches):
     names = [name for name, _ in model.named_parameters()]
     total, num_examples = 0, 0
     for x, _ in batches:
-        J, H = flat_jacobian(model, x, names), loss_hessian("classification", model(x))
+        J = flat_jacobian(model, x, names)
+        H = loss_hessian("classification", model(x))
         total = total + sum(J[n].T @ H[n] @ J[n] for n in range(len(x)))
         num_examples += len(x)
     return total / num_examples
@@ -112,7 +114,8 @@ def test_chunks_of_every_shape_stay_small_after_memory_ran_out(monkeypatch):
     """Backward passes run out of memory above 6 kB: the first batch shows it for all."""
     model, batches = sequences((10, 10, 20, 5, 10))
     expected = dense_curvature(model, batches)
-    original, failed = ForwardPass._gradients, []
+    original = ForwardPass._gradients
+    failed = []
 
     def gradients(forward_pass, outputs, targets, columns, *arguments):
         if len(outputs) * len(columns) * forward_pass.output_bytes > 6_000:

@@ -48,22 +48,25 @@ class EarlyExit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.exit = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.first = nn.Linear(4, 5)
+        self.exit = nn.Linear(5, 3)
         self.further = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
 
     def forward(self, x):
         h = self.first(x).tanh()
-        outputs, is_hard = self.exit(h), x[:, :1] > 0
+        outputs = self.exit(h)
+        is_hard = x[:, :1] > 0
         if is_hard.any():
             outputs = outputs + is_hard * self.further(h)
         return outputs
 
 
 class ExitWithoutHead(EarlyExit):
-    """The same, where hard examples do not use the exit, and easy ones nothing else."""
+    """An `EarlyExit` in which only easy examples use the exit, and use nothing else."""
 
     def forward(self, x):
-        h, is_hard = self.first(x).tanh(), x[:, :1] > 0
+        h = self.first(x).tanh()
+        is_hard = x[:, :1] > 0
         if not is_hard.any():
             return self.exit(h)
         if is_hard.all():
@@ -84,12 +87,12 @@ MODELS = {
     "early exit": EarlyExit,
     "one of two heads": ExitWithoutHead,
 }
-# Batches: one calls all, the next ones only some, the last one an expert of its own.
+# Choices of each batch: the first has all experts, the others only some.
 CHOICES = [[0, 1, 0, 2, 1, 0], [0, 0, 0], [1, 1], [0], [2, 1, 2, 2]]
 
 
 def case(name, first=0):
-    """A model, its batches with another one first, and all examples."""
+    """A model, its batches with batch `first` moved to the front, and all examples."""
     torch.manual_seed(0)
     model = MODELS[name]().double().eval()
     batches = [examples(choices) for choices in CHOICES]
@@ -140,8 +143,8 @@ def test_ekfac_measures_exactly_along_its_directions(name, first):
 def test_kfac_does_not_depend_on_how_examples_are_batched(name, curvature):
     """Whether a layer is called for an example that does not take it depends on the batch."""
     model, _, x, y = case(name)
-    whole = Laplace(model, curvature=curvature).fit_batches([(x, y)])
-    expected = whole.posterior.curvature.to_dense()
+    one_batch = Laplace(model, curvature=curvature).fit_batches([(x, y)])
+    expected = one_batch.posterior.curvature.to_dense()
     for size in (1, 2, 5):
         batches = list(zip(x.split(size), y.split(size), strict=True))
         la = Laplace(model, curvature=curvature).fit_batches(batches)
@@ -158,9 +161,9 @@ def test_predictions_of_single_inputs_have_the_dense_covariance(name, curvature)
     J = flat_jacobian(model, x, la.param_names)
     covariance = la.posterior.covariance.to_dense()
     for n in range(len(x)):
-        mean, found = la.functional(x[n : n + 1])
+        mean, functional_covariance = la.functional(x[n : n + 1])
         torch.testing.assert_close(mean, model(x[n : n + 1]))
-        close(found[0], J[n] @ covariance @ J[n].T, 1e-8)
+        close(functional_covariance[0], J[n] @ covariance @ J[n].T, 1e-8)
     close(la.functional(x)[1], J @ covariance @ J.mT, 1e-8)
     assert la.predict(x[:1]).probs.isfinite().all()
     joint = la.functional(x[:4], joint=True)[1]
@@ -202,7 +205,7 @@ def test_operators_have_the_dense_curvature(name, first):
 
 
 def rare(num_batches, size, takes_rare):
-    """Batches whose examples take the first two of three experts, but for some single ones."""
+    """Batches whose examples take two of three experts; those in `takes_rare` take the third."""
     batches = []
     for number in range(num_batches):
         choices = [k % 2 for k in range(size)]
@@ -282,7 +285,8 @@ class SometimesByWeight(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         if (x[:, 0] > 0).any():

@@ -28,34 +28,37 @@ def close(actual, expected, tolerance=ROUNDING):
 
 
 def slow_magnitudes(rows, folds):
-    """Folds by example, eigenbasis of the others, measured on the fold, K lists averaged.
+    """Average, over the folds, the magnitudes of a fold in the eigenbasis of the other folds.
+
+    Example i belongs to fold i mod K.
 
     Args:
         rows: Examples, [N, d], or of several positions each, [N, T, d].
         folds: K.
     """
     rows = rows if rows.ndim == 3 else rows[:, None]
-    d, total = rows.shape[2], torch.zeros(rows.shape[2], dtype=rows.dtype)
+    d = rows.shape[2]
+    total = torch.zeros(rows.shape[2], dtype=rows.dtype)
     for k in range(folds):
-        own = [example for i, example in enumerate(rows) if i % folds == k]
-        others = torch.cat([example for i, example in enumerate(rows) if i % folds != k])
-        _, singular, Vt = torch.linalg.svd(others)
+        fold = [example for i, example in enumerate(rows) if i % folds == k]
+        other_folds = torch.cat([example for i, example in enumerate(rows) if i % folds != k])
+        _, singular, Vt = torch.linalg.svd(other_folds)
         rank = int((singular > 1e-9 * singular[0]).sum())
-        curvature = sum(example.T @ example for example in own) / len(own)
+        curvature = sum(example.T @ example for example in fold) / len(fold)
         along = [v @ curvature @ v for v in Vt[:rank]]
         if rank < d:
             # The mean over the null space of the other folds, whatever its basis.
             mean = sum(v @ curvature @ v for v in Vt[rank:]) / (d - rank)
             along += [mean] * (d - rank)
-        total += torch.stack(along) * len(own) / len(rows)
+        total += torch.stack(along) * len(fold) / len(rows)
     return total
 
 
-def are_told_apart(rows, folds):
-    """Whether no eigenvalues of the other folds nearly coincide, but those of the null space."""
+def are_eigenvalues_separate(rows, folds):
+    """Whether no eigenvalues of the other folds nearly coincide, except in the null space."""
     for k in range(folds):
-        others = torch.cat([example for i, example in enumerate(rows) if i % folds != k])
-        values = torch.linalg.svdvals(others).square()
+        other_folds = torch.cat([example for i, example in enumerate(rows) if i % folds != k])
+        values = torch.linalg.svdvals(other_folds).square()
         rank = int((values > 1e-18 * values[0]).sum())
         values = torch.cat([values[:rank], values.new_zeros(int(rank < rows.shape[2]))])
         if len(values) > 1 and float(-values.diff().max()) <= resolution(rows.dtype) * values[0]:
@@ -63,16 +66,20 @@ def are_told_apart(rows, folds):
     return True
 
 
-def of_folds(rows, folds):
+def factors_by_fold(rows, folds):
     """Factors summed over the examples of each fold, and the folds' sizes."""
     rows = rows if rows.ndim == 3 else rows[:, None]
-    parts = [rows[k::folds] for k in range(folds)]
-    factors = torch.stack([part.flatten(0, 1).T @ part.flatten(0, 1) for part in parts])
-    return factors, [len(part) for part in parts]
+    factors = []
+    sizes = []
+    for k in range(folds):
+        fold = rows[k::folds]
+        factors.append(fold.flatten(0, 1).T @ fold.flatten(0, 1))
+        sizes.append(len(fold))
+    return torch.stack(factors), sizes
 
 
-def of_factors(factors, sizes):
-    """Magnitudes of factors in double precision."""
+def magnitudes_in_double(factors, sizes):
+    """Compute the magnitudes of the factors in double precision."""
     mean_pair = crossfit.descending_eigenpairs(factors.sum(0) / sum(sizes))
     return crossfit_magnitudes(factors.unbind(), sizes, mean_pair, torch.float64)
 
@@ -89,47 +96,47 @@ def test_magnitudes_equal_a_slow_loop_at_any_rank(d, examples, positions, folds,
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(examples, positions, d, generator=generator, dtype=torch.float64)
     rows *= torch.logspace(0, -1, d).double()
-    # Of those that nearly do magnitudes are averaged (`directions.pooled`), which the loop omits.
-    assume(are_told_apart(rows, folds))
-    close(of_factors(*of_folds(rows, folds)), slow_magnitudes(rows, folds), 1e-10)
+    # The magnitudes of nearly equal eigenvalues are averaged, which the loop does not do.
+    assume(are_eigenvalues_separate(rows, folds))
+    close(magnitudes_in_double(*factors_by_fold(rows, folds)), slow_magnitudes(rows, folds), 1e-10)
 
 
 @pytest.mark.parametrize(("d", "examples"), [(12, 60), (40, 12)])
 def test_the_bases_at_hand_are_made_use_of_to_the_same_result(d, examples):
-    factors, sizes = of_folds(torch.randn(examples, d).double(), 4)
-    known = Eigenpairs(*oracle.eigen(factors.sum(0) / examples))
-    found = crossfit_magnitudes(factors.unbind(), sizes, known, torch.float64)
-    close(found, of_factors(factors, sizes))
+    factors, sizes = factors_by_fold(torch.randn(examples, d).double(), 4)
+    mean_pair = Eigenpairs(*oracle.eigen(factors.sum(0) / examples))
+    actual = crossfit_magnitudes(factors.unbind(), sizes, mean_pair, torch.float64)
+    close(actual, magnitudes_in_double(factors, sizes))
 
 
 def test_magnitudes_do_not_depend_on_the_basis_of_a_null_space():
-    """Coordinates that no example has are turned among themselves and with the others."""
+    """A rotation mixes the coordinates that are zero in all examples with the others."""
     rows = torch.cat([torch.randn(10, 8), torch.zeros(10, 22)], dim=1).double()
-    turn = torch.linalg.qr(torch.randn(30, 30).double())[0]
-    straight = of_factors(*of_folds(rows, 5))
-    close(of_factors(*of_folds(rows @ turn, 5)), straight)
+    rotation = torch.linalg.qr(torch.randn(30, 30).double())[0]
+    expected = magnitudes_in_double(*factors_by_fold(rows, 5))
+    close(magnitudes_in_double(*factors_by_fold(rows @ rotation, 5)), expected)
 
 
 def test_null_directions_get_the_mean_of_what_random_bases_of_them_measure():
-    factors, sizes = of_folds(torch.randn(8, 20).double(), 4)
+    factors, sizes = factors_by_fold(torch.randn(8, 20).double(), 4)
     measured = []
     for _ in range(400):
-        lists = []
-        for own in factors:
-            values, U = oracle.eigen(factors.sum(0) - own)
+        diagonals = []
+        for factor in factors:
+            values, U = oracle.eigen(factors.sum(0) - factor)
             null = U[:, values < 1e-9]
-            turn = torch.linalg.qr(torch.randn(null.shape[1], null.shape[1]).double())[0]
-            null = null @ turn
-            lists.append((null.T @ own @ null).diagonal())
-        measured.append(torch.stack(lists).sum(0) / 8)
+            rotation = torch.linalg.qr(torch.randn(null.shape[1], null.shape[1]).double())[0]
+            null = null @ rotation
+            diagonals.append((null.T @ factor @ null).diagonal())
+        measured.append(torch.stack(diagonals).sum(0) / 8)
     measured = torch.stack(measured)
-    found = of_factors(factors, sizes)[6:]
+    expected = magnitudes_in_double(factors, sizes)[6:]
     error = measured.std(0) / len(measured) ** 0.5
-    assert ((measured.mean(0) - found).abs() < 4.5 * error).all()
+    assert ((measured.mean(0) - expected).abs() < 4.5 * error).all()
 
 
 def test_folds_of_a_factor_of_low_rank_are_decomposed_within_its_range(monkeypatch):
-    factors, sizes = of_folds(torch.randn(12, 100).double(), 6)
+    factors, sizes = factors_by_fold(torch.randn(12, 100).double(), 6)
     mean_pair = Eigenpairs(*oracle.eigen(factors.sum(0) / 12))
     sizes_seen = []
     decompose = crossfit.descending_eigenpairs
@@ -151,19 +158,20 @@ def test_rounding_is_no_curvature(precision):
 
 
 def test_of_diagonal_factors_the_entries_are_the_magnitudes():
-    factors, sizes = torch.rand(3, 7).double(), [2, 2, 1]
-    close(of_factors(factors, sizes), factors.sum(0) / 5)
+    factors = torch.rand(3, 7).double()
+    sizes = [2, 2, 1]
+    close(magnitudes_in_double(factors, sizes), factors.sum(0) / 5)
 
 
 def test_folds_take_turns_and_no_two_examples_share_an_index():
-    """Or random labels of several examples would be drawn with the same numbers."""
+    """With a shared index, the labels of two examples would be drawn with the same numbers."""
     numbers = torch.arange(14)
-    parts = numbers.split([5, 2, 7])
-    folds = split_folds(Ranks(), consecutive(Batch(part, part) for part in parts), 3)
+    batches = [Batch(chunk, chunk) for chunk in numbers.split([5, 2, 7])]
+    folds = split_folds(Ranks(), consecutive(batches), 3)
     indices = []
-    for fold, batches in enumerate(folds):
-        assert torch.cat([batch.inputs for batch in batches]).equal(numbers[fold::3])
-        for batch in batches:
+    for fold, fold_batches in enumerate(folds):
+        assert torch.cat([batch.inputs for batch in fold_batches]).equal(numbers[fold::3])
+        for batch in fold_batches:
             indices += range(batch.first_index, batch.first_index + batch.num_examples)
     assert indices == numbers.tolist()
 
@@ -197,20 +205,20 @@ def test_kfac_of_few_examples_equals_the_slow_loop():
 
 
 def test_ekfac_of_few_examples_equals_the_slow_loop():
-    """Also along null directions: there the mean over them, for either factor."""
+    """In the null space of each factor, the magnitudes are averaged."""
     model, x, y = wide_network()
     la = Laplace(model, "regression", "ekfac", sigma=1.0).fit_batches([(x, y)], folds=4)
     g = gradient_rows(model, x, "0")
     expected = torch.zeros(20, 40).double()
     for k in range(4):
-        mine = torch.arange(12) % 4 == k
+        is_in_fold = torch.arange(12) % 4 == k
         bases = []
-        for rows in (g[~mine].flatten(0, 1), x[~mine]):
+        for rows in (g[~is_in_fold].flatten(0, 1), x[~is_in_fold]):
             _, singular, Vt = torch.linalg.svd(rows)
             bases.append((Vt.T, int((singular > 1e-9 * singular[0]).sum())))
         (U_G, rank_G), (U_A, rank_A) = bases
         squares = torch.zeros(20, 40).double()
-        for i in mine.nonzero().flatten():
+        for i in is_in_fold.nonzero().flatten():
             for column in g[i]:
                 squares += torch.outer(U_G.T @ column, U_A.T @ x[i]).square() / 12
         squares[rank_G:] = squares[rank_G:].mean(0, keepdim=True)

@@ -11,11 +11,11 @@ from laplace_debias.curvature import KFAC
 NETWORKS = list(unusual_parameters.NETWORKS)
 
 
-SOME = ("class token", "tied layers", "LSTM, time first", "relative positions")
+FAST_NETWORKS = ("class token", "tied layers", "LSTM, time first", "relative positions")
 SLOW = pytest.mark.slow
-OTHERS_SLOW = [n if n in SOME else pytest.param(n, marks=SLOW) for n in NETWORKS]
+OTHERS_SLOW = [n if n in FAST_NETWORKS else pytest.param(n, marks=SLOW) for n in NETWORKS]
 KINDS = [
-    pytest.param(n, c, marks=() if c == "diag" or n in SOME else SLOW)
+    pytest.param(n, c, marks=() if c == "diag" or n in FAST_NETWORKS else SLOW)
     for n in NETWORKS
     for c in ("kfac", "ekfac", "diag", "full")
 ]
@@ -30,21 +30,21 @@ def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature)
     assert names == [n for n, _ in model.named_parameters()]
     J = oracle.flat_jacobian(model, x, names)
     exact = oracle.ggn(model, x, "classification", names)
-    found = (la.posterior.precision.to_dense() - 0.7 * torch.eye(len(exact)).double()) / len(x)
+    actual = (la.posterior.precision.to_dense() - 0.7 * torch.eye(len(exact)).double()) / len(x)
     if curvature == "full":
-        torch.testing.assert_close(found, exact)
+        torch.testing.assert_close(actual, exact)
     if curvature in ("diag", "ekfac"):
-        torch.testing.assert_close(found.trace(), exact.trace())
+        torch.testing.assert_close(actual.trace(), exact.trace())
     if curvature == "diag":
-        torch.testing.assert_close(found.diagonal(), exact.diagonal())
+        torch.testing.assert_close(actual.diagonal(), exact.diagonal())
     sizes = [model.get_parameter(n).numel() for n in names]
-    at = dict(zip(names, torch.arange(len(exact)).split(sizes), strict=True))
+    positions = dict(zip(names, torch.arange(len(exact)).split(sizes), strict=True))
     measured = [b for b in la._parameters.blocks if b.rule.is_generic]
     assert measured or name in ("weight standardisation",)
-    for block in measured if curvature in ("kfac", "ekfac") else []:
-        places = at[block.name]
-        block_of = found[places][:, places]
-        torch.testing.assert_close(block_of, exact[places][:, places])
+    if curvature in ("kfac", "ekfac"):
+        for block in measured:
+            entries = positions[block.name]
+            torch.testing.assert_close(actual[entries][:, entries], exact[entries][:, entries])
     dense = J @ la.posterior.covariance.to_dense() @ J.mT
     torch.testing.assert_close(la.functional(x)[1], dense)
     variances = la.functional(x, diagonal=True)[1]
@@ -119,8 +119,10 @@ class Windows(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm = torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)
-        self.gamma, self.head = torch.nn.Parameter(torch.randn(4)), torch.nn.Linear(4, 3)
+        self.layer = torch.nn.Linear(3, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.gamma = torch.nn.Parameter(torch.randn(4))
+        self.head = torch.nn.Linear(4, 3)
 
     def forward(self, x):
         windows = x.reshape(-1, 2, 3)
@@ -139,11 +141,12 @@ def test_windows_are_followed_whatever_their_number():
 
 
 class Auxiliary(torch.nn.Module):
-    """A branch that takes part in training alone, beside a parameter that is never used."""
+    """A network with a branch that is used only in training, and a parameter that is never used."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
+        self.body = torch.nn.Linear(3, 4)
+        self.head = torch.nn.Linear(4, 3)
         self.auxiliary = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
         self.mask_token = torch.nn.Parameter(torch.zeros(4))
 
@@ -152,13 +155,15 @@ class Auxiliary(torch.nn.Module):
 
 
 def test_the_warning_of_unused_parameters_says_what_to_type():
-    model, x, y = Auxiliary().eval(), torch.randn(6, 3), torch.randint(3, (6,))
+    model = Auxiliary().eval()
+    x = torch.randn(6, 3)
+    y = torch.randint(3, (6,))
     with pytest.warns(UserWarning, match="excluded from the posterior") as warned:
         la = Laplace(model).fit([(x, y)])
     (text,) = [str(w.message) for w in warned if "excluded" in str(w.message)]
-    assert text.count("auxiliary.") == 8  # Four names, and once more in what to type.
+    assert text.count("auxiliary.") == 8  # Four names, each in the text and in the expression.
     expression = text.partition("params=")[2].partition("`, or freeze")[0]
-    # What a user would type.
+    # The expression that a user would copy from the warning.
     typed = Laplace(model, params=eval(expression)).fit([(x, y)])
     assert typed.param_names == la.param_names
     assert torch.equal(typed.predict(x).probs, la.predict(x).probs)

@@ -1,4 +1,4 @@
-"""Factors of few examples: their rows are decomposed, and no matrix is made of them."""
+"""Factors of few examples: a fit decomposes their rows, and forms no matrix."""
 
 import copy
 
@@ -24,7 +24,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.hidden = nn.Conv2d(4, 9, 3, stride=2), nn.Linear(9, 16)
+        self.conv = nn.Conv2d(4, 9, 3, stride=2)
+        self.hidden = nn.Linear(9, 16)
         self.head = nn.Linear(16, 3)
 
     def forward(self, x):
@@ -45,7 +46,7 @@ def batches(*sizes):
 
 
 def keep_rows(monkeypatch, from_size=2, thin_from=2):
-    """Keep rows of factors of so many columns, and make their directions thin."""
+    """Keep rows of factors from `from_size` columns on, and thin bases from `thin_from` on."""
     monkeypatch.setattr(factors, "_WIDE", from_size)
     monkeypatch.setattr(gram_factor, "_THIN_FROM", thin_from)
 
@@ -79,20 +80,24 @@ def thin(la):
 )
 @pytest.mark.parametrize("thin_from", [2, 256])
 def test_curvature_is_that_of_the_matrices(monkeypatch, curvature, mode, sharing, thin_from):
-    """Whole factors are held against the dense oracle elsewhere, null spaces included."""
+    """Other tests compare whole factors with the dense oracle, null spaces included."""
     keep_rows(monkeypatch, 10**6)
-    whole = fit(curvature, mode, sharing)
+    from_matrices = fit(curvature, mode, sharing)
     keep_rows(monkeypatch, thin_from=thin_from)
-    few = fit(curvature, mode, sharing)
+    from_rows = fit(curvature, mode, sharing)
     if thin_from == 2:
-        assert {"conv.weight", "hidden.weight"} <= set(thin(few)) or mode == "full"
-    assert bool(thin(few)) == (thin_from == 2)
-    for actual, expected in zip(dense(few), dense(whole), strict=True):
+        assert {"conv.weight", "hidden.weight"} <= set(thin(from_rows)) or mode == "full"
+    assert bool(thin(from_rows)) == (thin_from == 2)
+    for actual, expected in zip(dense(from_rows), dense(from_matrices), strict=True):
         scale = float(expected.abs().max())
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * scale)
     x = batches(4)[0][0]
-    torch.testing.assert_close(few.functional(x), whole.functional(x), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(few.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    torch.testing.assert_close(
+        from_rows.functional(x), from_matrices.functional(x), rtol=1e-10, atol=1e-12
+    )
+    torch.testing.assert_close(
+        from_rows.log_marginal_likelihood(), from_matrices.log_marginal_likelihood()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -105,25 +110,26 @@ def test_a_loaded_posterior_has_the_bits_of_the_one_in_memory(
     la = fit(curvature, mode)
     assert thin(la)
     la.save(tmp_path / "posterior")
-    again = Laplace.load(tmp_path / "posterior", la.model)
+    loaded = Laplace.load(tmp_path / "posterior", la.model)
     x = batches(40)[0][0]
-    for one, other in zip(la.functional(x), again.functional(x), strict=True):
-        assert torch.equal(one, other)
-    draws = [each.sample(2, torch.Generator().manual_seed(0)) for each in (la, again)]
+    for expected, actual in zip(la.functional(x), loaded.functional(x), strict=True):
+        assert torch.equal(expected, actual)
+    draws = [each.sample(2, torch.Generator().manual_seed(0)) for each in (la, loaded)]
     assert torch.equal(*draws)
-    pairs = (each.posterior.curvature.blocks.values() for each in (la, again))
-    for one, other in zip(*pairs, strict=True):
-        if one.U_A is not None and one.U_A.shape[1] > 1:
-            assert one.U_A.stride() == other.U_A.stride()
+    pairs = (each.posterior.curvature.blocks.values() for each in (la, loaded))
+    for block, loaded_block in zip(*pairs, strict=True):
+        if block.U_A is not None and block.U_A.shape[1] > 1:
+            assert block.U_A.stride() == loaded_block.U_A.stride()
 
 
 def test_debiased_magnitudes_are_those_of_the_oracle(monkeypatch):
     keep_rows(monkeypatch)
-    one, two = batches(3, 2)
-    la = Laplace(network()).fit_batches([one], [two], num_data=50)
+    first_batch, second_batch = batches(3, 2)
+    la = Laplace(network()).fit_batches([first_batch], [second_batch], num_data=50)
     for layer in ("conv", "hidden"):
         first, second = (
-            oracle.kfac_factors(la.model, x, "classification", layer) for x, _ in (one, two)
+            oracle.kfac_factors(la.model, x, "classification", layer)
+            for x, _ in (first_batch, second_batch)
         )
         expected = oracle.pooled_block(first, oracle.kfac_block(second))
         actual = la.posterior.curvature.blocks[f"{layer}.weight"].to_dense()
@@ -180,7 +186,7 @@ def test_rows_that_are_not_finite_are_refused(monkeypatch, bad):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("num_columns", [2, 8])
 def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, num_columns):
-    """Of two cotangents at two positions there are fewer rows than half of the outputs."""
+    """Two cotangents at two positions give fewer rows than half of the outputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(6 * groups, 20 * groups, 2, groups=groups)).double()
     [block] = curvature_blocks(model, ["0.weight"])
@@ -191,8 +197,8 @@ def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, 
     U_G, U_A = (torch.linalg.qr(torch.randn(*block.groups, d, d).double())[0] for d in block.shape)
     expected = magnitudes.ekfac_magnitudes(record, Basis(U_G), Basis(U_A))
     for dim, rank in zip((-2, -1), ranks, strict=True):
-        kept, rest = expected.tensor_split([rank], dim)
-        expected = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
+        leading, remainder = expected.tensor_split([rank], dim)
+        expected = torch.cat([leading, remainder.mean(dim, keepdim=True)], dim)
     thin = (ThinBasis(U[..., :rank]) for U, rank in zip((U_G, U_A), ranks, strict=True))
     actual = magnitudes.ekfac_magnitudes(record, *thin)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -204,7 +210,7 @@ def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, 
     [(torch.bfloat16, 3e-2), (torch.float32, 2e-6), (torch.float64, 1e-14)],
 )
 def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, tolerance, examples):
-    """Of large independent patches; with them of ones that are all the same, and of zeros."""
+    """The patches are large and independent, then also all ones, and zeros."""
     torch.manual_seed(0)
     model = nn.Conv2d(9, 40, 3).to(dtype)
     [block] = curvature_blocks(model, ["weight"])
@@ -214,9 +220,10 @@ def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, toler
     U_G, U_A = (torch.linalg.qr(torch.randn(d, 4).double())[0].to(dtype) for d in block.shape)
     products = []
     for apart in (True, False):
-        parts = rotated_jacobians(record, ThinBasis(U_G), ThinBasis(U_A), apart=apart)
-        J = torch.cat([part.J for part in parts]).double()
-        rows = [part.flatten(2) for part in (J[..., :4, 4:], J[..., 4:, :4], J[..., 4:, 4:])]
+        rotated = rotated_jacobians(record, ThinBasis(U_G), ThinBasis(U_A), apart=apart)
+        J = torch.cat([jacobian.J for jacobian in rotated]).double()
+        quadrants = (J[..., :4, 4:], J[..., 4:, :4], J[..., 4:, 4:])
+        rows = [quadrant.flatten(2) for quadrant in quadrants]
         products.append(torch.stack([each @ each.mT for each in rows]))
     assert J.shape[-1] > 4 + 9
     torch.testing.assert_close(*products, rtol=0, atol=tolerance * products[1].max().item())

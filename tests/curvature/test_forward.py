@@ -27,7 +27,8 @@ class Padded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.up = nn.Embedding(6, 4, padding_idx=PAD), nn.Linear(4, 5)
+        self.token = nn.Embedding(6, 4, padding_idx=PAD)
+        self.up = nn.Linear(4, 5)
         self.head = nn.Linear(5, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -40,7 +41,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.shared = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.shared(self.shared(x).relu()).mean(1))
@@ -97,13 +99,14 @@ def test_input_factors_of_both_passes_agree(name: str):
     blocks = curvature_blocks(model, names)
     problem = FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
     factors, expected_totals = factor_sums(problem, [Batch(x, y)])
-    inputs, forward = SideSums(problem, Side.A), ForwardPasses(problem)
+    inputs = SideSums(problem, Side.A)
+    forward = ForwardPasses(problem)
     totals = DataTotals()
-    parts = [Batch(x[:2], y[:2]), Batch(x[2:], y[2:])]
-    outputs = [forward(part, inputs, totals) for part in parts]
+    halves = [Batch(x[:2], y[:2]), Batch(x[2:], y[2:])]
+    outputs = [forward(half, inputs, totals) for half in halves]
     assert totals.as_numbers().input_weights == expected_totals.input_weights
     torch.testing.assert_close(torch.cat(outputs), model(x))
-    found = sum_at_owners(problem, inputs)
-    assert set(found) == {block for block in problem.blocks if not block.is_vector}
-    for block, A in found.items():
+    input_factors = sum_at_owners(problem, inputs)
+    assert set(input_factors) == {block for block in problem.blocks if not block.is_vector}
+    for block, A in input_factors.items():
         torch.testing.assert_close(dense(A), dense(factors[block][1]), rtol=1e-12, atol=1e-13)

@@ -36,14 +36,13 @@ def problem():
 
 
 def flat_function(parameters, x):
-    """Outputs and mean loss as functions of one vector, in the dict's order of names."""
+    """Return the outputs as a function of one vector, in the dict's order, and this vector."""
     sizes = [tensor.numel() for tensor in parameters.values()]
 
     def outputs(vector):
-        parts = vector.split(sizes)
         named = {
-            name: part.view(tensor.shape)
-            for (name, tensor), part in zip(parameters.items(), parts, strict=True)
+            name: flat.view(tensor.shape)
+            for (name, tensor), flat in zip(parameters.items(), vector.split(sizes), strict=True)
         }
         return hidden_layer(named, x)
 
@@ -51,7 +50,7 @@ def flat_function(parameters, x):
 
 
 def in_layout_order(operator, parameters, matrix):
-    """Rows and columns of a dense matrix, from the dict's order to the operator's."""
+    """Permute a dense matrix from the dict's order of parameters to the operator's."""
     starts = {}
     start = 0
     for name, tensor in parameters.items():
@@ -116,9 +115,9 @@ def test_functional_calls_have_the_operators_of_their_module():
 def test_steps_in_place_change_the_operator():
     parameters, (x, y) = problem()
     operator = GGN(FunctionModel(hidden_layer, parameters), LOSS, [(x, y)])
-    before = operator.to_dense()
+    matrix_before = operator.to_dense()
     parameters["b"][0] += 1.0
-    assert not torch.allclose(operator.to_dense(), before)
+    assert not torch.allclose(operator.to_dense(), matrix_before)
 
 
 @pytest.mark.usefixtures("unchecked")  # passes wrong types

@@ -47,22 +47,22 @@ def exact_blocks(model, x, names, num_groups):
     starts = [sum(model.get_parameter(n).numel() for n in names[:i]) for i in range(len(names))]
     blocks = []
     for group in range(num_groups):
-        at = torch.cat(
+        positions = torch.cat(
             [start + group * n + torch.arange(n) for start, n in zip(starts, sizes, strict=True)]
         )
-        blocks.append(ggn[at[:, None], at])
+        blocks.append(ggn[positions[:, None], positions])
     return torch.stack(blocks)
 
 
 def dense_groups(block):
     """The groups' matrices of a fitted block, `[g, d, d]`."""
     size = block.shape[0] // len(block.magnitudes)
-    whole = block.to_dense().unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    dense = block.to_dense().unflatten(0, (-1, size)).unflatten(2, (-1, size))
     groups = torch.arange(len(block.magnitudes))
-    found = whole[groups, :, groups].clone()
-    whole[groups, :, groups] = 0
-    assert not whole.any(), "something lies beside the groups' own"
-    return found
+    diagonal_blocks = dense[groups, :, groups].clone()
+    dense[groups, :, groups] = 0
+    assert not dense.any(), "entries between groups are not zero"
+    return diagonal_blocks
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -80,7 +80,7 @@ def test_the_block_of_a_depthwise_kernel_is_exact(name, joint):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", DEPTHWISE)
 def test_in_single_precision_it_is_exact_to_rounding(name, joint):
-    """Where the processor has fast convolutions, they take the place of patches."""
+    """On processors with fast convolutions, these replace the patches."""
     make, shape = DEPTHWISE[name]
     model, x, y = network(make(), shape)
     names = ["0.1.weight", "0.1.bias"] if joint else ["0.1.weight"]
@@ -95,7 +95,7 @@ def test_in_single_precision_it_is_exact_to_rounding(name, joint):
 
 
 class OneByOne(nn.Module):
-    """A convolution for every group of a grouped one, side by side."""
+    """A grouped convolution as a separate convolution for each group."""
 
     def __init__(self, grouped):
         super().__init__()
@@ -104,17 +104,18 @@ class OneByOne(nn.Module):
         weights = grouped.weight.detach().chunk(g)
         biases = grouped.bias.detach().chunk(g)
         for weight, bias in zip(weights, biases, strict=True):
-            part = type(grouped)(
+            convolution = type(grouped)(
                 grouped.in_channels // g, grouped.out_channels // g, grouped.kernel_size,
                 grouped.stride, grouped.padding, dilation=grouped.dilation,
             ).to(weight)  # fmt: skip
-            part.weight.data, part.bias.data = weight.clone(), bias.clone()
-            self.groups.append(part)
+            convolution.weight.data = weight.clone()
+            convolution.bias.data = bias.clone()
+            self.groups.append(convolution)
 
     def forward(self, x):
-        parts = x.chunk(len(self.groups), dim=1)
-        found = [layer(part) for layer, part in zip(self.groups, parts, strict=True)]
-        return torch.cat(found, dim=1)
+        chunks = x.chunk(len(self.groups), dim=1)
+        outputs = [layer(chunk) for layer, chunk in zip(self.groups, chunks, strict=True)]
+        return torch.cat(outputs, dim=1)
 
 
 WIDE = {
@@ -127,7 +128,7 @@ WIDE = {
 
 
 def pair(name):
-    """A network with a grouped convolution, the one with a convolution for every group, data."""
+    """A network with a grouped convolution, one with separate convolutions, and data."""
     make, shape = WIDE[name]
     model, x, y = network(make(), shape)
     split = nn.Sequential(nn.Sequential(*model[0]), model[1])
@@ -141,8 +142,8 @@ def pair(name):
 def test_factors_of_every_group_are_the_oracles(name, sharing):
     model, split, x, y = pair(name)
     la = Laplace(model, params=["0.1.weight"], sharing=sharing).fit_batches([(x, y)])
-    found = dense_groups(la.posterior.curvature.blocks["0.1.weight"])
-    for group, block in enumerate(found):
+    blocks = dense_groups(la.posterior.curvature.blocks["0.1.weight"])
+    for group, block in enumerate(blocks):
         path = f"0.1.groups.{group}"
         factors = oracle.kfac_factors(split, x, "classification", path, None, sharing)
         expected = torch.kron(factors["G"], factors["A"])
@@ -153,7 +154,7 @@ def by_groups(model, split, x, y, **options):
     """Dense blocks `[g, d, d]` of the grouped convolution, and those of the separate ones."""
     mode = options.pop("mode", "full")
     params = options.pop("params", lambda name, _: name.startswith("0.1."))
-    found = []
+    weight_blocks = []
     for network in (model, split):
         la = Laplace(network, params=params, **options)
         half = len(x) // 2
@@ -161,9 +162,9 @@ def by_groups(model, split, x, y, **options):
             la.fit_batches([(x[:half], y[:half])], [(x[half:], y[half:])])
         else:
             la.fit_batches([(x, y)], folds=2 if mode == "crossfit" else None)
-        weights = [b for n, b in la.posterior.curvature.blocks.items() if "weight" in n]
-        found.append(weights)
-    (grouped,), separate = found
+        blocks = la.posterior.curvature.blocks
+        weight_blocks.append([block for name, block in blocks.items() if "weight" in name])
+    (grouped,), separate = weight_blocks
     return dense_groups(grouped), torch.stack([block.to_dense() for block in separate])
 
 
@@ -172,16 +173,16 @@ def by_groups(model, split, x, y, **options):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
 def test_every_fit_equals_that_of_separate_convolutions(curvature, mode, joint):
     model, split, x, y = pair("conv2d")
-    found, expected = by_groups(model, split, x, y, curvature=curvature, mode=mode, joint=joint)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    actual, expected = by_groups(model, split, x, y, curvature=curvature, mode=mode, joint=joint)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", WIDE)
 def test_every_layer_equals_separate_convolutions(name, sharing):
     model, split, x, y = pair(name)
-    found, expected = by_groups(model, split, x, y, sharing=sharing, joint=True)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    actual, expected = by_groups(model, split, x, y, sharing=sharing, joint=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
 
 
 class Sentences(nn.Module):
@@ -203,12 +204,13 @@ class Sentences(nn.Module):
 def test_positions_of_padding_count_in_no_group(sharing):
     model = randomised(Sentences(nn.Conv1d(4, 4, 1, groups=2)))
     split = Sentences(OneByOne(model.layer)).double().eval()
-    split.table, split.head = model.table, model.head
+    split.table = model.table
+    split.head = model.head
     tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0], [6, 1, 2, 3]])
     options = {"params": lambda name, _: name.startswith("layer"), "sharing": sharing}
-    found, expected = by_groups(model, split, tokens, torch.tensor([0, 1, 2]), **options)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-    # Padding would change them.
+    actual, expected = by_groups(model, split, tokens, torch.tensor([0, 1, 2]), **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    # Further padding changes nothing.
     longer = torch.cat([tokens, torch.zeros(3, 2, dtype=torch.long)], dim=1)
     again, _ = by_groups(model, split, longer, torch.tensor([0, 1, 2]), **options)
-    torch.testing.assert_close(again, found, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(again, actual, rtol=1e-9, atol=1e-11)

@@ -1,6 +1,7 @@
 """K-FAC and EKFAC as operators, against factors and GGNs built from torch's own derivatives."""
 
 import copy
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -35,7 +36,7 @@ def mlp(outputs=C):
 
 
 def grouped():
-    """Its blocks' rows are not in the order of the parameters."""
+    """A network whose blocks' rows are not in the order of the parameters."""
     return network(
         lambda: nn.ConvTranspose2d(2, 3, 2), nn.Tanh, nn.Flatten, lambda: nn.Linear(27, C)
     )
@@ -91,11 +92,12 @@ def split(x, y, *sizes):
 
 
 def dense_empirical(model, loss, x, y):
-    """Gradients of the summed loss, an example a row, over what the mean divides by."""
+    """The empirical Fisher: examples' outer products of gradients, over the loss's divisor."""
     summed = copy.copy(loss)
     summed.reduction = "sum"
     outputs = model(x).detach().requires_grad_()
-    mean, total = loss(outputs, y), summed(outputs, y)
+    mean = loss(outputs, y)
+    total = summed(outputs, y)
     g = torch.autograd.grad(total, outputs)[0].flatten(1)
     J = dense_jacobian(model, x).flatten(1, -2)
     rows = torch.einsum("no,nod->nd", g, J)
@@ -103,19 +105,22 @@ def dense_empirical(model, loss, x, y):
 
 
 def blocks_of(model, dense):
-    """What lies outside the blocks of one parameter set to zero."""
-    sizes = [p.numel() for p in model.parameters()]
-    return torch.block_diag(*(dense[s:e, s:e] for s, e in zip(*bounds(sizes), strict=True)))
+    """Set the entries outside the blocks of single parameters to zero."""
+    starts, ends = bounds([p.numel() for p in model.parameters()])
+    blocks = [dense[start:end, start:end] for start, end in zip(starts, ends, strict=True)]
+    return torch.block_diag(*blocks)
 
 
 def bounds(sizes):
+    """First and last positions (exclusive) of consecutive blocks of these sizes."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [end - size for end, size in zip(ends, sizes, strict=True)], ends
 
 
 def rotation_of(K):
     """The eigenvectors as a dense matrix in the order of the parameters, and their magnitudes."""
-    columns, magnitudes = [], []
+    columns = []
+    magnitudes = []
     for block in K.blocks.blocks.values():
         U_G = torch.eye(block.magnitudes.shape[0], dtype=F64) if block.U_G is None else block.U_G
         U_A = torch.eye(block.magnitudes.shape[1], dtype=F64) if block.U_A is None else block.U_A
@@ -145,7 +150,7 @@ def example_weights(loss, y):
 
 
 def mlp_factors(model, loss, x, y):
-    """A and G of the layers of `mlp`, written out, and what the loss divides by.
+    """A and G of the layers of `mlp`, written out, and the divisor of the loss.
 
     A is the mean over the examples, with their weights in the loss.
     """
@@ -179,14 +184,16 @@ def test_weights_of_labels_are_not_rounded_to_the_dtype_of_the_targets(operator,
     weight, pos_weight = WEIGHTS / 3, WEIGHTS / 7
     loss = nn.BCEWithLogitsLoss(weight=weight, pos_weight=pos_weight)
     x = randn(N, 4, seed=5)
-    found, expected = (operator(mlp(), loss, [(x, y)]).to_dense() for y in (BITS.to(dtype), BITS))
-    oracle.close(found, expected, 1e-12)
+    actual = operator(mlp(), loss, [(x, BITS.to(dtype))]).to_dense()
+    expected = operator(mlp(), loss, [(x, BITS)]).to_dense()
+    oracle.close(actual, expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name, (make, _, _) in CASES.items() if make is mlp])
 def test_kfac_has_the_factors_of_torchs_loss(name):
     make, loss, y = CASES[name]
-    model, x = make(), randn(N, 4, seed=1)
+    model = make()
+    x = randn(N, 4, seed=1)
     (G1, A1), (G2, A2) = mlp_factors(model, loss, x, y)
     expected = torch.block_diag(torch.kron(G1, A1), G1, torch.kron(G2, A2), G2)
     K = KFAC(model, loss, split(x, y, 4, 2))
@@ -209,7 +216,8 @@ def test_ekfac_has_the_curvature_of_torchs_loss_along_its_directions(case):
 )
 def test_one_example_is_exact(make, name):
     build, loss, y = CASES[name]
-    model, x = build(), randn(1, 4, seed=2)
+    model = build()
+    x = randn(1, 4, seed=2)
     K = make(model, loss, [(x, y[:1])])
     expected = blocks_of(model, dense_ggn(model, loss, x, y[:1]))
     torch.testing.assert_close(K.to_dense(), expected, rtol=0, atol=1e-12)
@@ -226,15 +234,16 @@ def test_one_example_is_exact(make, name):
 @pytest.mark.parametrize("joint", [False, True])
 def test_deep_linear_networks_with_squared_error_are_exact(make, reduction, joint):
     sizes = (4, 5, 3, 2)
-    layers = [lambda i=i, o=o: nn.Linear(i, o) for i, o in pairwise(sizes)]
-    model, loss = network(*layers), nn.MSELoss(reduction=reduction)
+    layers = [partial(nn.Linear, d_in, d_out) for d_in, d_out in pairwise(sizes)]
+    model = network(*layers)
+    loss = nn.MSELoss(reduction=reduction)
     x, y = randn(7, 4), randn(7, 2, seed=1)
     dense = dense_ggn(model, loss, x, y)
     if joint:
-        pairs = [
-            p.numel() + q.numel() for p, q in zip(*[iter(model.parameters())] * 2, strict=True)
-        ]
-        expected = torch.block_diag(*(dense[s:e, s:e] for s, e in zip(*bounds(pairs), strict=True)))
+        layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in model]
+        starts, ends = bounds(layer_sizes)
+        blocks = [dense[start:end, start:end] for start, end in zip(starts, ends, strict=True)]
+        expected = torch.block_diag(*blocks)
     else:
         expected = blocks_of(model, dense)
     K = make(model, loss, split(x, y, 3, 4), joint=joint)
@@ -244,7 +253,8 @@ def test_deep_linear_networks_with_squared_error_are_exact(make, reduction, join
 @pytest.mark.parametrize("name", ["class weights", "binary, weighted", "squared", "positions"])
 def test_empirical_magnitudes_are_those_of_the_empirical_fisher(name):
     build, loss, y = CASES[name]
-    model, x = build(), randn(N, *INPUTS[build], seed=1)
+    model = build()
+    x = randn(N, *INPUTS[build], seed=1)
     K = EKFAC(model, loss, split(x, y, 4, 2), fisher="empirical")
     U, magnitudes = rotation_of(K)
     expected = dense_empirical(model, loss, x, y)
@@ -258,14 +268,16 @@ def test_empirical_magnitudes_are_those_of_the_empirical_fisher(name):
 )
 def test_drawn_labels_converge_to_the_closed_form(name):
     build, loss, y = CASES[name]
-    model, x = build(), randn(N, *INPUTS[build], seed=1)
+    model = build()
+    x = randn(N, *INPUTS[build], seed=1)
     ggn = dense_ggn(model, loss, x, y)
     samples = []
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         drawn = EKFAC(model, loss, [(x, y)], fisher="mc", mc_samples=20, generator=generator)
         samples.append(trace(drawn).value)
-    mean, error = torch.stack(samples).mean(), torch.stack(samples).std() / 12**0.5
+    mean = torch.stack(samples).mean()
+    error = torch.stack(samples).std() / 12**0.5
     assert (mean - ggn.trace()).abs() <= 4 * error
     assert error < 0.15 * ggn.trace()
 
@@ -275,15 +287,20 @@ def test_drawn_labels_converge_to_the_closed_form(name):
     [nn.CrossEntropyLoss(weight=WEIGHTS), nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum")],
 )
 def test_magnitudes_from_other_data(loss):
-    model, x, y = mlp(), randn(N, 4), LABELS
-    x2, y2 = randn(4, 4, seed=8), torch.tensor([1, 2, 2, 0])
+    model = mlp()
+    x = randn(N, 4)
+    y = LABELS
+    x2 = randn(4, 4, seed=8)
+    y2 = torch.tensor([1, 2, 2, 0])
     first = KFAC(model, loss, [(x, y)])
     second = KFAC(model, loss, [(x2, y2)])
-    both = KFAC(model, loss, split(x, y, 2, 4), magnitudes=split(x2, y2, 3, 1))
-    assert both.num_data == 4
-    for name, block in both.blocks.blocks.items():
-        directions, measured = first.blocks.blocks[name], second.blocks.blocks[name].to_dense()
-        U_G, U_A = directions.U_G, directions.U_A
+    combined = KFAC(model, loss, split(x, y, 2, 4), magnitudes=split(x2, y2, 3, 1))
+    assert combined.num_data == 4
+    for name, block in combined.blocks.blocks.items():
+        directions = first.blocks.blocks[name]
+        measured = second.blocks.blocks[name].to_dense()
+        U_G = directions.U_G
+        U_A = directions.U_A
         U = torch.kron(U_G, torch.eye(1, dtype=F64) if U_A is None else U_A)
         along = (U.T @ measured @ U).diagonal().view_as(block.magnitudes)
         torch.testing.assert_close(block.magnitudes, along, rtol=0, atol=1e-12)
@@ -295,7 +312,10 @@ def test_magnitudes_from_other_data(loss):
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])
 def test_arguments_that_change_no_result(make):
-    model, loss, x, y = grouped(), nn.CrossEntropyLoss(), randn(N, 2, 2, 2), LABELS
+    model = grouped()
+    loss = nn.CrossEntropyLoss()
+    x = randn(N, 2, 2, 2)
+    y = LABELS
     K = make(model, loss, [(x, y)])
     assert isinstance(K, Permuted)
     assert all(isinstance(block, EigenKronecker) for block in K.blocks.blocks.values())
@@ -305,11 +325,9 @@ def test_arguments_that_change_no_result(make):
 
 
 def test_arguments_that_change_the_result():
-    model, loss, y = (
-        network(lambda: nn.Conv2d(2, 3, 2), nn.Tanh, nn.Flatten, lambda: nn.Linear(3 * 4, C)),
-        nn.CrossEntropyLoss(),
-        LABELS,
-    )
+    model = network(lambda: nn.Conv2d(2, 3, 2), nn.Tanh, nn.Flatten, lambda: nn.Linear(3 * 4, C))
+    loss = nn.CrossEntropyLoss()
+    y = LABELS
     data = [(randn(N, 2, 3, 3), y)]
     expected = KFAC(model, loss, data).to_dense()
     for arguments in ({"sharing": "reduce"}, {"joint": True}, {"fisher": "empirical"}):
@@ -324,7 +342,9 @@ def mean_absolute(outputs, targets):
 
 
 def test_any_loss_has_an_empirical_fisher():
-    model, x, y = mlp(), randn(N, 4), randn(N, C, seed=1)
+    model = mlp()
+    x = randn(N, 4)
+    y = randn(N, C, seed=1)
     K = EKFAC(model, mean_absolute, [(x, y)], fisher="empirical", reduction="mean")
     U, magnitudes = rotation_of(K)
     expected = EmpiricalFisher(model, mean_absolute, [(x, y)], reduction="mean").to_dense()
@@ -371,7 +391,8 @@ def test_bad_input_is_refused_with_a_remedy(change, error, message):
 
 
 class Kronecker(NetworkConformance):
-    symmetric = positive_semidefinite = True
+    symmetric = True
+    positive_semidefinite = True
     tolerance = MappingProxyType({torch.float32: 1e-4, F64: 1e-11})
     build = KFAC
 
@@ -441,18 +462,19 @@ def test_wide_factors_are_the_oracles_however_the_batch_is_cut(memory_bound, pos
     factors = oracle.kfac_factors(model, x, "classification", "wide", None, sharing)
     V = torch.randn(300, 5, generator=g, dtype=torch.float64)
     expected = factors["G"] @ V @ factors["A"]
-    found = (K.blocks.blocks["wide.weight"] @ V.flatten()).view(300, 5)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    product = (K.blocks.blocks["wide.weight"] @ V.flatten()).view(300, 5)
+    torch.testing.assert_close(product, expected, rtol=1e-9, atol=1e-12)
     bias = K.blocks.blocks["wide.bias"] @ V[:, 0]
     torch.testing.assert_close(bias, factors["bias"] @ V[:, 0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("damping", [1e-2, 1e-4])
 def test_kfac_of_one_layer_halves_the_products_that_cg_needs(damping):
-    """As docs/linear-algebra-benchmarks.md advises; the solution is that of the dense system."""
+    """This is the advice of docs/linear-algebra-benchmarks.md; a dense solve is the reference."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double().eval()
-    loss, head = nn.CrossEntropyLoss(), ["2.weight", "2.bias"]
+    loss = nn.CrossEntropyLoss()
+    head = ["2.weight", "2.bias"]
     data = [(randn(128, 8, seed=1), torch.arange(128) % 3)]
     G = GGN(model, loss, data, params=head)
     shift = damping * Identity(G.shape[0])

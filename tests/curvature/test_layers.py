@@ -1,4 +1,4 @@
-"""Every layer type against dense float64 Jacobians: nothing here knows how a layer is treated.
+"""Every layer type against dense float64 Jacobians, which do not depend on a layer's rule.
 
 Three exactness regimes: the diagonal and the functional covariance, which are exact for any
 network; `expand`, exact where every position has outputs of its own; `reduce`, exact where the
@@ -27,7 +27,8 @@ class HuggingFaceConv1D(nn.Module):
 
     def __init__(self, nf, nx):
         super().__init__()
-        self.nf, self.nx = nf, nx
+        self.nf = nf
+        self.nx = nx
         self.weight = nn.Parameter(torch.randn(nx, nf))
         self.bias = nn.Parameter(torch.randn(nf))
 
@@ -144,8 +145,10 @@ def test_the_functional_covariance_is_that_of_dense_jacobians(name, curvature, j
     assert_equal(covariance, expected)
     assert_equal(la.functional(x, diagonal=True)[1], expected.diagonal(dim1=1, dim2=2))
     chosen = torch.tensor([[2, 0], [1, 2], [0, 1]])
-    of_chosen = torch.stack([c[i][:, i] for c, i in zip(expected, chosen, strict=True)])
-    assert_equal(la.functional(x, outputs=chosen)[1], of_chosen)
+    chosen_covariance = torch.stack(
+        [covariance[index][:, index] for covariance, index in zip(expected, chosen, strict=True)]
+    )
+    assert_equal(la.functional(x, outputs=chosen)[1], chosen_covariance)
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -173,14 +176,14 @@ def test_expand_is_exact_where_every_position_has_its_own_outputs(name, joint):
 
 
 class UsedTwice(nn.Module):
-    """A layer each of whose uses has outputs of its own."""
+    """A network that applies a layer to each column, and joins the outputs."""
 
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
 
     def forward(self, x):
-        return torch.cat([self.layer(part).flatten(1) for part in x.unbind(1)], 1)
+        return torch.cat([self.layer(column).flatten(1) for column in x.unbind(1)], 1)
 
 
 @pytest.mark.parametrize("name", ["linear", "linear_more_positions", "conv2d", "conv2d_grouped"])
@@ -196,7 +199,8 @@ def test_expand_is_exact_where_every_use_has_its_own_outputs(name):
 class MeanOverPositions(nn.Module):
     def __init__(self, layer, channels_first):
         super().__init__()
-        self.layer, self.channels_first = layer, channels_first
+        self.layer = layer
+        self.channels_first = channels_first
 
     def forward(self, x):
         z = self.layer(x)
@@ -235,7 +239,7 @@ def test_embeddings_have_exact_jacobians(curvature, padding_idx):
     model = randomised(Bag(padding_idx))
     x, y = torch.tensor([[0, 2, 2, 5], [1, 1, 1, 2], [4, 0, 5, 0]]), torch.tensor([0, 2, 1])
     la = Laplace(model, curvature=curvature, prior_precision=0.3)
-    # Ways to train, which do not change the function.
+    # These options change the training but not the function.
     model.table.sparse = model.table.scale_grad_by_freq = True
     la.fit_batches([(x, y)], num_data=5)
     G = GGN(model, nn.CrossEntropyLoss(), [(x, y)]).to_dense()
@@ -244,7 +248,7 @@ def test_embeddings_have_exact_jacobians(curvature, padding_idx):
     J = oracle.flat_jacobian(model, x, la.param_names)
     assert_equal(la.functional(x)[1], J @ torch.linalg.inv(precision) @ J.mT)
     ggn = exact_ggn(model, x, "classification", la.param_names)
-    # The row of `padding_idx` is fixed forward as well as back.
+    # The row of `padding_idx` has no derivative in forward mode either.
     assert_equal(G, ggn)
     if curvature != "kfac":
         assert_equal(dense_curvature(la).trace(), ggn.trace())
@@ -268,7 +272,8 @@ def test_kfac_of_an_embedding_is_exact_where_every_token_has_its_own_outputs():
 )
 def test_attention_has_exact_jacobians(curvature, options, bias):
     model = randomised(Attention(bias=bias, **options))
-    x, y = torch.randn(BATCH, 5, 4).double(), torch.tensor([0, 2, 1])
+    x = torch.randn(BATCH, 5, 4).double()
+    y = torch.tensor([0, 2, 1])
     la = Laplace(model, curvature=curvature, prior_precision=0.3)
     la.fit_batches([(x, y)], num_data=5)
     precision = 5 * dense_curvature(la) + 0.3 * torch.eye(len(la.mean)).double()
@@ -284,7 +289,8 @@ def test_a_transformer_encoder_is_seen_layer_by_layer():
     encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True)
     model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(20, 3))
     model = randomised(model)
-    x, y = torch.randn(BATCH, 5, 4).double(), torch.tensor([0, 2, 1])
+    x = torch.randn(BATCH, 5, 4).double()
+    y = torch.tensor([0, 2, 1])
     la = Laplace(model, curvature="diag").fit_batches([(x, y)])
     ggn = exact_ggn(model, x, "classification", la.param_names)
     assert_equal(dense_curvature(la).diagonal(), ggn.diagonal())
@@ -294,7 +300,8 @@ def test_a_transformer_encoder_is_seen_layer_by_layer():
 @pytest.mark.parametrize("method", ["glm-mc", "nn"])
 def test_sampling_predictives_see_into_attention(method):
     model = randomised(Attention())
-    x, y = torch.randn(BATCH, 5, 4).double(), torch.tensor([0, 2, 1])
+    x = torch.randn(BATCH, 5, 4).double()
+    y = torch.tensor([0, 2, 1])
     la = Laplace(model, prior_precision=1e14).fit_batches([(x, y)])
     probs = la.predict(x, method, samples=3).probs
     torch.testing.assert_close(probs, model(x).detach().softmax(-1), rtol=1e-5, atol=1e-5)

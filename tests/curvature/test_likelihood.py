@@ -45,20 +45,26 @@ def test_drawn_gradients_are_those_of_labels_with_the_probabilities_of_the_softm
 
 def test_keyed_uniforms_are_uniform_and_independent_of_the_cut():
     like = torch.empty(20_000, 2)
-    whole = Uniforms(5, 0, 0)(like)
-    parts = [Uniforms(5, 0, first)(like[:7000]) for first in (0, 7000, 14000)]
-    assert torch.equal(whole, torch.cat(parts)[:20_000])
-    counts = torch.histc(whole, 20, 0, 1)
+    uniforms = Uniforms(5, 0, 0)(like)
+    chunks = [Uniforms(5, 0, first)(like[:7000]) for first in (0, 7000, 14000)]
+    assert torch.equal(uniforms, torch.cat(chunks)[:20_000])
+    counts = torch.histc(uniforms, 20, 0, 1)
     chi_squared = ((counts - 2000).square() / 2000).sum()
     assert chi_squared < 46  # 99.95 % quantile for 19 degrees of freedom
-    others = [Uniforms(6, 0, 0)(like), Uniforms(5, 1, 0)(like), whole.roll(1, 0)]
-    pairs = [(whole[:, 0], whole[:, 1])] + [(whole[:, 0], other[:, 0]) for other in others]
-    for a, b in pairs:
-        assert torch.corrcoef(torch.stack([a, b]))[0, 1].abs() < 4.5 / 20_000**0.5
+    column = uniforms[:, 0]
+    independent_columns = [
+        uniforms[:, 1],
+        Uniforms(6, 0, 0)(like)[:, 0],
+        Uniforms(5, 1, 0)(like)[:, 0],
+        uniforms.roll(1, 0)[:, 0],
+    ]
+    for independent in independent_columns:
+        correlation = torch.corrcoef(torch.stack([column, independent]))[0, 1]
+        assert correlation.abs() < 4.5 / 20_000**0.5
 
 
 def split_mix(seed, keys):
-    """SplitMix64's finaliser once per key, in Python's integers: a number in (0, 1)."""
+    """A number in (0, 1): SplitMix64's finaliser applied once per key, in Python's integers."""
     state = seed % 2**64
     for key in keys:
         state = (state + (key + 1) * 0x9E3779B97F4A7C15) % 2**64
@@ -114,7 +120,7 @@ def test_gaussian_predictive_adds_the_noise():
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "outputs", "targets", "error", "says"),
+    ("likelihood", "outputs", "targets", "error", "message"),
     [
         (Categorical(), (4, 3), torch.tensor([0, 1, 2, 3]), ValueError, "between 0 and 2"),
         (Categorical(), (4, 3), torch.tensor([0, 1, 2, -1]), ValueError, "-1"),
@@ -132,8 +138,8 @@ def test_gaussian_predictive_adds_the_noise():
         (Gaussian([1.0, 1.0]), (4, 3), torch.zeros(4, 3), ValueError, "entries"),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(likelihood, outputs, targets, error, says):
-    with pytest.raises(error, match=says):
+def test_targets_that_do_not_fit_are_refused(likelihood, outputs, targets, error, message):
+    with pytest.raises(error, match=message):
         likelihood.check(torch.zeros(outputs), targets)
 
 

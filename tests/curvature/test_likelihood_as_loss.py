@@ -1,4 +1,4 @@
-"""A likelihood is a loss: operators of it have the units of the posterior's curvature."""
+"""A likelihood is a loss, whose operators have the scale of the posterior's curvature."""
 
 import hand_likelihoods as hand
 import pytest
@@ -22,12 +22,12 @@ def network(num_outputs):
     return model.eval()
 
 
-# Of each likelihood the plain case and the one with most arguments.
-MOST = (
+# For each likelihood, the plain case and the one with most arguments.
+MOST_ARGUMENTS = (
     *("class weights and smoothing", "soft, weights, smoothing", "binary", "several labels"),
     *("label weights", "heteroscedastic"),
 )
-CASES = hand.STANDARD | {name: hand.CASES[name] for name in MOST}
+CASES = hand.STANDARD | {name: hand.CASES[name] for name in MOST_ARGUMENTS}
 
 
 def case(name, shape):
@@ -43,21 +43,21 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def mean_nll(model, likelihood, x, y):
-    """The loss that the operators are of, as a function of the flattened parameters."""
+    """Return the mean loss as a function of the flattened parameters, and these parameters."""
     names = [name for name, _ in model.named_parameters()]
     sizes = [p.numel() for p in model.parameters()]
 
-    def value(theta):
-        parts = theta.split(sizes)
+    def mean_loss(theta):
+        values = theta.split(sizes)
         parameters = {
-            name: part.view_as(p)
-            for name, part, p in zip(names, parts, model.parameters(), strict=True)
+            name: value.view_as(parameter)
+            for name, value, parameter in zip(names, values, model.parameters(), strict=True)
         }
         outputs = functional_call(model, parameters, (x,)).flatten(0, -2)
         rows = y.flatten(0, outputs.ndim - 3 + x.ndim - 1) if x.ndim > 2 else y
         return likelihood.nll(outputs, rows).sum() / len(x)
 
-    return value, torch.cat([p.detach().flatten() for p in model.parameters()])
+    return mean_loss, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @cases
@@ -77,8 +77,8 @@ def test_ggn_and_ekfac_are_the_curvature_of_the_posterior(name, shape):
     la = Laplace(model, likelihood, curvature="full", prior_precision=3.0).fit_batches(batches)
     G = GGN(model, likelihood, batches).to_dense()
     expected = N * G + 3.0 * torch.eye(len(G), dtype=G.dtype)
-    found = la.posterior.precision @ torch.eye(len(G), dtype=G.dtype)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    precision = la.posterior.precision @ torch.eye(len(G), dtype=G.dtype)
+    torch.testing.assert_close(precision, expected, rtol=1e-9, atol=1e-9)
     for kind, curvature in ((KFAC, "kfac"), (EKFAC, "ekfac")):
         la = Laplace(model, likelihood, curvature=curvature).fit_batches(batches)
         blocks = kind(model, likelihood, batches).blocks.blocks

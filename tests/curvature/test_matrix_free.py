@@ -74,12 +74,12 @@ def test_empirical_fisher_of_every_loss(name):
 
 
 def cubic(outputs, targets):
-    """No class of torch's; its Hessian is neither constant nor diagonal."""
+    """A loss without a class in torch, whose Hessian is neither constant nor diagonal."""
     return ((outputs.sum(1) - targets.double()) ** 4 + outputs.exp().sum(1)).mean()
 
 
 class Tempered(nn.CrossEntropyLoss):
-    """A subclass that is not what its base class is."""
+    """A subclass that computes a different loss from its base class."""
 
     def forward(self, outputs, targets):
         return super().forward(outputs**3, targets)
@@ -97,7 +97,9 @@ class Tempered(nn.CrossEntropyLoss):
     ids=["mean", "sum", "function", "module", "masked"],
 )
 def test_any_callable(loss, reduction):
-    model, x, y = build("mlp"), inputs(3), LABELS
+    model = build("mlp")
+    x = inputs(3)
+    y = LABELS
     data = batches(x, y, 3)
     close(Hessian(model, loss, data, reduction=reduction), dense_hessian(model, loss, x, y))
     G = dense_ggn(model, loss, x, y)
@@ -125,7 +127,8 @@ def test_binary_cross_entropy_bends_at_any_logit(logit, target):
 
 
 def test_a_linear_loss_has_no_ggn():
-    model, data = build("mlp"), batches(inputs(3), LABELS, 3)
+    model = build("mlp")
+    data = batches(inputs(3), LABELS, 3)
     assert not GGN(model, lambda f, y: f.sum(), data, reduction="sum").to_dense().any()
     H = Hessian(model, lambda f, y: f.sum(), data, reduction="sum")
     close(H, dense_hessian(model, lambda f, y: f.sum(), inputs(3), LABELS))
@@ -134,7 +137,10 @@ def test_a_linear_loss_has_no_ggn():
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
-    model, x, y, loss = build(name), inputs(3), LABELS, nn.CrossEntropyLoss()
+    model = build(name)
+    x = inputs(3)
+    y = LABELS
+    loss = nn.CrossEntropyLoss()
     operator = GGN(model, loss, batches(x, y, 3))
     close(operator, dense_ggn(model, loss, x, y))
     assert_on_its_path(operator, name)
@@ -144,7 +150,10 @@ def test_models(name):
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("name", ["conv", "attention", "recurrent", "tied", "masked"])
 def test_models_in_the_hessian(name):
-    model, x, y, loss = build(name), inputs(3), LABELS, nn.CrossEntropyLoss()
+    model = build(name)
+    x = inputs(3)
+    y = LABELS
+    loss = nn.CrossEntropyLoss()
     operator = Hessian(model, loss, batches(x, y, 3))
     close(operator, dense_hessian(model, loss, x, y))
     assert_on_its_path(operator, name)
@@ -152,10 +161,13 @@ def test_models_in_the_hessian(name):
 
 def test_second_derivatives_that_torch_lacks_or_has_wrong():
     model = nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Hardsigmoid(True), nn.Linear(4, 3))
-    # Goes on with the tensor that was changed in place, not with the one that is returned.
+    # The hook returns the module's input, which the module has overwritten with its output.
     model.double()[1].register_forward_hook(lambda module, args, output: args[0])
-    x, loss, t = inputs(3), nn.CrossEntropyLoss(), flatten(model, trainable(model))
-    f, H = function_of(model, trainable(model), x), Hessian(model, loss, [(x, LABELS)]).to_dense()
+    x = inputs(3)
+    loss = nn.CrossEntropyLoss()
+    t = flatten(model, trainable(model))
+    f = function_of(model, trainable(model), x)
+    H = Hessian(model, loss, [(x, LABELS)]).to_dense()
     above, below = (grad(lambda t: loss(f(t), LABELS))(t + h) for h in (1e-5, -1e-5))
     torch.testing.assert_close(H.sum(1), (above - below) / 2e-5, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(H, H.T)
@@ -169,7 +181,8 @@ def assert_on_its_path(operator, name):
 
 @pytest.mark.parametrize("name", ["conv", "tied", "by value", "unused"])
 def test_jacobians(name):
-    model, x = build(name), inputs(3)
+    model = build(name)
+    x = inputs(3)
     J = dense_jacobian(model, x).flatten(0, 1)
     operator = Jacobian(model, batches(x, LABELS, 4))
     close(operator, J)
@@ -188,16 +201,23 @@ def test_jacobians(name):
     ids=["weights", "last_layer", "names", "predicate"],
 )
 def test_subsets_of_parameters(params, names):
-    model, x, y, loss = build("mlp"), inputs(3), LABELS, nn.CrossEntropyLoss()
+    model = build("mlp")
+    x = inputs(3)
+    y = LABELS
+    loss = nn.CrossEntropyLoss()
     data = batches(x, y, 3)
-    H, G = Hessian(model, loss, data, params), GGN(model, loss, data, params)
+    H = Hessian(model, loss, data, params)
+    G = GGN(model, loss, data, params)
     assert list(H.layout.names) == names
     close(H, dense_hessian(model, loss, x, y, names))
     close(G, dense_ggn(model, loss, x, y, names))
 
 
 def test_parameters_by_name():
-    model, x, y, loss = build("mlp"), inputs(3), LABELS, nn.CrossEntropyLoss()
+    model = build("mlp")
+    x = inputs(3)
+    y = LABELS
+    loss = nn.CrossEntropyLoss()
     operator = GGN(model, loss, batches(x, y, 3))
     product = operator @ {name: p.detach() for name, p in model.named_parameters()}
     expected = dense_ggn(model, loss, x, y) @ flatten(model, trainable(model))
@@ -221,9 +241,9 @@ def test_parameters_by_name():
 def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
     model, loss, x, y = case(name)
     outputs = model(x).detach()
-    known = output_loss(loss, None)
-    labels = known.labels(y, outputs.ndim)
-    draws = [known.drawn_gradient(outputs, labels, Uniforms(5, s, 0)) for s in range(500)]
+    likelihood = output_loss(loss, None)
+    labels = likelihood.labels(y, outputs.ndim)
+    draws = [likelihood.drawn_gradient(outputs, labels, Uniforms(5, s, 0)) for s in range(500)]
     g = torch.stack(draws).flatten(2)
     products = torch.einsum("sni,snj->snij", g, g)
     error = products.std(0) / len(g) ** 0.5
@@ -240,7 +260,8 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
 def test_labels_and_signs_belong_to_examples(fisher):
     model, loss, x, y = case("ce positions")
     v = inputs(GGN(model, loss, [(x, y)]).shape[0])[0]
-    options, products = {"fisher": fisher, "mc_samples": 2}, []
+    options = {"fisher": fisher, "mc_samples": 2}
+    products = []
     for seed, size in [(0, 1), (0, 3), (0, N), (1, N)]:
         options["generator"] = torch.Generator().manual_seed(seed)
         products.append(Fisher(model, loss, batches(x, y, size), **options) @ v)
@@ -258,10 +279,11 @@ class OfANetwork(NetworkConformance):
     def network(self, dtype, device):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).to(device, dtype)
-        x, y = inputs(3).to(dtype), (LABELS > 0).long()
+        x = inputs(3).to(dtype)
+        y = (LABELS > 0).long()
         return net, nn.CrossEntropyLoss(), x, y
 
-    def of(self, net, loss, data, **options):
+    def build_operator(self, net, loss, data, **options):
         raise NotImplementedError
 
     def dense(self, net, loss, x, y):
@@ -273,7 +295,7 @@ class OfANetwork(NetworkConformance):
         self = cls()
         net, loss, x, y = self.network(dtype, device)
         twin = copy.deepcopy(net).double().cpu()
-        operator = self.of(net, loss, batches(x, y, 3))
+        operator = self.build_operator(net, loss, batches(x, y, 3))
         return net, operator, self.dense(twin, loss, x.double(), y)
 
     def make(self, dtype, device):
@@ -283,9 +305,9 @@ class OfANetwork(NetworkConformance):
     def variants(self, dtype, device):
         net, loss, x, y = self.network(dtype, device)
         return [
-            self.of(net, loss, [(x, y)]),
-            self.of(net, loss, batches(x, y, 2), chunk_size=2),
-            self.of(net, loss, batches(x, y, 4), memory_bound=0),
+            self.build_operator(net, loss, [(x, y)]),
+            self.build_operator(net, loss, batches(x, y, 2), chunk_size=2),
+            self.build_operator(net, loss, batches(x, y, 4), memory_bound=0),
         ]
 
     def model(self, operator):
@@ -294,25 +316,28 @@ class OfANetwork(NetworkConformance):
 
 class TestHessian(OfANetwork):
     symmetric, positive_semidefinite = True, False
-    of = staticmethod(Hessian)
+    build_operator = staticmethod(Hessian)
 
     def dense(self, net, loss, x, y):
         return dense_hessian(net, loss, x, y)
 
 
 class TestGGN(OfANetwork):
-    symmetric = positive_semidefinite = True
-    of = staticmethod(GGN)
+    symmetric = True
+    positive_semidefinite = True
+    build_operator = staticmethod(GGN)
 
 
 class TestFisher(OfANetwork):
-    symmetric = positive_semidefinite = True
-    of = staticmethod(Fisher)
+    symmetric = True
+    positive_semidefinite = True
+    build_operator = staticmethod(Fisher)
 
 
 class TestEmpiricalFisher(OfANetwork):
-    symmetric = positive_semidefinite = True
-    of = staticmethod(EmpiricalFisher)
+    symmetric = True
+    positive_semidefinite = True
+    build_operator = staticmethod(EmpiricalFisher)
 
     def dense(self, net, loss, x, y):
         residuals = net(x).softmax(1).detach() - F.one_hot(y, 2)
@@ -321,9 +346,10 @@ class TestEmpiricalFisher(OfANetwork):
 
 
 class TestJacobian(OfANetwork):
-    symmetric = positive_semidefinite = False
+    symmetric = False
+    positive_semidefinite = False
 
-    def of(self, net, loss, data, **options):
+    def build_operator(self, net, loss, data, **options):
         return Jacobian(net, data, **options)
 
     def dense(self, net, loss, x, y):

@@ -1,4 +1,4 @@
-"""How network operators go about their data, memory and model; and what they refuse."""
+"""How network operators use their data, memory and model, and which inputs they refuse."""
 
 import gc
 import weakref
@@ -43,20 +43,27 @@ from laplace_debias.curvature.operators.network_operator import NetworkOperator
     ],
 )
 def test_memory_bound_and_chunks_do_not_matter(operator, name):
-    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    model = build(name)
+    loss = nn.CrossEntropyLoss()
+    x = inputs(3)
+    y = LABELS
     data = batches(x, y, 2)
-    whole = operator(model, loss, [(x, y)])
-    V = inputs(whole.shape[0]).T.contiguous()
-    expected = whole @ V
-    every = operator(model, loss, data)
-    every @ V
-    assert every.num_bytes_kept > 0
-    for bound, chunk in [(0, 1), (every.num_bytes_kept // 2, 2), (every.num_bytes_kept, 100)]:
-        some = operator(model, loss, data, memory_bound=bound, chunk_size=chunk)
-        torch.testing.assert_close(some @ V, expected)
-        assert some.num_bytes_kept <= bound
-        torch.testing.assert_close(some @ V[:, 0], expected[:, 0])
-    assert every.num_bytes_kept == some.num_bytes_kept
+    one_batch = operator(model, loss, [(x, y)])
+    V = inputs(one_batch.shape[0]).T.contiguous()
+    expected = one_batch @ V
+    unlimited = operator(model, loss, data)
+    unlimited @ V
+    assert unlimited.num_bytes_kept > 0
+    for bound, chunk in [
+        (0, 1),
+        (unlimited.num_bytes_kept // 2, 2),
+        (unlimited.num_bytes_kept, 100),
+    ]:
+        bounded = operator(model, loss, data, memory_bound=bound, chunk_size=chunk)
+        torch.testing.assert_close(bounded @ V, expected)
+        assert bounded.num_bytes_kept <= bound
+        torch.testing.assert_close(bounded @ V[:, 0], expected[:, 0])
+    assert unlimited.num_bytes_kept == bounded.num_bytes_kept
 
 
 def test_kept_batches_are_not_read_again():
@@ -67,28 +74,34 @@ def test_kept_batches_are_not_read_again():
             Counted.passes += 1
             return super().__iter__()
 
-    model, loss, x, y = build("mlp"), nn.CrossEntropyLoss(), inputs(3), LABELS
+    model = build("mlp")
+    loss = nn.CrossEntropyLoss()
+    x = inputs(3)
+    y = LABELS
     operator = GGN(model, loss, Counted(batches(x, y, 3)))
     v = torch.ones(operator.shape[0], dtype=torch.float64)
     first = operator @ v
-    before = Counted.passes
+    num_passes = Counted.passes
     torch.testing.assert_close(operator @ v, first)
-    assert Counted.passes == before
+    assert Counted.passes == num_passes
 
 
 @pytest.mark.slow
 def test_a_changed_model_is_linearised_again():
-    model, loss, x, y = build("conv"), nn.CrossEntropyLoss(), inputs(3), LABELS
+    model = build("conv")
+    loss = nn.CrossEntropyLoss()
+    x = inputs(3)
+    y = LABELS
     operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
-    before = [operator.to_dense() for operator in operators]
+    matrices = [operator.to_dense() for operator in operators]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss(model(x), y).backward()
     optimizer.step()
     model[2].running_mean.add_(0.3)
     close(operators[0], dense_hessian(model, loss, x, y))
     close(operators[1], dense_ggn(model, loss, x, y))
-    for operator, old in zip(operators, before, strict=True):
-        assert not torch.allclose(operator.to_dense(), old)
+    for operator, matrix in zip(operators, matrices, strict=True):
+        assert not torch.allclose(operator.to_dense(), matrix)
 
 
 class Tempered(nn.Sequential):
@@ -103,33 +116,38 @@ class Tempered(nn.Sequential):
 def test_a_model_with_another_number_is_linearised_again():
     torch.manual_seed(0)
     model = Tempered(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-    loss, x, y = nn.CrossEntropyLoss(), torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    loss = nn.CrossEntropyLoss()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    y = torch.arange(5) % 3
     operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
-    before = [operator.to_dense() for operator in operators]
+    matrices = [operator.to_dense() for operator in operators]
     model.temperature = 0.5
     close(operators[0], dense_hessian(model, loss, x, y))
     close(operators[1], dense_ggn(model, loss, x, y))
-    for operator, old in zip(operators, before, strict=True):
-        assert not torch.allclose(operator.to_dense(), old)
+    for operator, matrix in zip(operators, matrices, strict=True):
+        assert not torch.allclose(operator.to_dense(), matrix)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):
-    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
+    model = build(name)
+    loss = nn.CrossEntropyLoss()
+    x = inputs(3)
+    y = LABELS
     operators = [Hessian(model, loss, [(x, y)]), GGN(model, loss, [(x, y)])]
     [operator.to_dense() for operator in operators]
-    # `.data` has a version of its own: torch does not count what is done to it.
+    # torch's version counter does not count changes through `.data`.
     for parameter in model.parameters():
         parameter.data.mul_(-3)
     close(operators[0], dense_hessian(model, loss, x, y))
     close(operators[1], dense_ggn(model, loss, x, y))
-    # As another object.
+    # A parameter is replaced by another object.
     module = next(module for module in model.modules() if isinstance(module, nn.Linear))
     module.weight = nn.Parameter(module.weight.detach() + 1)
     close(operators[0], dense_hessian(model, loss, x, y))
     close(operators[1], dense_ggn(model, loss, x, y))
-    # Within a permutation of the entries too.
+    # The entries are only permuted.
     parameter.data.copy_(parameter.data.flip(0))
     close(operators[0], dense_hessian(model, loss, x, y))
     close(operators[1], dense_ggn(model, loss, x, y))
@@ -139,25 +157,27 @@ def test_a_model_that_is_changed_behind_torchs_back_is_linearised_again(name):
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 @pytest.mark.parametrize("operator", [GGN, Hessian])
 def test_batches_that_are_not_kept_are_linearised_one_at_a_time(operator, name, monkeypatch):
-    alive, most = [], []
-    make = NetworkOperator._make
+    references = []
+    num_alive = []
+    original = NetworkOperator._make
 
     def watched(self, batch):
         gc.collect()
-        most.append(sum(reference() is not None for reference in alive))
-        item = make(self, batch)
-        alive.append(weakref.ref(item.linearisation))
+        num_alive.append(sum(reference() is not None for reference in references))
+        item = original(self, batch)
+        references.append(weakref.ref(item.linearisation))
         return item
 
     monkeypatch.setattr(NetworkOperator, "_make", watched)
-    model, data = build(name), batches(inputs(3), LABELS, 2)
+    model = build(name)
+    data = batches(inputs(3), LABELS, 2)
     A = operator(model, nn.CrossEntropyLoss(), data, memory_bound=0)
     J = Jacobian(model, data, memory_bound=0)
     A @ torch.ones(A.shape[0], dtype=torch.float64)
     J @ torch.ones(J.shape[1], dtype=torch.float64)
     J.T @ torch.ones(J.shape[0], dtype=torch.float64)
-    assert len(most) == 3 * len(data)
-    assert max(most) == 0
+    assert len(num_alive) == 3 * len(data)
+    assert max(num_alive) == 0
 
 
 @pytest.mark.parametrize("operator", [GGN, Hessian])
@@ -176,7 +196,8 @@ def test_an_exhausted_memory_is_not_taken_for_a_model_that_cannot_be_recorded(
 def test_sequences_of_several_lengths():
     torch.manual_seed(1)
     model = nn.Conv1d(2, 3, 1).double()
-    x, y = inputs(2, 4), random_labels(4)
+    x = inputs(2, 4)
+    y = random_labels(4)
     data = [(x[:3, :, :4], y[:3, :4]), (x[3:, :, :2], y[3:, :2])]
     loss = nn.CrossEntropyLoss()
     padded = y.clone()
@@ -193,7 +214,9 @@ def test_sequences_of_several_lengths():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["mlp", "by value"])
 def test_modes_that_switch_differentiation_off(mode, name):
-    model, loss, y = build(name), nn.CrossEntropyLoss(), LABELS
+    model = build(name)
+    loss = nn.CrossEntropyLoss()
+    y = LABELS
     expected = dense_ggn(model, loss, inputs(3), y).sum(1)
     H = dense_hessian(model, loss, inputs(3), y).sum(1)
     with mode():
@@ -212,15 +235,18 @@ def test_modes_that_switch_differentiation_off(mode, name):
     [(Hessian, "conv"), (GGN, "tied"), (EmpiricalFisher, "by value"), (Hessian, "by value")],
 )
 def test_the_model_is_untouched(operator, name):
-    model, loss, x, y = build(name), nn.CrossEntropyLoss(), inputs(3), LABELS
-    before = fingerprint(model)
+    model = build(name)
+    loss = nn.CrossEntropyLoss()
+    x = inputs(3)
+    y = LABELS
+    fingerprint_before = fingerprint(model)
     op = operator(model, loss, batches(x, y, 3))
     op @ torch.ones(op.shape[0], dtype=torch.float64)
-    assert is_same(before, fingerprint(model))
+    assert is_same(fingerprint_before, fingerprint(model))
     x[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         operator(model, loss, [(x, y)])
-    assert is_same(before, fingerprint(model))
+    assert is_same(fingerprint_before, fingerprint(model))
 
 
 # Bad input.
@@ -241,7 +267,7 @@ def random_net():
 
 
 class Shared:
-    """Each pass goes on where the last one ended."""
+    """A loader whose passes share an iterator: each pass continues where the last one ended."""
 
     def __init__(self):
         self.batches = iter(batches(inputs(3), LABELS, 3))
@@ -257,14 +283,14 @@ def broken():
 
 
 class Mean(nn.CrossEntropyLoss):
-    """A subclass, of which nothing is known but its attributes."""
+    """A subclass of a loss, whose forward pass might compute anything."""
 
     def forward(self, outputs, targets):
         return super().forward(outputs, targets)
 
 
 X = inputs(3)
-OF_A_MODEL = {
+BAD_MODELS = {
     "dropout": (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double(), ValueError, "model.eval"),
     "batch norm": (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ValueError, "model.eval"),
     "random": (random_net(), ValueError, "deterministic"),
@@ -272,7 +298,7 @@ OF_A_MODEL = {
     "nan parameter": (broken(), ValueError, "0.weight contains NaN"),
 }
 SHUFFLED = DataLoader(TensorDataset(X, LABELS), 3, shuffle=True, generator=torch.Generator())
-OF_DATA = {
+BAD_DATA = {
     "iterator": (iter(batches(X, LABELS, 3)), TypeError, "only once"),
     "generator": ((b for b in batches(X, LABELS, 3)), TypeError, "only once"),
     "no iterable": (3, TypeError, "iterable"),
@@ -288,7 +314,7 @@ OF_DATA = {
     "one-hot": ([(X, F.one_hot(LABELS))], ValueError, "class indices of shape"),
     "bool": ([(X, LABELS > 0)], TypeError, "must be integers"),
 }
-OF_A_LOSS = {
+BAD_LOSSES = {
     "loss class": (CE, LABELS, TypeError, "instance"),
     "none": (CE(reduction="none"), LABELS, ValueError, "scalar loss"),
     "no reduction": (F.cross_entropy, LABELS, ValueError, "reduction="),
@@ -303,10 +329,16 @@ OF_A_LOSS = {
     "range": (BCE(), X, ValueError, "between 0 and 1"),
 }
 NAMES = r"got a list of Parameter. Pass names, such as \['0.weight', [^=]*$"
-BAD = {
-    **{name: ({"model": model}, *says) for name, (model, *says) in OF_A_MODEL.items()},
-    **{name: ({"data": data}, *says) for name, (data, *says) in OF_DATA.items()},
-    **{n: ({"loss": loss, "data": [(X, y)]}, *says) for n, (loss, y, *says) in OF_A_LOSS.items()},
+BAD_ARGUMENTS = {
+    **{
+        name: ({"model": model}, error, message)
+        for name, (model, error, message) in BAD_MODELS.items()
+    },
+    **{name: ({"data": data}, error, message) for name, (data, error, message) in BAD_DATA.items()},
+    **{
+        name: ({"loss": loss, "data": [(X, y)]}, error, message)
+        for name, (loss, y, error, message) in BAD_LOSSES.items()
+    },
     "num_data": ({"num_data": 7}, ValueError, "has 6 examples"),
     "two reductions": ({"reduction": "sum"}, ValueError, "Remove the operator.s `reduction=`"),
     "not scalar": ({"loss": lambda f, y: f, "reduction": "sum"}, TypeError, "scalar"),
@@ -315,36 +347,36 @@ BAD = {
     "memory_bound": ({"memory_bound": -1}, ValueError, "memory_bound"),
     "chunk_size": ({"chunk_size": 0}, ValueError, "chunk_size"),
 }
-# What the Jacobian, which has no loss, has no reason to refuse.
-OF_THE_LOSS = {"labels", "one-hot", "bool", "all ignored"}
+# The Jacobian has no loss, so it accepts these.
+BAD_FOR_A_LOSS_ONLY = {"labels", "one-hot", "bool", "all ignored"}
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
 def test_bad_input_is_refused_before_work(name):
-    change, kind, message = BAD[name]
+    change, error, message = BAD_ARGUMENTS[name]
     for operator in (GGN, EmpiricalFisher, Jacobian):
         arguments = {**good(), **change}
         if arguments["data"] is Shared:
             arguments["data"] = Shared()
         if operator is Jacobian:
-            if name in OF_THE_LOSS or set(change) & {"loss", "reduction"}:
+            if name in BAD_FOR_A_LOSS_ONLY or set(change) & {"loss", "reduction"}:
                 continue
             del arguments["loss"]
-        with pytest.raises(kind, match=message):
+        with pytest.raises(error, match=message):
             operator(**arguments)
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_fisher_refuses_what_it_cannot_draw():
-    for change, kind, message in [
+    for change, error, message in [
         ({"fisher": "empirical"}, ValueError, "EmpiricalFisher"),
         ({"mc_samples": 3}, ValueError, 'fisher="mc"'),
         ({"generator": torch.Generator()}, ValueError, 'fisher="mc"'),
         ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
         ({"loss": lambda f, y: f.exp().sum(), "reduction": "sum"}, TypeError, "distribution"),
     ]:
-        with pytest.raises(kind, match=message):
+        with pytest.raises(error, match=message):
             Fisher(**{**good(), **change})
 
 
@@ -367,18 +399,18 @@ def test_data_that_changes_between_products_is_refused():
         operator @ v
 
 
-@pytest.mark.parametrize("part", ["first target", "first input", "last input"])
+@pytest.mark.parametrize("entry", ["first target", "first input", "last input"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_any_entry_that_changes_between_products_is_noticed(size, part):
+def test_any_entry_that_changes_between_products_is_noticed(size, entry):
     data = [(x.clone(), y.clone()) for x, y in batches(inputs(3), LABELS, size)]
     operator = GGN(build("mlp"), nn.CrossEntropyLoss(), data, memory_bound=0)
     v = torch.ones(operator.shape[0], dtype=torch.float64)
     operator @ v
     x, y = data[1]
-    if part == "first target":
+    if entry == "first target":
         y[0] = (y[0] + 1) % 3
     else:
-        x.view(-1)[0 if part == "first input" else -1] += 0.1
+        x.view(-1)[0 if entry == "first input" else -1] += 0.1
     with pytest.raises(ValueError, match="Batch 2 is not the same"):
         operator @ v
 
@@ -388,7 +420,9 @@ def test_masks_may_hold_minus_infinity_and_no_outputs_may():
         return self.two((x * mask.softmax(1)).tanh())
 
     model = Net(attend, two=nn.Linear(3, 3)).double()
-    x, mask, y = inputs(3), torch.zeros(N, 3).double(), LABELS
+    x = inputs(3)
+    mask = torch.zeros(N, 3).double()
+    y = LABELS
     mask[:, 2] = -torch.inf
     mask[0, 1] = -torch.inf
     loss = nn.CrossEntropyLoss()
@@ -420,6 +454,8 @@ def test_a_mean_that_leaves_targets_out_is_refused(loss):
 
 
 def test_the_mean_over_a_batch_of_the_kl_divergence_is_that_over_the_examples():
-    model, x, y = nn.Sequential(build("mlp"), nn.LogSoftmax(1)), inputs(3), probabilities(3)
+    model = nn.Sequential(build("mlp"), nn.LogSoftmax(1))
+    x = inputs(3)
+    y = probabilities(3)
     loss = nn.KLDivLoss(reduction="batchmean")
     close(Hessian(model, loss, batches(x, y, 2)), dense_hessian(model, loss, x, y))

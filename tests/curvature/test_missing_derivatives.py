@@ -1,4 +1,4 @@
-"""Networks that torch has no derivative, or a wrong one of: the operators say so."""
+"""If torch has no derivative of a network, or a wrong one, the operators raise an error."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def inputs():
 
 
 class Prototype(nn.Module):
-    """Class scores by a function of the inputs and of a prototype at 0."""
+    """A classifier on a function of the inputs and a prototype, which is 0 by default."""
 
     def __init__(self, function, value=0.0):
         super().__init__()
@@ -37,8 +37,8 @@ class Prototype(nn.Module):
 
 def gradient(model, parameters):
     nn.utils.vector_to_parameters(parameters, model.parameters())
-    found = torch.autograd.grad(LOSS(model(inputs()), LABELS), list(model.parameters()))
-    return torch.cat([part.flatten() for part in found])
+    gradients = torch.autograd.grad(LOSS(model(inputs()), LABELS), list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def hessian_by_differences(model, step=1e-5):
@@ -114,7 +114,7 @@ def test_products_that_are_nan_name_the_cause(operator, function):
     if operator is Jacobian:
         with pytest.raises(ValueError, match="contains NaN"):
             A.T @ torch.ones(A.shape[0], dtype=torch.float64)
-    # A vector's own NaN is the caller's business.
+    # If the vector contains NaN, so does the product.
     assert (A @ torch.full((A.shape[1],), torch.nan, dtype=torch.float64)).isnan().any()
 
 
@@ -123,7 +123,9 @@ class OverTheBatch(nn.Module):
 
     def __init__(self, normalise):
         super().__init__()
-        self.first, self.last, self.normalise = nn.Linear(3, 4), nn.Linear(4, 2), normalise
+        self.first = nn.Linear(3, 4)
+        self.last = nn.Linear(4, 2)
+        self.normalise = normalise
         self.double().eval()
 
     def forward(self, x):
@@ -151,7 +153,7 @@ def own_norm(z):
     ids=["hessian", "ggn", "jacobian", "kfac", "laplace"],
 )
 def test_statistics_over_the_batch_are_refused(normalise, use):
-    """Otherwise the matrix depends on how the data are cut into batches."""
+    """With such statistics, the matrix would depend on how the data are cut into batches."""
     with pytest.raises(ValueError, match="change with the other examples"):
         use(OverTheBatch(normalise), [(inputs(), LABELS)])
 
@@ -170,7 +172,8 @@ def test_missing_rules_of_vectorisation_are_not_told_to_the_user():
             grid = F.affine_grid(shifts, [len(x), 1, 2, 2], align_corners=False)
             return self.head(grid.flatten(1))
 
-    model, x = Shifts().eval(), inputs().float()
+    model = Shifts().eval()
+    x = inputs().float()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for operator in (Hessian, GGN):

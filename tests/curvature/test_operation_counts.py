@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("batches_apart")
 
 
 class Count(TorchDispatchMode):
-    """Counts operations that are no views."""
+    """Counts the operations that are not views."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def operations_of_further_batch(network, curvature, fisher, size=4):
 
 
 @pytest.mark.parametrize(
-    ("curvature", "fisher", "most"),
+    ("curvature", "fisher", "max_ratio"),
     [
         ("kfac", "mc", 4.8),
         ("kfac", "empirical", 4.4),
@@ -82,10 +82,10 @@ def operations_of_further_batch(network, curvature, fisher, size=4):
     ],
 )
 def test_a_further_batch_of_a_fit_takes_few_times_the_operations_of_a_gradient(
-    network, curvature, fisher, most
+    network, curvature, fisher, max_ratio
 ):
-    further = operations_of_further_batch(network, curvature, fisher)
-    assert 0 < further <= most * operations_of_gradient(network)
+    operations = operations_of_further_batch(network, curvature, fisher)
+    assert 0 < operations <= max_ratio * operations_of_gradient(network)
 
 
 def test_the_operations_of_a_batch_do_not_depend_on_its_number_of_examples(network):

@@ -35,12 +35,14 @@ class OfAMapping(nn.Module):
 
 
 def mapping(x):
-    """x as a sum of numbers and whole numbers."""
+    """x as a mapping of its rounded values and the remainders."""
     return OneArgument(a=x - x.round(), b=x.round().long(), flag="kept")
 
 
 def test_operators_take_a_mapping_whole():
-    model, x, y = OfAMapping(), inputs(3), LABELS
+    model = OfAMapping()
+    x = inputs(3)
+    y = LABELS
     data = [(mapping(a), b) for a, b in batches(x, y, 2)]
     plain = model.net
     close(GGN(model, nn.CrossEntropyLoss(), data), dense_ggn(plain, nn.CrossEntropyLoss(), x, y))
@@ -53,7 +55,9 @@ def test_operators_take_a_mapping_whole():
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
 def test_a_laplace_takes_a_mapping_whole(mode):
-    model, x, y = OfAMapping(), inputs(3), LABELS
+    model = OfAMapping()
+    x = inputs(3)
+    y = LABELS
     data = [(mapping(a), b) for a, b in batches(x, y, 3)]
     la = Laplace(model).fit(data, mode=mode, num_data=N)
     plain = Laplace(model.net).fit(batches(x, y, 3), mode=mode, num_data=N)
@@ -66,12 +70,14 @@ def test_a_laplace_takes_a_mapping_whole(mode):
         ours = la.predict(mapping(x), generator=generators[0], **option).probs
         theirs = plain.predict(x, generator=generators[1], **option).probs
         torch.testing.assert_close(ours, theirs)
-    found = la.tune(data, grid=[0.1, 10.0])
-    assert found.value == pytest.approx(plain.tune(batches(x, y, 3), grid=[0.1, 10.0]).value)
+    tuned = la.tune(data, grid=[0.1, 10.0])
+    assert tuned.value == pytest.approx(plain.tune(batches(x, y, 3), grid=[0.1, 10.0]).value)
 
 
 def test_a_mapping_goes_through_a_loader_and_an_exported_program(tmp_path):
-    model, x, y = OfAMapping(), inputs(3), LABELS
+    model = OfAMapping()
+    x = inputs(3)
+    y = LABELS
     examples = [
         (OneArgument(a=a - a.round(), b=a.round().long()), b) for a, b in zip(x, y, strict=True)
     ]
@@ -80,5 +86,5 @@ def test_a_mapping_goes_through_a_loader_and_an_exported_program(tmp_path):
     torch.testing.assert_close(la.predict(mapping(x)).probs, plain.predict(x).probs)
     la.export(tmp_path / "predictive.pt2", OneArgument(a=x - x.round(), b=x.round().long()))
     program = torch.export.load(tmp_path / "predictive.pt2").module()
-    found = program(a=x - x.round(), b=x.round().long())["probs"]
-    torch.testing.assert_close(found, plain.predict(x).probs)
+    probs = program(a=x - x.round(), b=x.round().long())["probs"]
+    torch.testing.assert_close(probs, plain.predict(x).probs)

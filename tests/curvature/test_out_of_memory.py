@@ -1,4 +1,4 @@
-"""Not enough memory for a chunk: its halves give the same curvature, and nothing is added twice."""
+"""If memory runs out in a chunk, its halves give the same curvature and nothing is added twice."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def case():
 
 
 def fits_up_to(monkeypatch, limit, error):
-    """Backward passes of more examples than `limit` run out of memory; which ones are tried."""
+    """Make backward passes of over `limit` examples fail; return the sizes that are tried."""
     tried = []
     original = ForwardPass._gradients
 
@@ -53,7 +53,7 @@ def test_halves_give_the_same_curvature(case, curvature, error, monkeypatch):
     tried = fits_up_to(monkeypatch, 4, error)
     la = Laplace(model, **options).fit(batches)
     assert max(tried) == 13
-    # Every example as often as another; two are run before a fit, to look at the model.
+    # Each of the 21 examples is run equally often; the check of the model runs two more.
     assert (sum(n for n in tried if n <= 4) - 2) % 21 == 0
     grid = [la.posterior.curvature.to_dense(), expected.posterior.curvature.to_dense()]
     torch.testing.assert_close(*grid, rtol=1e-10, atol=1e-14)
@@ -84,23 +84,26 @@ def test_every_pass_goes_on_by_halves(case, curvature, mode, options, monkeypatc
         return la.fit(batches, mode, num_data=num_data, generator=generator)
 
     expected = fitted().posterior.curvature.to_dense()
-    original, passed, refused = Cotangents.__call__, [], []
+    original = Cotangents.__call__
+    passed = []
+    refused = []
 
     def limited(cotangents, outputs, *arguments):
-        (passed if len(outputs) <= 3 else refused).append(len(outputs))
         if len(outputs) > 3:
+            refused.append(len(outputs))
             raise MESSAGES[0]
+        passed.append(len(outputs))
         return original(cotangents, outputs, *arguments)
 
     monkeypatch.setattr(Cotangents, "__call__", limited)
-    found = fitted().posterior.curvature.to_dense()
+    actual = fitted().posterior.curvature.to_dense()
     assert refused
     # Every pass reads all its examples, each once.
-    of_pass = {"full": 21, "mini": 13, "crossfit": 13}
-    if mode in of_pass:
-        assert sum(passed) % of_pass[mode] == 0
+    examples_per_pass = {"full": 21, "mini": 13, "crossfit": 13}
+    if mode in examples_per_pass:
+        assert sum(passed) % examples_per_pass[mode] == 0
     scale = float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * scale)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * scale)
 
 
 def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatch):
@@ -115,22 +118,24 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
 
 
 def fails_at_block(monkeypatch, number):
-    """Chunks of more than two examples run out of memory where a block is measured; their sizes."""
-    original, failed, of_chunk = ForwardPass.backward, [], []
+    """Raise out-of-memory errors for chunks of over two examples, at a block; list their sizes."""
+    original = ForwardPass.backward
+    failed_sizes = []
+    chunk_outputs = []
 
     def limited(self, *arguments, **options):
         outputs = self.outputs
         for record in original(self, *arguments, **options):
-            if of_chunk and of_chunk[-1] is not outputs:
-                of_chunk.clear()
-            of_chunk.append(outputs)
-            if len(outputs) > 2 and len(of_chunk) == number:
-                failed.append(len(outputs))
+            if chunk_outputs and chunk_outputs[-1] is not outputs:
+                chunk_outputs.clear()
+            chunk_outputs.append(outputs)
+            if len(outputs) > 2 and len(chunk_outputs) == number:
+                failed_sizes.append(len(outputs))
                 raise MESSAGES[0]
             yield record
 
     monkeypatch.setattr(ForwardPass, "backward", limited)
-    return failed
+    return failed_sizes
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
@@ -140,8 +145,8 @@ def test_what_was_added_of_a_chunk_is_not_added_again(case, curvature, monkeypat
     check_that_blocks_may_fail(model, batches, curvature, range(1, 5), monkeypatch)
 
 
-def test_nor_are_the_cotangents_that_were_added(monkeypatch):
-    """Convolutions take one cotangent after the other: here parts of the cotangents fail."""
+def test_cotangents_that_were_added_are_not_added_again(monkeypatch):
+    """Convolutions take one cotangent after the other, so memory may run out between cotangents."""
     torch.manual_seed(0)
     layers = [nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3)]
     batches = [(torch.randn(n, 2, 4).double(), torch.randint(3, (n,))) for n in (7, 3)]
@@ -153,17 +158,18 @@ def check_that_blocks_may_fail(model, batches, curvature, places, monkeypatch):
     options = {"curvature": curvature, "backend": "hooks"}
     expected = Laplace(model, **options).fit(batches).posterior.curvature.to_dense()
     scale = float(expected.abs().max())
-    for fails_at in places:
-        failed = fails_at_block(monkeypatch, fails_at)
-        found = Laplace(model, **options).fit(batches).posterior.curvature.to_dense()
+    for number in places:
+        failed = fails_at_block(monkeypatch, number)
+        actual = Laplace(model, **options).fit(batches).posterior.curvature.to_dense()
         monkeypatch.undo()
-        assert failed, fails_at
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * scale)
+        assert failed, number
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * scale)
 
 
 def test_a_sum_that_is_broken_off_is_not_gone_on_with(case, monkeypatch):
     model, batches = case
-    original, calls = block_tensors.add_to, []
+    original = block_tensors.add_to
+    calls = []
 
     def add_to(*arguments):
         calls.append(1)
@@ -183,8 +189,10 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.positive, self.negative = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+        self.positive = nn.Linear(5, 5)
+        self.negative = nn.Linear(5, 5)
 
     def forward(self, x):
         h = torch.tanh(self.first(x))
@@ -201,12 +209,13 @@ def test_halves_of_a_chunk_may_call_other_layers(curvature, number, monkeypatch)
     """Rows that were kept of the whole chunk are not joined with those of a half."""
     torch.manual_seed(0)
     model = Branches().double().eval()
-    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    x = torch.randn(12, 4).double()
+    y = torch.randint(3, (12,))
     x[:, 0] = torch.tensor([1.0, -1.0]).double().repeat_interleave(6)
     x[1, 0] = -1.0
     options = {"curvature": curvature, "backend": "hooks"}
     expected = Laplace(model, **options).fit([(x, y)]).posterior.curvature.to_dense()
     failed = fails_at_block(monkeypatch, number)
-    found = Laplace(model, **options).fit([(x, y)]).posterior.curvature.to_dense()
+    actual = Laplace(model, **options).fit([(x, y)]).posterior.curvature.to_dense()
     assert failed
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-13)

@@ -1,4 +1,4 @@
-"""An exhausted memory says nothing of the model: nobody takes it for "the model cannot do this"."""
+"""Running out of memory is reported as such, and never as a property of the model."""
 
 import pytest
 import torch
@@ -77,9 +77,10 @@ def copied_for_every_example(patch, _):
 
 
 def given_some_positions_alone(patch, _):
-    model, x = linear(), torch.randn(2, 5, 4).double()
-    with patch.context() as other:
-        other.setattr(chosen_positions, "_takes_fewer", lambda *_: True)
+    model = linear()
+    x = torch.randn(2, 5, 4).double()
+    with patch.context() as inner_patch:
+        inner_patch.setattr(chosen_positions, "_takes_fewer", lambda *_: True)
         chosen = chosen_positions.choose_positions(model, x, 1)
     patch.setattr(chosen_positions, "call", exhausted)
     chosen_positions._takes_fewer(model, chosen, x[:1], model(x[:1]))
@@ -130,20 +131,21 @@ def test_calls_that_are_run_again_go_on_by_halves(entries, monkeypatch):
     model, x, y = entries
     options = {"curvature": "diag", "backend": "hooks"}
     expected = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
-    original, tried = calls._vectorised, []
+    original = calls._vectorised
+    sizes = []
 
-    def few(call, parameters, cotangents, part):
-        tried.append(part.stop - part.start)
-        if tried[-1] > 2:
+    def limited(call, parameters, cotangents, rows):
+        sizes.append(rows.stop - rows.start)
+        if sizes[-1] > 2:
             raise ERROR
-        return original(call, parameters, cotangents, part)
+        return original(call, parameters, cotangents, rows)
 
-    monkeypatch.setattr(calls, "_vectorised", few)
+    monkeypatch.setattr(calls, "_vectorised", limited)
     # The loop over examples, to which a module without a rule for `vmap` falls back.
     monkeypatch.setattr(calls, "_one_by_one", None)
-    found = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
-    assert max(tried) == len(x)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    actual = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
+    assert max(sizes) == len(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_call_of_one_example_that_does_not_fit_is_refused(entries, monkeypatch):

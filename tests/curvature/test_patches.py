@@ -35,18 +35,18 @@ def convolutions(draw, has_row_products=False):
     layer = nn.Conv2d(
         2 * groups, 2 * groups, kernel, stride, padding, dilation, groups, dtype=torch.float64
     )
-    # Never smaller than the kernel's reach.
+    # The image is at least as large as the dilated kernel.
     smallest = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
     height, width = (draw(st.integers(s, s + 6)) for s in smallest)
     return layer, torch.randn(3, 2 * groups, height, width, dtype=torch.float64)
 
 
 def unfolded(layer, x, group):
-    """`F.unfold` of one group's channels, padded by hand: an independent route, `[B, T, d_in]`."""
+    """Patches `[B, T, d_in]` of one group's channels, by padding and `F.unfold`."""
     channels = x.shape[1] // layer.groups
-    part = x[:, group * channels : (group + 1) * channels]
-    part = F.pad(part, layer._reversed_padding_repeated_twice)
-    columns = F.unfold(part, layer.kernel_size, layer.dilation, 0, layer.stride)
+    inputs = x[:, group * channels : (group + 1) * channels]
+    inputs = F.pad(inputs, layer._reversed_padding_repeated_twice)
+    columns = F.unfold(inputs, layer.kernel_size, layer.dilation, 0, layer.stride)
     return columns.mT
 
 
@@ -65,14 +65,14 @@ def test_activations_and_factor_equal_torch_unfold(case):
     layer, x = case
     (block,) = curvature_blocks(layer, ["weight"])
     assert block.num_groups == layer.groups
-    found = block.rule.activations(layer, block, x)
+    activations = block.rule.activations(layer, block, x)
     factor = input_factor(layer, block, x[:1], x[1:])
     for group in range(layer.groups):
-        at = (group,) if layer.groups > 1 else ()
+        group_index = (group,) if layer.groups > 1 else ()
         expected = unfolded(layer, x, group)
-        assert torch.equal(found[(slice(None), slice(None), *at)], expected)
+        assert torch.equal(activations[(slice(None), slice(None), *group_index)], expected)
         rows = expected.flatten(0, 1)
-        torch.testing.assert_close(factor[at], rows.T @ rows, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(factor[group_index], rows.T @ rows, rtol=1e-10, atol=1e-10)
 
 
 @settings(max_examples=30, deadline=None)
@@ -224,7 +224,7 @@ def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, join
 def test_the_way_to_a_factor_is_that_of_the_least_time(
     channels, kernel, size, stride, padding, fastest
 ):
-    """Where two ways differ by a factor of 1.5 and more in benchmarks/patch_shapes.py."""
+    """The two ways differ by a factor of at least 1.5 in benchmarks/patch_shapes.py."""
     layer = nn.Conv2d(channels, 4, kernel, stride, padding)
     x = torch.zeros(64, channels, size, size)
     assert fastest_moments(layer, 1, x) is fastest
@@ -250,5 +250,5 @@ def test_border_products_are_counted_as_they_are_formed(case):
     if all(axis.num_pixels(phase) for axis in axes for phase in axis.phases):
         assert num_products == num_counted
     else:
-        # Phases without pixels are counted, and have no products.
+        # Phases without pixels are counted, although they need no product.
         assert num_products <= num_counted

@@ -1,4 +1,4 @@
-"""Networks that need images as they are: a fit tries `channels_last` first."""
+"""Networks that work only in the plain memory layout; a fit tries `channels_last` first."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Doubled(torch.autograd.Function):
 
 
 def double_with_hook(x):
-    """Doubles values and gradients; the gradients in a hook that needs them as they are."""
+    """Double values and gradients; the hook on the gradients needs the plain layout."""
     z = 2 * x
     if z.requires_grad:
         z.register_hook(lambda g: g.view(-1).view(g.shape))
@@ -29,7 +29,8 @@ def double_with_hook(x):
 def network(double, flatten):
     torch.manual_seed(0)
     layers = nn.Conv2d(2, 4, 3), nn.Identity(), nn.Conv2d(4, 5, 2), nn.Identity(), nn.Linear(80, 3)
-    layers[1].forward, layers[3].forward = double, flatten
+    layers[1].forward = double
+    layers[3].forward = flatten
     return nn.Sequential(*layers).eval()
 
 
@@ -43,10 +44,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_views_of_images_and_of_gradients_are_fitted(case):
-    model, x, y = network(*CASES[case]), torch.randn(6, 2, 7, 7), torch.randint(3, (6,))
+    model = network(*CASES[case])
+    x = torch.randn(6, 2, 7, 7)
+    y = torch.randint(3, (6,))
     with pytest.raises(RuntimeError, match="view"):
         model(x.contiguous(memory_format=torch.channels_last)).sum().backward()
-    fits = [Laplace(of, backend="hooks").fit_batches([(x, y)]) for of in (model, network(*PLAIN))]
+    fits = [Laplace(net, backend="hooks").fit_batches([(x, y)]) for net in (model, network(*PLAIN))]
     torch.testing.assert_close(fits[0].functional(x), fits[1].functional(x))
 
 
@@ -55,13 +58,15 @@ class Windows(nn.Module):
 
     def __init__(self, feature_scale=1.0):
         super().__init__()
-        self.convolution, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4, 3)
+        self.convolution = nn.Conv2d(2, 4, 3)
+        self.head = nn.Linear(4, 3)
         self.features = nn.Linear(18, 3)
         self.features.weight.data *= feature_scale
 
     def forward(self, x):
         batch, channels, height, width = x.shape
-        image, channel = channels * height * width, height * width
+        image = channels * height * width
+        channel = height * width
         windows = x.as_strided(
             (batch, height - 2, width - 2, channels, 3, 3), (image, width, 1, channel, width, 1)
         )
@@ -77,7 +82,8 @@ class Ramp(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.convolution, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4, 3)
+        self.convolution = nn.Conv2d(2, 4, 3)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         z = self.convolution(x)
@@ -87,7 +93,7 @@ class Ramp(nn.Module):
 
 
 class Sloping(torch.autograd.Function):
-    """A product with a slope for each number, whose derivative reads the order of memory."""
+    """An elementwise product whose backward pass reads the gradients in the order of memory."""
 
     @staticmethod
     def forward(ctx, x, slope):
@@ -106,7 +112,9 @@ class Sloped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 2), nn.Linear(3, 3)
+        self.first = nn.Conv2d(2, 4, 3)
+        self.second = nn.Conv2d(4, 3, 2)
+        self.head = nn.Linear(3, 3)
         self.register_buffer("slope", torch.rand(4, 4, 4))
 
     def forward(self, x):
@@ -140,7 +148,8 @@ def test_models_that_read_the_order_of_memory_are_fitted_in_the_plain_layout(cas
     la = Laplace(model, curvature="full", backend="hooks").fit(batches)
     expected = 0
     for x, _ in batches:
-        J, H = flat_jacobian(model, x, la.param_names), loss_hessian("classification", model(x))
+        J = flat_jacobian(model, x, la.param_names)
+        H = loss_hessian("classification", model(x))
         expected = expected + sum(J[n].T @ H[n] @ J[n] for n in range(5)) / 10
     close(la.posterior.curvature.to_dense(), expected)
 
@@ -153,6 +162,7 @@ def test_images_are_converted_to_channels_last_otherwise():
             inputs[0].is_contiguous(memory_format=torch.channels_last)
         )
     )
-    x, y = torch.randn(5, 2, 6, 6).double(), torch.randint(3, (5,))
+    x = torch.randn(5, 2, 6, 6).double()
+    y = torch.randint(3, (5,))
     Laplace(model, curvature="diag").fit([(x, y)])
     assert any(converted)

@@ -1,4 +1,4 @@
-"""Networks put together at random from parts of every kind, against dense Jacobians by autograd."""
+"""Networks of random layers of every kind, against dense Jacobians by autograd."""
 
 import random
 
@@ -14,11 +14,12 @@ D = 3
 
 
 class Gated(nn.Module):
-    """Parameters that are no layer's."""
+    """A module whose parameters belong to no layer."""
 
     def __init__(self):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(0.3 * torch.randn(D, D)), nn.Parameter(torch.randn(D))
+        self.weight = nn.Parameter(0.3 * torch.randn(D, D))
+        self.bias = nn.Parameter(torch.randn(D))
 
     def forward(self, x):
         return x * torch.sigmoid(x @ self.weight + self.bias)
@@ -36,11 +37,12 @@ class Twice(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A module with an argument by name, and outputs in a dict."""
+    """A module with a keyword argument, and outputs in a dict."""
 
     def __init__(self):
         super().__init__()
-        self.gamma, self.layer = nn.Parameter(torch.randn(D)), nn.Linear(D, D)
+        self.gamma = nn.Parameter(torch.randn(D))
+        self.layer = nn.Linear(D, D)
 
     def forward(self, x, *, factor):
         y = self.layer(x) * self.gamma * factor
@@ -48,7 +50,7 @@ class Scaled(nn.Module):
 
 
 class OfDict(nn.Module):
-    """Takes the outputs of `Scaled` apart."""
+    """A module that uses single outputs of `Scaled`."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +66,8 @@ class Merged(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.layer = nn.Conv1d(1, 1, 3, padding=1), nn.Linear(D, D)
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.layer = nn.Linear(D, D)
         self.embedding = nn.Parameter(torch.randn(1, 1, D))
 
     def forward(self, x):
@@ -77,7 +80,8 @@ class PositionsFirst(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
+        self.layer = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D)
 
     def forward(self, x):
         return self.norm(self.layer(x.transpose(0, 1).contiguous())).transpose(0, 1)
@@ -106,7 +110,7 @@ class Recurrent(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Overwrites what it computes with."""
+    """A module that computes in place."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +124,7 @@ class InPlace(nn.Module):
 
 
 class Caching(nn.Module):
-    """Keeps what it computed for the next pass, as some vision transformers do."""
+    """A module that caches its result for the next pass, as some vision transformers do."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +139,7 @@ class Caching(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer."""
+    """A module that counts its calls in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -152,39 +156,41 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.temperature = nn.Linear(D, 3), nn.Parameter(torch.tensor(1.3))
+        self.layer = nn.Linear(D, 3)
+        self.temperature = nn.Parameter(torch.tensor(1.3))
 
     def forward(self, x):
         return self.layer(x.mean(1)) / self.temperature
 
 
-PARTS = [
+LAYERS = [
     *(Gated, Twice, OfDict, Merged, PositionsFirst, OutsideOfItsLayer, Recurrent, InPlace),
     *(Caching, Counting, lambda: parametrizations.spectral_norm(nn.Linear(D, D))),
 ]
 
 
 def forget(model):
-    """Empty what the parts keep from pass to pass."""
+    """Empty the caches of the `Caching` modules."""
     for module in model.modules():
         if isinstance(module, Caching):
             module.kept = {}
 
 
 def jacobian(model, x, parameters):
-    """`[B, C, D]`, one example and one output after the other, each example beside its copy."""
+    """Compute the Jacobians `[B, C, D]` one by one, with each example beside its copy."""
     rows = []
     for index in range(len(x)):
         forget(model)
         outputs = model(torch.cat([x[index : index + 1]] * 2))[0]
-        found = [torch.autograd.grad(f, parameters, retain_graph=True) for f in outputs]
-        rows.append(torch.stack([torch.cat([g.flatten() for g in of]) for of in found]))
+        for output in outputs:
+            gradients = torch.autograd.grad(output, parameters, retain_graph=True)
+            rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     forget(model)
-    return torch.stack(rows)
+    return torch.stack(rows).unflatten(0, (len(x), -1))
 
 
 def output_hessian(model, x):
-    """`[B, C, C]`, of a softmax."""
+    """The Hessians `[B, C, C]` of cross-entropy in the outputs."""
     p = model(x).softmax(1).detach()
     forget(model)
     return torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
@@ -196,9 +202,10 @@ def output_hessian(model, x):
 def test_diagonal_and_covariance_are_those_of_dense_jacobians(seed):
     torch.manual_seed(seed)
     chance = random.Random(seed)
-    parts = [chance.choice(PARTS)() for _ in range(chance.choice([1, 2, 3]))]
-    model = nn.Sequential(*parts, Head()).double().eval()
-    length, sizes = chance.choice([1, 2, 3, 4]), chance.choice([[2, 3], [1, 4], [5], [1]])
+    layers = [chance.choice(LAYERS)() for _ in range(chance.choice([1, 2, 3]))]
+    model = nn.Sequential(*layers, Head()).double().eval()
+    length = chance.choice([1, 2, 3, 4])
+    sizes = chance.choice([[2, 3], [1, 4], [5], [1]])
     batches = [(torch.randn(b, length, D).double(), torch.randint(3, (b,))) for b in sizes]
     la = Laplace(
         model, curvature="diag", prior_precision=0.5, memory_bound=chance.choice([None, 3000])

@@ -1,4 +1,4 @@
-"""The Fisher matrix by random signs: what it is on average, and where it is exact."""
+"""The Fisher matrix by random signs is unbiased, and in some cases exact."""
 
 import itertools
 import warnings
@@ -28,7 +28,7 @@ SIGMA = 0.7
 
 
 class Chosen(Uniforms):
-    """Numbers that a test chooses."""
+    """Uniform numbers that a test chooses."""
 
     def __init__(self, numbers):
         self._numbers = torch.tensor(numbers, dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_likelihoods_add_up_their_columns(name):
     torch.manual_seed(0)
     likelihood = LIKELIHOODS[name]
     outputs = torch.randn(6, 1 if name in ("one label", "ordinal") else 4, dtype=torch.float64)
-    # Probabilities of 0 are among them.
+    # The first example of the categorical case has probabilities of 0.
     outputs[0] = 800.0 * (outputs[0] if name == "categorical" else 0)
     columns = likelihood.hessian_root(outputs)
     signs = torch.randn(6, len(columns)).sign()
@@ -185,7 +185,8 @@ def curvature(model, batches, likelihood="classification", **options):
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "full"])
 def test_for_a_single_output_the_curvature_is_exact(structure):
-    model, batch = network(1), data(1)
+    model = network(1)
+    batch = data(1)
     matrices = [
         curvature(model, [batch], "binary", curvature=structure, fisher=fisher)
         for fisher in ("signs", "exact")
@@ -194,7 +195,8 @@ def test_for_a_single_output_the_curvature_is_exact(structure):
 
 
 def test_with_many_vectors_the_curvature_is_the_exact_one():
-    model, batch = network(3), data(3)
+    model = network(3)
+    batch = data(3)
     options = {"curvature": "full", "fisher": "signs", "mc_samples": 300}
     names = [name for name, _ in model.named_parameters()]
     expected = oracle.ggn(model, batch[0], "classification", names)
@@ -204,14 +206,16 @@ def test_with_many_vectors_the_curvature_is_the_exact_one():
 
 
 def test_signs_depend_on_the_example_and_not_on_its_batch():
-    model, (x, y) = network(3), data(3)
-    parts = list(zip(x.split(5), y.split(5), strict=True))
+    model = network(3)
+    x, y = data(3)
+    batches = list(zip(x.split(5), y.split(5), strict=True))
     options = {"curvature": "ekfac", "fisher": "signs"}
-    oracle.close(curvature(model, parts, **options), curvature(model, [(x, y)], **options), 1e-9)
+    oracle.close(curvature(model, batches, **options), curvature(model, [(x, y)], **options), 1e-9)
 
 
 def test_a_confident_network_has_less_noise_than_with_sampled_labels():
-    model, (x, _) = network(3), data(3)
+    model = network(3)
+    x, _ = data(3)
     with torch.no_grad():
         model[2].weight *= 8
     batch = x, model(x).argmax(1)
@@ -229,7 +233,8 @@ def test_a_confident_network_has_less_noise_than_with_sampled_labels():
 
 
 def test_the_operator_has_the_same_seeds():
-    model, (x, y) = network(3), data(3)
+    model = network(3)
+    x, y = data(3)
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
     first, second = (
         KFAC(model, nn.CrossEntropyLoss(), [(x, y)], fisher="signs", generator=generator)
@@ -241,7 +246,8 @@ def test_the_operator_has_the_same_seeds():
 
 @pytest.mark.parametrize("weights", [None, torch.linspace(0.5, 2, 12, dtype=torch.float64)])
 def test_the_matrix_free_operator_is_exact_for_a_single_output(weights):
-    model, (x, y) = network(1), data(1)
+    model = network(1)
+    x, y = data(1)
     y = y.double().unsqueeze(1)
     batch = (x, y) if weights is None else (x, y, weights)
     names = [name for name, _ in model.named_parameters()]
@@ -253,7 +259,8 @@ def test_the_matrix_free_operator_is_exact_for_a_single_output(weights):
 
 
 def test_with_many_vectors_the_matrix_free_operator_is_the_exact_one():
-    model, (x, y) = network(3), data(3)
+    model = network(3)
+    x, y = data(3)
     names = [name for name, _ in model.named_parameters()]
     expected = oracle.ggn(model, x, "classification", names)
     operators = [

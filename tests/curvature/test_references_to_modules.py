@@ -1,4 +1,4 @@
-"""Modules that are called by a reference which is no submodule: a copy calls the original."""
+"""Modules that are called by a reference, not as a submodule, so a copy calls the original."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -179,7 +179,8 @@ def test_covariances_of_a_model_in_accelerates_mixed_precision_are_exact(
     prepare, is_part, is_compiled, params
 ):
     # Autocast leaves double precision as it is.
-    model, plain = sequential().float(), sequential()
+    model = sequential().float()
+    plain = sequential()
     x, y = data()
     if is_compiled:
         compiled_model(model)

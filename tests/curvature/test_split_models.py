@@ -1,4 +1,4 @@
-"""Models whose parameters are split over processes: what is taken and what is refused."""
+"""Models whose parameters are split over processes: which are fitted and which are refused."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def in_part(mesh):
     return model
 
 
-def of_the_older_kind(mesh):
+def by_the_older_wrapper(mesh):
     return FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
 
 
@@ -41,7 +41,7 @@ def by_a_tensor(mesh):
     return model
 
 
-@pytest.mark.parametrize("split", [in_part, of_the_older_kind, by_a_tensor])
+@pytest.mark.parametrize("split", [in_part, by_the_older_wrapper, by_a_tensor])
 def test_split_bayesian_parameters_are_refused(mesh, split):
     model = split(mesh)
     data = [(torch.randn(5, 4), torch.randint(3, (5,)))]
@@ -55,7 +55,7 @@ def test_split_bayesian_parameters_are_refused(mesh, split):
 
 
 def test_the_last_layer_of_a_sharded_model(mesh):
-    """In one process, whose model is left as it is."""
+    """One process fits it, and leaves the model as it is."""
     model = in_part(mesh)
     plain = network()
     state = {name: value.full_tensor() for name, value in model[0].state_dict().items()}

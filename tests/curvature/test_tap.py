@@ -24,7 +24,8 @@ class Net(nn.Module):
 
     def __init__(self, forward, width=4):
         super().__init__()
-        self.one, self.two = nn.Linear(3, width), nn.Linear(4, 3)
+        self.first = nn.Linear(3, width)
+        self.second = nn.Linear(4, 3)
         self.function = forward
 
     def forward(self, x):
@@ -32,31 +33,31 @@ class Net(nn.Module):
 
 
 def in_place(net, x):
-    h = net.one(x)
+    h = net.first(x)
     h += 1.0
-    return net.two(F.relu(h, inplace=True))
+    return net.second(F.relu(h, inplace=True))
 
 
 def by_keyword(net, x):
-    return net.two(input=torch.tanh(net.one(input=x)))
+    return net.second(input=torch.tanh(net.first(input=x)))
 
 
 def skip(net, x):
-    h = net.one(x)
-    return net.two(h + torch.tanh(h) * 0.5)
+    h = net.first(x)
+    return net.second(h + torch.tanh(h) * 0.5)
 
 
 def reused(net, x):
-    h = torch.tanh(net.one(x))
-    return net.two(h) + 0.5 * net.two(h.square())
+    h = torch.tanh(net.first(x))
+    return net.second(h) + 0.5 * net.second(h.square())
 
 
 def functional_view(net, x):
-    return net.two(net.one(x).view(len(x), 2, 2).flatten(1).sigmoid())
+    return net.second(net.first(x).view(len(x), 2, 2).flatten(1).sigmoid())
 
 
 def merged(net, x):
-    return net.two(net.one(x.reshape(-1, 3)).view(len(x), -1, 4)).sum(1)
+    return net.second(net.first(x.reshape(-1, 3)).view(len(x), -1, 4)).sum(1)
 
 
 FORWARDS = [in_place, by_keyword, skip, reused, functional_view, merged]
@@ -68,7 +69,7 @@ def test_jacobians_and_bias_blocks_are_exact_for_any_forward(forward):
     x = torch.randn(6, 2, 3).double() if forward is merged else torch.randn(6, 3).double()
     y = torch.randint(3, (6,))
     la = Laplace(model).fit_batches([(x, y)])
-    for name in ("one.bias", "two.bias"):
+    for name in ("first.bias", "second.bias"):
         exact = oracle.ggn_block(model, x, "classification", name)
         torch.testing.assert_close(la.posterior.curvature.blocks[name].to_dense(), exact)
     J = oracle.flat_jacobian(model, x, la.param_names)
@@ -121,18 +122,21 @@ class Patches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
-        self.of_tokens, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.token_norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
-        return self.head(torch.tanh(self.of_tokens(tokens)).mean(1))
+        return self.head(torch.tanh(self.token_norm(tokens)).mean(1))
 
 
 @pytest.mark.parametrize("params", ["all", ["conv.weight"]])
 def test_one_example_has_the_variances_that_it_has_in_a_batch(params):
     """torch's own backward pass of the normalisation is wrong for one example in this layout."""
-    model, x = Patches().double().eval(), torch.randn(3, 2, 5, 5).double()
+    model = Patches().double().eval()
+    x = torch.randn(3, 2, 5, 5).double()
     la = Laplace(model, params=params, curvature="diag", prior_precision=0.5)
     la.fit([(x, torch.tensor([0, 2, 1]))])
     parameters = [model.get_parameter(name) for name in la.param_names]
@@ -140,17 +144,18 @@ def test_one_example_has_the_variances_that_it_has_in_a_batch(params):
     for index in range(3):
         # In a batch.
         gradients = [torch.autograd.grad(model(x)[index, c], parameters) for c in range(3)]
-        J = torch.stack([torch.cat([g.flatten() for g in of_output]) for of_output in gradients])
-        found = la.functional(x[index : index + 1], diagonal=True)[1][0]
-        torch.testing.assert_close(found, J.square() @ variance)
+        J = torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients])
+        actual = la.functional(x[index : index + 1], diagonal=True)[1][0]
+        torch.testing.assert_close(actual, J.square() @ variance)
 
 
 def test_ekfac_of_a_reused_layer_measures_the_exact_curvature():
     model = Net(reused).double().eval()
-    x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
+    x = torch.randn(6, 3).double()
+    y = torch.randint(3, (6,))
     la = Laplace(model, curvature="ekfac").fit_batches([(x, y)])
-    block = la.posterior.curvature.blocks["two.weight"]
-    exact = oracle.ggn_block(model, x, "classification", "two.weight")
+    block = la.posterior.curvature.blocks["second.weight"]
+    exact = oracle.ggn_block(model, x, "classification", "second.weight")
     U = torch.kron(block.U_G.contiguous(), block.U_A.contiguous())
     measured = (U.T @ exact @ U).diag().reshape(block.magnitudes.shape)
     torch.testing.assert_close(block.magnitudes, measured)
@@ -159,7 +164,8 @@ def test_ekfac_of_a_reused_layer_measures_the_exact_curvature():
 def test_a_users_hook_on_a_layer_is_part_of_the_forward_pass():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
     model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
-    x, y = torch.randn(6, 3).double(), torch.randint(3, (6,))
+    x = torch.randn(6, 3).double()
+    y = torch.randint(3, (6,))
     la = Laplace(model).fit_batches([(x, y)])
     exact = oracle.ggn_block(model, x, "classification", "0.bias")
     torch.testing.assert_close(la.posterior.curvature.blocks["0.bias"].to_dense(), exact)
@@ -168,39 +174,41 @@ def test_a_users_hook_on_a_layer_is_part_of_the_forward_pass():
 
 
 def detached(net, x):
-    return net.two(net.one(x).detach())
+    return net.second(net.first(x).detach())
 
 
 def unused(net, x):
-    net.one(x)
-    return net.two(F.pad(x, (0, 1)))
+    net.first(x)
+    return net.second(F.pad(x, (0, 1)))
 
 
 def not_called(net, x):
-    return net.two(F.pad(x, (0, 1)))
+    return net.second(F.pad(x, (0, 1)))
 
 
 def without_gradients(net, x):
     with torch.no_grad():
-        return net.two(net.one(x))
+        return net.second(net.first(x))
 
 
 @pytest.mark.parametrize("forward", [detached, unused, not_called])
 def test_what_the_outputs_do_not_depend_on_is_left_out(forward):
-    model, x, y = Net(forward).double().eval(), torch.randn(5, 3).double(), torch.randint(3, (5,))
-    with pytest.warns(UserWarning, match=r"do not depend on \['one.weight', 'one.bias'\]"):
+    model = Net(forward).double().eval()
+    x = torch.randn(5, 3).double()
+    y = torch.randint(3, (5,))
+    with pytest.warns(UserWarning, match=r"do not depend on \['first.weight', 'first.bias'\]"):
         la = Laplace(model).fit_batches([(x, y)])
-    assert la.param_names == ["two.weight", "two.bias"]
+    assert la.param_names == ["second.weight", "second.bias"]
     alone = Laplace(model, params=la.param_names).fit_batches([(x, y)])
     assert torch.equal(la.functional(x)[1], alone.functional(x)[1])
-    for named in (["one.bias", "two.bias"], lambda name, parameter: True):
-        with pytest.raises(ValueError, match=r"do not depend on \['one"):
+    for named in (["first.bias", "second.bias"], lambda name, parameter: True):
+        with pytest.raises(ValueError, match=r"do not depend on \['first"):
             Laplace(model, params=named).fit_batches([(x, y)])
 
 
 def overwritten(net, x):
-    h = torch.tanh(net.one(x))
-    out = net.two(h)
+    h = torch.tanh(net.first(x))
+    out = net.second(h)
     h.mul_(2)
     return out + h[:, :3]
 
@@ -223,10 +231,12 @@ def test_a_forward_of_its_own_that_computes_the_same_is_taken():
             return x @ self.weight.T + self.bias
 
     torch.manual_seed(0)
-    x, y = torch.randn(4, 3).double(), torch.randint(2, (4,))
-    plain, own = nn.Linear(3, 2).double(), Same(3, 2).double()
-    own.load_state_dict(plain.state_dict())
-    fits = [Laplace(nn.Sequential(m).eval()).fit_batches([(x, y)]) for m in (plain, own)]
+    x = torch.randn(4, 3).double()
+    y = torch.randint(2, (4,))
+    plain = nn.Linear(3, 2).double()
+    same = Same(3, 2).double()
+    same.load_state_dict(plain.state_dict())
+    fits = [Laplace(nn.Sequential(m).eval()).fit_batches([(x, y)]) for m in (plain, same)]
     dense = [la.posterior.curvature.to_dense() for la in fits]
     torch.testing.assert_close(dense[0], dense[1])
 
@@ -236,7 +246,8 @@ def test_paddings_that_backpack_gets_wrong_go_through_hooks(options):
     layer = nn.Conv2d(2, 3, 3, **({"padding": 1} | options))
     tail = [nn.Flatten(), nn.Linear(75, 3)]
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Tanh(), layer, *tail).double().eval()
-    x, y = torch.randn(4, 1, 5, 5).double(), torch.randint(3, (4,))
+    x = torch.randn(4, 1, 5, 5).double()
+    y = torch.randint(3, (4,))
     la = Laplace(model).fit_batches([(x, y)])
     for name in ("0.bias", "2.bias"):
         exact = oracle.ggn_block(model, x, "classification", name)
@@ -247,7 +258,8 @@ def test_paddings_that_backpack_gets_wrong_go_through_hooks(options):
 
 def test_callers_in_inference_mode_get_the_same():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
-    x, y = torch.randn(6, 3), torch.randint(3, (6,))
+    x = torch.randn(6, 3)
+    y = torch.randint(3, (6,))
     for backend in ("backpack", "hooks"):
         la = Laplace(model, backend=backend).fit_batches([(x, y)])
         expected = la.predict(x).probs
@@ -264,7 +276,8 @@ def test_callers_in_inference_mode_get_the_same():
 
 def test_inputs_that_require_gradients_are_accepted():
     model = nn.Sequential(nn.Linear(3, 3)).eval()
-    x, y = torch.randn(6, 3), torch.randint(3, (6,))
+    x = torch.randn(6, 3)
+    y = torch.randint(3, (6,))
     plain = Laplace(model).fit_batches([(x, y)])
     leaf = Laplace(model).fit_batches([(x.clone().requires_grad_(), y)])
     torch.testing.assert_close(leaf.predict(x).probs, plain.predict(x).probs)
@@ -290,13 +303,17 @@ def test_buffers_that_the_forward_writes_stay_as_they_were():
 def test_different_data_get_different_monte_carlo_labels():
     """Directions and magnitudes from the same batch: the labels are drawn anew."""
     model = nn.Sequential(nn.Linear(3, 3)).double().eval()
-    x, y = torch.randn(8, 3).double(), torch.randint(3, (8,))
+    x = torch.randn(8, 3).double()
+    y = torch.randint(3, (8,))
     la = Laplace(model, fisher="mc", params=["0.bias"])
     mini = la.fit_batches([(x, y)], generator=torch.Generator().manual_seed(0)).posterior
-    twice = la.fit_batches([(x, y)], [(x, y)], generator=torch.Generator().manual_seed(0)).posterior
-    one, two = (p.curvature.blocks["0.bias"] for p in (mini, twice))
-    assert torch.equal(one.U_G, two.U_G)
-    assert not torch.allclose(one.magnitudes, two.magnitudes)
+    debiased = la.fit_batches(
+        [(x, y)], [(x, y)], generator=torch.Generator().manual_seed(0)
+    ).posterior
+    block = mini.curvature.blocks["0.bias"]
+    debiased_block = debiased.curvature.blocks["0.bias"]
+    assert torch.equal(block.U_G, debiased_block.U_G)
+    assert not torch.allclose(block.magnitudes, debiased_block.magnitudes)
 
 
 def test_regression_predictions_survive_wide_covariances():
@@ -334,7 +351,8 @@ NORMALISED = {
 def test_scales_and_biases_of_normalisations_have_exact_blocks(name):
     norm, shape = NORMALISED[name]
     model = nn.Sequential(norm, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
-    x, y = 2 * torch.randn(7, *shape).double() + 1, torch.randint(3, (7,))
+    x = 2 * torch.randn(7, *shape).double() + 1
+    y = torch.randint(3, (7,))
     model.train()(x)  # running statistics of their own
     with torch.no_grad():
         for parameter in norm.parameters():
@@ -458,24 +476,30 @@ def hooks_with_branches(h):
     return h
 
 
-@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors, hooks_with_branches])
-def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(within):
+@pytest.mark.parametrize(
+    "reads_numbers", [functions_in_python, hooks_of_tensors, hooks_with_branches]
+)
+def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(reads_numbers):
     class Net(nn.Sequential):
         def forward(self, x):
             """Shape `[B, 5]`."""
-            return self[1](within(self[0](x).tanh()))
+            return self[1](reads_numbers(self[0](x).tanh()))
 
     data = [(torch.randn(4, 3), torch.arange(4))]
     with pytest.raises(NotImplementedError, match=r"reads a number from a gradient.*Remove"):
         Laplace(Net(nn.Linear(3, 6), nn.Linear(6, 5)).eval()).fit(data)
 
 
-@pytest.mark.parametrize("within", [functions_in_python, hooks_of_tensors, hooks_with_branches])
-def test_convolutions_with_code_that_reads_numbers_differentiate_one_column_after_the_other(within):
+@pytest.mark.parametrize(
+    "reads_numbers", [functions_in_python, hooks_of_tensors, hooks_with_branches]
+)
+def test_convolutions_with_code_that_reads_numbers_differentiate_one_column_after_the_other(
+    reads_numbers,
+):
     class Net(Branched):
         def forward(self, x):
             """Shape `[B, 5]`."""
-            h = within(self.first(x).tanh())
+            h = reads_numbers(self.first(x).tanh())
             return self.head(self.second(h).tanh().mean((2, 3)))
 
     torch.manual_seed(0)

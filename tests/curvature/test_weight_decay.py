@@ -28,7 +28,7 @@ def network() -> nn.Module:
 
 
 def perturbed(model: nn.Module) -> nn.Module:
-    """Scales and shifts differ from their initial values."""
+    """Move all parameters, also scales and shifts, from their initial values."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -36,15 +36,15 @@ def perturbed(model: nn.Module) -> nn.Module:
 
 
 def trained_penalty(model: nn.Module) -> torch.Tensor:
-    """The change that a step of an optimizer makes where the loss is flat, β θ."""
+    """The change by one optimizer step where the loss is flat, β θ."""
     parameters = list(model.parameters())
-    before = nn.utils.parameters_to_vector(parameters).detach().clone()
+    initial = nn.utils.parameters_to_vector(parameters).detach().clone()
     optimizer = torch.optim.SGD(decay_groups(parameters, DECAY), lr=1.0)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    change = before - nn.utils.parameters_to_vector(parameters).detach()
-    nn.utils.vector_to_parameters(before, parameters)
+    change = initial - nn.utils.parameters_to_vector(parameters).detach()
+    nn.utils.vector_to_parameters(initial, parameters)
     optimizer.zero_grad()
     return change
 

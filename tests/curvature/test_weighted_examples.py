@@ -67,7 +67,7 @@ def options(name):
 
 
 def term(name, f, y):
-    """The loss of one example, summed, and what a mean divides by."""
+    """The summed loss of one example, and its share of the divisor of a mean."""
     one = torch.ones((), dtype=torch.float64)
     if name.startswith("cross_entropy"):
         return F.cross_entropy(f, y), one
@@ -88,9 +88,11 @@ def flat_function(model):
     shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def outputs(theta, x):
-        parts = theta.split([shape.numel() for shape in shapes.values()])
-        pairs = zip(shapes.items(), parts, strict=True)
-        parameters = {name: part.view(shape) for (name, shape), part in pairs}
+        values = theta.split([shape.numel() for shape in shapes.values()])
+        parameters = {
+            name: value.view(shape)
+            for (name, shape), value in zip(shapes.items(), values, strict=True)
+        }
         return functional_call(model, parameters, (x[None],))[0]
 
     theta = torch.cat([p.detach().flatten() for p in model.parameters()])

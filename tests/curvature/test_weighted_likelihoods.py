@@ -52,7 +52,8 @@ def test_value_gradient_and_curvature_are_those_of_the_formula(name):
 def test_drawn_gradients_are_unbiased(name):
     likelihood, f, y, ell = case(name)
     n = next(n for n in range(N) if hand.hessian(ell, f[n], y[n]).any())
-    many, labels = f[n : n + 1].expand(60_000, -1) / 3, y[n : n + 1].expand(60_000, *y.shape[1:])
+    many = f[n : n + 1].expand(60_000, -1) / 3
+    labels = y[n : n + 1].expand(60_000, *y.shape[1:])
     cotangents = Cotangents(NegativeLogLikelihood(likelihood), FisherType("mc", 2, seed=3))
     columns = cotangents(many, labels, 0).columns
     squares = torch.einsum("kbi,kbj->bij", columns, columns)
@@ -61,9 +62,10 @@ def test_drawn_gradients_are_unbiased(name):
     assert (error.abs() <= 4.5 * squares.std(0) / len(many) ** 0.5 + 1e-12).all()
 
 
-def test_they_are_what_torch_has():
-    """Its loss, but for the mean, which torch takes over weights."""
-    f, y = 2 * torch.randn(N, 3).double(), torch.randint(3, (N,))
+def test_losses_are_those_of_torch():
+    """The losses equal torch's, except that torch's mean divides by the sum of the weights."""
+    f = 2 * torch.randn(N, 3).double()
+    y = torch.randint(3, (N,))
     w, pi = torch.tensor(W3).double(), torch.tensor(P3).double()
     ours = Categorical(class_weights=W3, label_smoothing=0.1).nll(f, y).mean()
     theirs = F.cross_entropy(f, y, w, label_smoothing=0.1) * w[y].sum() / N
@@ -81,7 +83,8 @@ def test_they_are_what_torch_has():
 
 
 def test_one_hot_targets_are_class_indices():
-    f, y = torch.randn(N, 3).double(), torch.randint(3, (N,))
+    f = torch.randn(N, 3).double()
+    y = torch.randint(3, (N,))
     hard, soft = (
         NegativeLogLikelihood(Categorical(class_weights=W3, label_smoothing=0.1)) for _ in range(2)
     )
@@ -93,7 +96,8 @@ def test_one_hot_targets_are_class_indices():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_soft_targets_of_narrow_types_are_rounded_probabilities(dtype):
     q = (3 * torch.randn(500, 4)).softmax(-1)
-    likelihood, f = Categorical(), torch.randn(500, 4).double()
+    likelihood = Categorical()
+    f = torch.randn(500, 4).double()
     likelihood.check(f, q.to(dtype))
     actual = likelihood.nll(f, q.to(dtype))
     expected = -(q * f.log_softmax(-1)).sum(-1)
@@ -107,7 +111,7 @@ ONES3 = torch.ones(4, 3).double()
 
 
 @pytest.mark.parametrize(
-    ("likelihood", "outputs", "targets", "error", "says"),
+    ("likelihood", "outputs", "targets", "error", "message"),
     [
         (Categorical(class_weights=[1, 2]), 3, torch.zeros(4).long(), ValueError, "3 outputs"),
         (Categorical(class_weights=[1, 2]), 3, ONES3 / 3, ValueError, "2 entries"),
@@ -122,11 +126,11 @@ ONES3 = torch.ones(4, 3).double()
         (HeteroscedasticGaussian(), 6, ONES3 * torch.nan, ValueError, "NaN"),
     ],
 )
-def test_what_does_not_fit_is_refused(likelihood, outputs, targets, error, says):
+def test_what_does_not_fit_is_refused(likelihood, outputs, targets, error, message):
     loss = NegativeLogLikelihood(likelihood)
-    # What sees labels before the check must not fail with an error of its own.
+    # Code that reads the labels before the check must not fail with a different error.
     Cotangents(loss, FisherType()).counted(targets, 2)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         loss.check(torch.zeros(4, outputs).double(), targets)
 
 
@@ -136,7 +140,7 @@ def test_log_variances_out_of_range_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Categorical(class_weights=[1.0, -1.0]), "`class_weights` must be finite"),
         (lambda: Categorical(class_weights=[0.0, 0.0]), "at least one greater than 0"),
@@ -147,6 +151,6 @@ def test_log_variances_out_of_range_are_refused():
         (lambda: MultiLabel(label_weights=[float("inf")]), "`label_weights` must be finite"),
     ],
 )
-def test_arguments_out_of_range_are_refused(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_arguments_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()

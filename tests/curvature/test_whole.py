@@ -6,7 +6,7 @@ import torch
 from networks_of_tokens import Attention, Bag, randomised
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import dense as whole
+from laplace_debias.curvature.fits import dense
 
 NUM_DATA, DELTA = 30, 0.6
 
@@ -34,7 +34,7 @@ def ggn(la, x):
 
 
 def precision_from(U, along):
-    """`N·C + δ`, with what lies outside U's columns left to the prior."""
+    """The precision N·C + δ, where C = U diag(along) Uᵀ."""
     return NUM_DATA * (U * along) @ U.T + DELTA * torch.eye(len(U)).double()
 
 
@@ -74,20 +74,20 @@ def test_debiased_full_measures_the_second_data_along_the_first_eigenvectors(nam
 
 @pytest.mark.parametrize("name", CASES)
 def test_crossfit_full_measures_folds_along_the_eigenvectors_of_the_others(name):
-    """Of the others' null space, which is most of the space here, the mean."""
+    """The null space of the other fold, which is most of the space here, gets the mean."""
     model, x, y = CASES[name]()
     la = Laplace(model, curvature="full", prior_precision=DELTA)
     la.fit_batches([(x, y)], num_data=NUM_DATA, folds=2)
     U = oracle.eigen(ggn(la, x))[1]
     along = torch.zeros(len(U)).double()
-    for own, others in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
-        C = ggn(la, own)
+    for fold, other_fold in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
+        C = ggn(la, fold)
         measured = [
             (P * C).sum() / P.trace()
-            for P in oracle.eigenprojectors(ggn(la, others))
+            for P in oracle.eigenprojectors(ggn(la, other_fold))
             for _ in range(round(float(P.trace())))
         ]
-        along += torch.stack(measured) * len(own) / len(x)
+        along += torch.stack(measured) * len(fold) / len(x)
     rank = torch.linalg.matrix_rank(ggn(la, x))
     along[rank:] = along[rank:].mean()
     assert_posterior(la, x, precision_from(U, along))
@@ -106,24 +106,25 @@ def test_low_rank_is_the_leading_part_of_the_ggn(name, mode):
         folds = 2 if mode == "crossfit" else None
         la.fit_batches([(first, y[: len(first)])], num_data=NUM_DATA, folds=folds)
     values, vectors = torch.linalg.eigh(ggn(la, first))
-    U, along = vectors.flip(1)[:, :rank], values.flip(0)[:rank]
+    U = vectors.flip(1)[:, :rank]
+    along = values.flip(0)[:rank]
     if mode == "debiased":
         along = (U.T @ ggn(la, x[2:]) @ U).diagonal()
     if mode == "crossfit":
         along = torch.zeros(rank).double()
-        for own, others in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
-            basis = torch.linalg.eigh(ggn(la, others))[1].flip(1)[:, :rank]
-            along += (basis.T @ ggn(la, own) @ basis).diagonal() * len(own) / len(x)
+        for fold, other_fold in ((x[0::2], x[1::2]), (x[1::2], x[0::2])):
+            basis = torch.linalg.eigh(ggn(la, other_fold))[1].flip(1)[:, :rank]
+            along += (basis.T @ ggn(la, fold) @ basis).diagonal() * len(fold) / len(x)
     assert_posterior(la, x, precision_from(U, along))
 
 
 def test_compressed_rows_have_the_same_leading_directions(monkeypatch):
-    """Of many rows, which have no more directions than are kept of them."""
+    """The many rows have no more directions than the number of rows that are kept."""
     model, x, y = conv2d()
     few = [(x[:4], y[:4]), (x[4:6], y[4:6])]
     fits = []
-    for kept in (whole.KEPT_ROWS, 0):
-        monkeypatch.setattr(whole, "KEPT_ROWS", kept)
+    for num_kept_rows in (dense.KEPT_ROWS, 0):
+        monkeypatch.setattr(dense, "KEPT_ROWS", num_kept_rows)
         la = Laplace(model, curvature="lowrank", rank=3).fit_batches(4 * few)
         fits.append(la.posterior.precision.to_dense())
     torch.testing.assert_close(fits[0], fits[1], rtol=1e-10, atol=1e-10)
@@ -132,7 +133,7 @@ def test_compressed_rows_have_the_same_leading_directions(monkeypatch):
 def test_there_are_no_more_directions_than_jacobian_rows():
     model, x, y = conv2d()
     la = Laplace(model, curvature="lowrank", rank=50).fit_batches([(x[:1], y[:1])])
-    assert la.posterior.curvature.blocks[whole.DENSE_BLOCK].U.shape[1] == 2  # C − 1 columns
+    assert la.posterior.curvature.blocks[dense.DENSE_BLOCK].U.shape[1] == 2  # C − 1 columns
 
 
 def test_a_rank_belongs_to_low_rank_and_factors():
@@ -146,7 +147,7 @@ def test_a_rank_belongs_to_low_rank_and_factors():
 
 
 def rows_of_spectrum(num_rows, eigenvalues):
-    """Rows whose products have some eigenvalues, and these eigenvectors."""
+    """Rows R `[num_rows, 900]` such that RᵀR has these eigenvalues, and the eigenvectors."""
     torch.manual_seed(4)
     size = len(eigenvalues)
     V = torch.linalg.qr(torch.randn(num_rows, size, dtype=torch.float64)).Q
@@ -160,13 +161,13 @@ def test_the_leading_pairs_of_many_rows_come_without_all_others(monkeypatch):
     eigenvalues[4:7] = eigenvalues[4]
     rows, U = rows_of_spectrum(800, eigenvalues)
     sizes = []
-    decompose = whole.descending_eigenpairs
+    decompose = dense.descending_eigenpairs
     monkeypatch.setattr(
-        whole,
+        dense,
         "descending_eigenpairs",
         lambda A, name: sizes.append(len(A)) or decompose(A, name),
     )
-    values, vectors = whole.leading_pairs(rows, 20, torch.float64)
+    values, vectors = dense.leading_pairs(rows, 20, torch.float64)
     assert not sizes
     torch.testing.assert_close(values, eigenvalues[:20], rtol=1e-11, atol=0)
     expected = (U[:, :20] * eigenvalues[:20]) @ U[:, :20].T
@@ -177,8 +178,8 @@ def test_all_pairs_of_few_rows_are_those_of_their_matrix(monkeypatch):
     """The matrix `[D, D]` is not decomposed, and the eigenvectors are a complete basis."""
     eigenvalues = torch.logspace(0, -6, 30, dtype=torch.float64)
     rows, U = rows_of_spectrum(30, eigenvalues)
-    monkeypatch.setattr(whole, "gram", None)
-    values, vectors = whole.leading_pairs(rows, None, torch.float64)
+    monkeypatch.setattr(dense, "gram", None)
+    values, vectors = dense.leading_pairs(rows, None, torch.float64)
     assert values.shape == (900,)
     torch.testing.assert_close(values[:30], eigenvalues, rtol=1e-9, atol=0)
     assert (values[30:] == 0).all()

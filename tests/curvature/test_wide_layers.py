@@ -1,4 +1,4 @@
-"""Layers that are too wide for dense factors: the diagonal of each, and nothing else of it."""
+"""If a side of a layer is too wide for a dense factor, only the factor's diagonal is computed."""
 
 import oracle
 import pytest
@@ -10,8 +10,8 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.layer_rules import base
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 
-# Of the weights `[3, 8]` and `[4, 12]` all sides are wide, the four outputs and the inputs, and the
-# inputs alone.
+# Sizes above which a side is wide. For the weights `[3, 8]` and `[4, 12]` these are all sides, then
+# the four outputs and the inputs, then only the inputs.
 WIDE = [2, 3, 7]
 
 
@@ -34,13 +34,13 @@ def diagonal_if(is_wide, factor):
 
 
 def expected_blocks(model, x, wide, sharing="expand"):
-    found = {}
+    blocks = {}
     for layer in ("0", "3"):
         factors = oracle.kfac_factors(model, x, "classification", layer, sharing=sharing)
         G, A = (diagonal_if(len(factors[key]) > wide, factors[key]) for key in "GA")
-        found[f"{layer}.weight"] = torch.kron(G, A)
-        found[f"{layer}.bias"] = diagonal_if(len(factors["bias"]) > wide, factors["bias"])
-    return found
+        blocks[f"{layer}.weight"] = torch.kron(G, A)
+        blocks[f"{layer}.bias"] = diagonal_if(len(factors["bias"]) > wide, factors["bias"])
+    return blocks
 
 
 def assert_blocks(la, expected):
@@ -80,7 +80,7 @@ def test_ekfac_has_the_exact_diagonal_along_the_axes(model, data, monkeypatch, w
 
 
 def test_folds_and_halves_of_factors_without_directions(model, data, monkeypatch):
-    """Axes are chosen by no data: a cross-fit is the full fit, a debiased one its second half's."""
+    """Axes need no data: a cross-fit equals the full fit, a debiased fit the second half's."""
     monkeypatch.setattr(base, "WIDE", 2)
     x, y = data
     folds = Laplace(model).fit([data], mode="crossfit", num_data=6)
@@ -116,10 +116,10 @@ def test_predictions_and_files(model, data, monkeypatch, tmp_path, wide, curvatu
     expected = J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.mT
     torch.testing.assert_close(la.functional(x)[1], expected, rtol=1e-8, atol=1e-11)
     chosen = torch.tensor([[2, 0, 2], [1, 3, 1], [0, 1, 2]])
-    part = expected.gather(1, chosen[:, :, None].expand(-1, -1, 4))
-    part = part.gather(2, chosen[:, None, :].expand(-1, 3, -1))
-    some = la.functional(x, outputs=chosen)[1]
-    torch.testing.assert_close(some, part, rtol=1e-8, atol=1e-11)
+    chosen_rows = expected.gather(1, chosen[:, :, None].expand(-1, -1, 4))
+    chosen_covariance = chosen_rows.gather(2, chosen[:, None, :].expand(-1, 3, -1))
+    actual = la.functional(x, outputs=chosen)[1]
+    torch.testing.assert_close(actual, chosen_covariance, rtol=1e-8, atol=1e-11)
     flat = J.flatten(0, 1)
     joint = flat @ torch.linalg.inv(la.posterior.precision.to_dense()) @ flat.T
     actual = la.functional(x, joint=True)[1].flatten(2).flatten(0, 1)
@@ -133,8 +133,8 @@ def test_predictions_and_files(model, data, monkeypatch, tmp_path, wide, curvatu
 def test_the_bound_is_that_of_the_documentation():
     assert base.WIDE == 8192
     layer = nn.Linear(2, 8193)
-    made = curvature_blocks(nn.Sequential(layer), ["0.weight", "0.bias"])
-    assert [block.has_diagonal_G for block in made] == [True, True]
-    assert [block.has_diagonal_A for block in made] == [False, False]
+    blocks = curvature_blocks(nn.Sequential(layer), ["0.weight", "0.bias"])
+    assert [block.has_diagonal_G for block in blocks] == [True, True]
+    assert [block.has_diagonal_A for block in blocks] == [False, False]
     narrow = curvature_blocks(nn.Sequential(nn.Linear(8192, 8192)), ["0.weight", "0.bias"])
     assert not any(block.has_diagonal_G or block.has_diagonal_A for block in narrow)
