@@ -27,7 +27,7 @@ def tokens():
 
 
 def layers_of_torch(name, parameter):
-    """Not the tokens, which belong to the model itself, nor timm's own LayerScale."""
+    """Whether a parameter belongs to a layer of torch, not to the model or timm's LayerScale."""
     return not name.endswith(("reg_token", "pos_embed", "gamma"))
 
 
@@ -58,8 +58,9 @@ CASES = {
 def test_fits_samples_and_predicts(name, curvature):
     torch.manual_seed(0)
     make, data, params = CASES[name]
-    model, (x, y) = make().eval(), data()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model = make().eval()
+    x, y = data()
+    original = {key: value.clone() for key, value in model.state_dict().items()}
     la = Laplace(model, curvature=curvature, params=params, fisher="mc", factor_dtype=torch.float32)
     halves = [(x[:3], y[:3]), (x[3:], y[3:])]
     la.fit(halves, mode="debiased", num_data=100)
@@ -75,15 +76,16 @@ def test_fits_samples_and_predicts(name, curvature):
     mean, variances = la.functional(x[:2], diagonal=True)
     torch.testing.assert_close(mean, outputs, rtol=1e-4, atol=1e-5)
     assert (variances > 0).all()
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["gpt", "lora", "vit_little", "wide_resnet"])
 def test_variances_are_those_of_dense_jacobians(name):
-    """With the prior alone in the precision, `J Jᵀ / δ`."""
+    """The variances are diag(J P⁻¹ Jᵀ) with the diagonal precision P of the fit."""
     torch.manual_seed(0)
     make, data, params = CASES[name]
-    model, (x, y) = make().double().eval(), data()
+    model = make().double().eval()
+    x, y = data()
     x, y = (x.double() if x.is_floating_point() else x)[:2], y[:2]
     la = Laplace(model, curvature="diag", params=params, prior_precision=2.0, fisher="empirical")
     la.fit_batches([(x, y)])
@@ -115,7 +117,8 @@ def test_frozen_parameters_cost_nothing():
 def test_the_last_layer_in_closed_form_is_that_of_dense_jacobians(curvature, joint):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double().eval()
-    x, y = torch.randn(6, 3).double(), torch.randint(4, (6,))
+    x = torch.randn(6, 3).double()
+    y = torch.randint(4, (6,))
     for params in ("last_layer", "all"):
         la = Laplace(model, curvature=curvature, params=params, joint=joint, prior_precision=0.7)
         la.fit_batches([(x, y)], num_data=11)
@@ -125,15 +128,21 @@ def test_the_last_layer_in_closed_form_is_that_of_dense_jacobians(curvature, joi
         variances = expected.diagonal(dim1=1, dim2=2)
         torch.testing.assert_close(la.functional(x, diagonal=True)[1], variances)
         chosen = torch.tensor([[3, 0], [1, 2]] * 3)
-        of_chosen = torch.stack([c[i][:, i] for c, i in zip(expected, chosen, strict=True)])
-        torch.testing.assert_close(la.functional(x, outputs=chosen)[1], of_chosen)
+        chosen_covariance = torch.stack(
+            [
+                covariance[index][:, index]
+                for covariance, index in zip(expected, chosen, strict=True)
+            ]
+        )
+        torch.testing.assert_close(la.functional(x, outputs=chosen)[1], chosen_covariance)
 
 
 def test_a_thousand_classes_take_no_jacobian(monkeypatch):
     """The variances of 1,100 logits come from `U_Aᵀφ` and `U_G` alone: no backward pass is run."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 1100)).eval()
-    x, y = torch.randn(3, 8), torch.randint(1100, (3,))
+    x = torch.randn(3, 8)
+    y = torch.randint(1100, (3,))
     la = Laplace(
         model, params="last_layer", fisher="mc", factor_dtype=torch.float32, memory_bound=2**21
     )
@@ -158,7 +167,7 @@ def test_a_thousand_classes_take_no_jacobian(monkeypatch):
 # ----------------------------------------------------------------- libraries' architectures
 
 # One for each way in which parameters act.
-OF_LIBRARIES = {
+LIBRARY_BY_NETWORK = {
     "regnet_y": "torchvision",
     "densenet121": "torchvision",
     "convnext_tiny": "torchvision",
@@ -177,20 +186,22 @@ OF_LIBRARIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", others_slow(OF_LIBRARIES, "regnet_y", "vit_tiny_patch16_224", "LlamaForCausalLM, tied")
+    "name",
+    others_slow(LIBRARY_BY_NETWORK, "regnet_y", "vit_tiny_patch16_224", "LlamaForCausalLM, tied"),
 )
 def test_the_defaults_work_and_variances_are_those_of_plain_autograd(name):
-    library = OF_LIBRARIES[name]
+    library = LIBRARY_BY_NETWORK[name]
     pytest.importorskip(library)
     # Not above: these import other libraries, which takes seconds.
     from benchmarks.architectures.measurement import disagreement
     from benchmarks.architectures.zoo import architectures
 
     architecture = architectures()[name]
-    model, (x, y) = architecture.model(), architecture.data(4)
+    model = architecture.model()
+    x, y = architecture.data(4)
     la = Laplace(model).fit([(x, y)])
     assert la.param_names == [n for n, p in model.named_parameters() if p.requires_grad]
     assert la.predict(x).probs.isfinite().all()
-    # Norms of Hugging Face's compute in single precision, whatever they are given.
-    of_single_precision = library in ("transformers", "peft")
-    assert disagreement(architecture) < (1e-6 if of_single_precision else 1e-11)
+    # Normalisations of Hugging Face compute in single precision for inputs of any precision.
+    has_single_precision = library in ("transformers", "peft")
+    assert disagreement(architecture) < (1e-6 if has_single_precision else 1e-11)

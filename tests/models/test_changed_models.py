@@ -1,4 +1,4 @@
-"""A prediction finds that the model is no longer that of the fit, whatever has changed it."""
+"""A prediction detects that the model has changed since the fit, whatever changed it."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def in_place(model):
     model[2].weight.mul_(2)
 
 
-def of_data(model):
+def double_data(model):
     model[2].weight.data.mul_(2)
 
 
@@ -67,7 +67,7 @@ def by_storage(model):
     model[2].weight.untyped_storage().fill_(1)
 
 
-def foreach_of_data(model):
+def double_data_by_foreach(model):
     torch._foreach_mul_([p.data for p in model[2].parameters()], 2)
 
 
@@ -125,8 +125,8 @@ WAYS = {
     **{
         way.__name__: way
         for way in (
-            *(in_place, of_data, new_data, new_data_twice, by_numpy, by_dlpack, by_storage),
-            *(foreach_of_data, uncounted, inference, swapped, by_vector, loaded, assigned),
+            *(in_place, double_data, new_data, new_data_twice, by_numpy, by_dlpack, by_storage),
+            *(double_data_by_foreach, uncounted, inference, swapped, by_vector, loaded, assigned),
             *(new_layer, converted, statistics, new_buffer),
         )
     },
@@ -150,7 +150,8 @@ def test_what_did_not_change_is_read_in_full_once(monkeypatch):
     full = fingerprints.sum_of_bits
     monkeypatch.setattr(change_detector, "sum_of_bits", lambda x: read.append(x.numel()) or full(x))
     model = network()
-    sums, detector = fingerprint(model, []), ChangeDetector()
+    sums = fingerprint(model, [])
+    detector = ChangeDetector()
 
     def entries_read():
         read.clear()
@@ -180,19 +181,19 @@ def test_changes_are_found_in_half_precision_and_in_every_memory_format(convert,
         la.predict(x)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_watches_its_own_model(copied):
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_watches_its_own_model(make_copy):
     model = network()
     x = torch.randn(6, 4)
     la = Laplace(model, params="last_layer").fit_batches([(x, torch.arange(6) % 3)])
     la.predict(x, "map")
-    other = copied(la)
-    of_data(model)
-    other.predict(x, "map")
-    of_data(other.model)
-    for each in (la, other):
+    duplicate = make_copy(la)
+    double_data(model)
+    duplicate.predict(x, "map")
+    double_data(duplicate.model)
+    for posterior in (la, duplicate):
         with pytest.raises(RuntimeError, match="has changed since the fit"):
-            each.predict(x, "map")
+            posterior.predict(x, "map")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,8 @@ def test_a_copy_watches_its_own_model(copied):
 def test_tensors_of_every_kind_are_watched(tensor):
     model = nn.Module()
     model.register_buffer("held", tensor)
-    sums, detector = fingerprint(model, []), ChangeDetector()
+    sums = fingerprint(model, [])
+    detector = ChangeDetector()
     for _ in range(3):
         assert detector.changed_tensor(model, [], sums) is None
     if tensor.numel():
@@ -385,7 +387,7 @@ def with_two_adapters(active, **options):
     return model.double().eval()
 
 
-def of_a_prompt(active):
+def with_two_prompts(active):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -426,7 +428,7 @@ def merged(model):
 @pytest.mark.parametrize("predicts_before", [False, True])
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["head"]}, {"use_dora": True}])
 @pytest.mark.parametrize(
-    ("change", "now"),
+    ("change", "state"),
     [
         (switched, r"active adapters \['b'\]"),
         (disabled, "disabled adapters"),
@@ -434,7 +436,7 @@ def merged(model):
         (merged, r"the merged adapters \['a'\]"),
     ],
 )
-def test_other_adapters_than_at_the_fit_raise(change, now, options, predicts_before):
+def test_other_adapters_than_at_the_fit_raise(change, state, options, predicts_before):
     """No tensor changes when PEFT switches to another adapter."""
     model = with_two_adapters("a", **options)
     x = torch.randn(6, 4, dtype=torch.float64)
@@ -443,12 +445,14 @@ def test_other_adapters_than_at_the_fit_raise(change, now, options, predicts_bef
         la.predict(x)
     change(model)
     for call in (la.predict, la.functional, lambda x: la.predict(x, "nn", 2)):
-        with pytest.raises(RuntimeError, match=rf"{now}.*the active adapters \['a'\].*at the fit"):
+        with pytest.raises(
+            RuntimeError, match=rf"{state}.*the active adapters \['a'\].*at the fit"
+        ):
             call(x)
 
 
 def test_another_prompt_than_at_the_fit_raises():
-    model = of_a_prompt("a")
+    model = with_two_prompts("a")
     x = {"input_ids": torch.arange(12).view(3, 4) % 9}
     la = Laplace(model, curvature="full").fit_batches([(x, torch.arange(3))])
     la.predict(x)
@@ -461,18 +465,18 @@ def test_adapters_that_are_active_again_have_the_same_posterior(tmp_path):
     model = with_two_adapters("a")
     x = torch.randn(6, 4, dtype=torch.float64)
     la = Laplace(model).fit_batches([(x, torch.arange(6) % 3)])
-    before = la.predict(x).probs
+    probs = la.predict(x).probs
     model.set_adapter("b")
     model.set_adapter("a")
     with model.disable_adapter():
         pass
-    assert torch.equal(la.predict(x).probs, before)
+    assert torch.equal(la.predict(x).probs, probs)
     la.save(tmp_path / "a.safetensors")
-    again = Laplace.load(tmp_path / "a.safetensors", model)
-    assert torch.equal(again.predict(x).probs, before)
+    reloaded = Laplace.load(tmp_path / "a.safetensors", model)
+    assert torch.equal(reloaded.predict(x).probs, probs)
     model.set_adapter("b")
     with pytest.raises(RuntimeError, match=r"\['b'\].*\['a'\]"):
-        again.predict(x)
+        reloaded.predict(x)
 
 
 @pytest.mark.parametrize("value", [3, True, torch.ones(2), [1, 2], {"a": 1}])
@@ -484,16 +488,17 @@ def test_an_attribute_that_is_called_like_one_of_peft_means_nothing(value):
     assert la.predict(x).probs.shape == (6, 2)
 
 
-@pytest.mark.parametrize("of_an_earlier_version", [False, True])
+@pytest.mark.parametrize("is_earlier_version", [False, True])
 def test_a_posterior_loads_whatever_the_original_of_a_trained_head_is(
-    tmp_path, monkeypatch, of_an_earlier_version
+    tmp_path, monkeypatch, is_earlier_version
 ):
     """PEFT keeps the original of a head beside its trained copy, often with new random weights."""
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    x = torch.randn(6, 4, dtype=torch.float64)
+    y = torch.arange(6) % 3
     model = with_two_adapters("a", modules_to_save=["head"])
     la = Laplace(model).fit_batches([(x, y)])
     with monkeypatch.context() as patch:
-        if of_an_earlier_version:  # Its files also describe the original head.
+        if is_earlier_version:  # Its files also describe the original head.
             patch.setattr(fingerprints, "unused_originals", lambda model: ())
             la = Laplace(model).fit_batches([(x, y)])
         la.save(tmp_path / "posterior.safetensors")

@@ -57,15 +57,17 @@ def sequences(lengths, generator, length=5):
 
 
 def jacobian(model, inputs, names):
-    """Jacobians of the logits `[B, T · C, D]`, one example and one output after the other."""
-    at = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in names}
+    """Compute the Jacobians of the logits `[B, T · C, D]`, one output at a time."""
+    parameters = {
+        name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
+    }
     rows = []
     for n in range(len(inputs["input_ids"])):
         example = {key: value[n : n + 1] for key, value in inputs.items()}
-        logits = functional_call(model, at, (), example, tie_weights=True).logits
+        logits = functional_call(model, parameters, (), example, tie_weights=True).logits
         for f in logits.flatten():
             gradients = torch.autograd.grad(
-                f, list(at.values()), retain_graph=True, materialize_grads=True
+                f, list(parameters.values()), retain_graph=True, materialize_grads=True
             )
             rows.append(torch.cat([g.flatten() for g in gradients]))
     return torch.stack(rows).unflatten(0, (len(inputs["input_ids"]), -1))
@@ -97,11 +99,12 @@ def test_t5_with_padding_in_some_batches_has_the_dense_curvature(lengths):
     model = t5()
     generator = torch.Generator().manual_seed(1)
     batches = []
-    for of_batch in lengths:
-        tokens, mask = sequences(of_batch, generator)
-        decoder_tokens, _ = sequences([3] * len(of_batch), generator, 3)
+    for batch_lengths in lengths:
+        size = len(batch_lengths)
+        tokens, mask = sequences(batch_lengths, generator)
+        decoder_tokens, _ = sequences([3] * size, generator, 3)
         inputs = {"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": decoder_tokens}
-        batches.append((inputs, torch.randint(VOCABULARY, (len(of_batch), 3), generator=generator)))
+        batches.append((inputs, torch.randint(VOCABULARY, (size, 3), generator=generator)))
     la = Laplace(model, curvature="full", class_dim=-1).fit_batches(batches)
     assert sum("relative_attention_bias" in name for name in la.param_names) == 2
     exact = dense_curvature(model, batches, la.param_names)
@@ -162,7 +165,7 @@ m2m100_adapters = partial(adapters, m2m100, ("v_proj",))
 
 
 class PassesOn(torch.nn.Module):
-    """A module of a user's own that hands everything to the model in it."""
+    """A user's module that passes all arguments to the model in it."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +176,7 @@ class PassesOn(torch.nn.Module):
 
 
 class TakesDecoderInputs(PassesOn):
-    """A module of a user's own whose arguments have names."""
+    """A user's module with named arguments."""
 
     def forward(self, input_ids, attention_mask, labels=None, decoder_input_ids=None):
         return self.translator(
@@ -198,7 +201,7 @@ class TakesDecoderInputs(PassesOn):
     ],
 )
 def test_decoder_inputs_are_made_from_the_labels(make, length):
-    """A batch as the Seq2Seq trainer has it is one with the labels shifted by a position."""
+    """A batch of the Seq2Seq trainer equals a batch with the labels shifted by a position."""
     model = make().double().eval()
     generator = torch.Generator().manual_seed(1)
     tokens, mask = sequences([5, 3, 4], generator)
@@ -285,12 +288,12 @@ def token_batch():
 
 def test_a_wrapper_that_computes_outputs_from_the_labels_is_rejected():
     model = NamesItsInputs().eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    original = {name: value.clone() for name, value in model.state_dict().items()}
     la = Laplace(model, curvature="diag", class_dim=-1)
     with pytest.raises(ValueError, match="uses the targets 'labels' to compute its outputs"):
         la.fit_batches([token_batch()])
     for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
+        assert torch.equal(value, original[name])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -320,8 +323,8 @@ def test_the_users_own_decoder_is_rejected_where_it_reads_labels():
     la = Laplace(Teacher(uses_labels=True).eval(), class_dim=-1)
     with pytest.raises(ValueError, match="pass `batch=`, a function"):
         la.fit_batches([batch])
-    other = Laplace(Teacher(uses_labels=False).eval(), class_dim=-1).fit_batches([batch])
-    assert other.functional(batch, diagonal=True)[0].shape == (3, 5, VOCABULARY)
+    without_labels = Laplace(Teacher(uses_labels=False).eval(), class_dim=-1).fit_batches([batch])
+    assert without_labels.functional(batch, diagonal=True)[0].shape == (3, 5, VOCABULARY)
 
 
 def test_the_remedy_of_the_message_works():

@@ -1,4 +1,4 @@
-"""Parameters in half precision, Bayesian or frozen: curvature and predictives are not."""
+"""With parameters in half precision, the curvature and predictives are in single precision."""
 
 import copy
 
@@ -32,14 +32,14 @@ def in_double(model):
     return copy.deepcopy(model).double()
 
 
-def relative(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+def relative_error(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("curvature", ["full", "diag", "kfac", "ekfac", "lowrank"])
 def test_bayesian_parameters_in_half_precision(dtype, curvature, tmp_path):
-    """As if all were in double precision at the rounded values: single precision alone rounds."""
+    """The reference is in double precision at the rounded values: only single precision rounds."""
     model = network(dtype).eval()
     x = X.to(dtype)
     la = Laplace(model, curvature=curvature).fit_batches([(x, Y)])
@@ -49,16 +49,16 @@ def test_bayesian_parameters_in_half_precision(dtype, curvature, tmp_path):
         C = C.diag().diag()
     if curvature in ("full", "diag", "lowrank"):
         precision = la.posterior.precision.to_dense()
-        assert relative(precision, 8 * C + torch.eye(len(C))) < 1e-5
+        assert relative_error(precision, 8 * C + torch.eye(len(C))) < 1e-5
         J = oracle.flat_jacobian(reference, x.double(), names(model))
         expected = J @ torch.linalg.inv(8 * C + torch.eye(len(C))) @ J.mT
     else:
-        of_reference = Laplace(reference, curvature=curvature, backend="hooks")
-        of_reference.fit_batches([(x.double(), Y)])
-        expected = of_reference.functional(x.double())[1]
+        reference_la = Laplace(reference, curvature=curvature, backend="hooks")
+        reference_la.fit_batches([(x.double(), Y)])
+        expected = reference_la.functional(x.double())[1]
     mean, covariance = la.functional(x)
-    assert relative(mean, reference(x.double())) < 1e-5
-    assert relative(covariance, expected) < 1e-4
+    assert relative_error(mean, reference(x.double())) < 1e-5
+    assert relative_error(covariance, expected) < 1e-4
     everything = (la.mean, la.posterior.sample(2), mean, covariance)
     assert {tensor.dtype for tensor in everything} == {torch.float32}
     assert la.posterior.curvature.dtype == torch.float32
@@ -72,38 +72,43 @@ def test_bayesian_parameters_in_half_precision(dtype, curvature, tmp_path):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_samples_and_the_map_are_those_of_the_rounded_values(dtype):
-    model, x = network(dtype).eval(), X.to(dtype)
+    model = network(dtype).eval()
+    x = X.to(dtype)
     la = Laplace(model, curvature="full").fit_batches([(x, Y)])
     reference = in_double(model)
     expected = reference(x.double()).softmax(1)
-    assert relative(la.predict(x, "map").probs, expected) < 1e-6
+    assert relative_error(la.predict(x, "map").probs, expected) < 1e-6
     draws = la.posterior.sample(5, torch.Generator().manual_seed(3))
-    found = la.predict(x, "nn", 5, torch.Generator().manual_seed(3)).probs
+    actual = la.predict(x, "nn", 5, torch.Generator().manual_seed(3)).probs
     probs = torch.zeros(8, 3, dtype=torch.float64)
     for draw in draws:
         torch.nn.utils.vector_to_parameters(draw.double(), reference.parameters())
         probs += reference(x.double()).softmax(1).detach() / 5
-    assert relative(found, probs) < 1e-5
+    assert relative_error(actual, probs) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW)
 def test_operators_of_parameters_in_half_precision(dtype):
-    model, x = network(dtype).eval(), X.to(dtype)
+    model = network(dtype).eval()
+    x = X.to(dtype)
     reference = in_double(model)
-    loss, data, exact = nn.CrossEntropyLoss(), [(x, Y)], [(x.double(), Y)]
+    loss = nn.CrossEntropyLoss()
+    data = [(x, Y)]
+    exact = [(x.double(), Y)]
     for make in (GGN, Hessian, KFAC):
-        found, expected = make(model, loss, data), make(reference, loss, exact).to_dense()
-        assert found.dtype == torch.float32
-        assert relative(found.to_dense(), expected) < 1e-5
+        operator = make(model, loss, data)
+        expected = make(reference, loss, exact).to_dense()
+        assert operator.dtype == torch.float32
+        assert relative_error(operator.to_dense(), expected) < 1e-5
     C = oracle.ggn(reference, x.double(), "classification", names(model))
-    assert relative(GGN(model, loss, data).to_dense(), C) < 1e-5
+    assert relative_error(GGN(model, loss, data).to_dense(), C) < 1e-5
     J = oracle.flat_jacobian(reference, x.double(), names(model))
-    assert relative(Jacobian(model, data).to_dense(), J.flatten(0, 1)) < 1e-5
+    assert relative_error(Jacobian(model, data).to_dense(), J.flatten(0, 1)) < 1e-5
     quadratic = Quadratic.from_data(model, loss, data)
     value = loss(reference(x.double()), Y)
     gradients = torch.autograd.grad(value, [reference.get_parameter(n) for n in names(model)])
-    assert relative(quadratic.gradient, torch.cat([g.flatten() for g in gradients])) < 1e-5
+    assert relative_error(quadratic.gradient, torch.cat([g.flatten() for g in gradients])) < 1e-5
     assert trace(quadratic.matrix, num_matvecs=20).value.isfinite()
 
 
@@ -141,17 +146,17 @@ def test_a_head_on_a_frozen_backbone_in_half_precision(narrow_outputs):
     # pass rounds a cotangent once more, and it enters squared.
     tolerance = 4 * UNIT if narrow_outputs else 1e-5
     P = 8 * C + torch.eye(len(C))
-    assert relative(la.posterior.precision.to_dense(), P) < tolerance
+    assert relative_error(la.posterior.precision.to_dense(), P) < tolerance
     J = oracle.flat_jacobian(head, features, ["weight", "bias"])
     mean, covariance = la.functional(X)
-    assert relative(mean, head(features)) < tolerance
-    assert relative(covariance, J @ torch.linalg.inv(P) @ J.mT) < 2 * tolerance
+    assert relative_error(mean, head(features)) < tolerance
+    assert relative_error(covariance, J @ torch.linalg.inv(P) @ J.mT) < 2 * tolerance
     predictives = [la.predict(X, "glm"), la.predict(X, "map"), la.predict(X, "nn", 3)]
     assert {p.probs.dtype for p in predictives} == {mean.dtype} == {torch.float32}
     assert la.predict(X, "glm-mc", 3).probs.dtype == torch.float32
     G = GGN(model, nn.CrossEntropyLoss(), [(X, Y)])
     assert G.dtype == torch.float32
-    assert relative(G.to_dense(), C) < tolerance
+    assert relative_error(G.to_dense(), C) < tolerance
 
 
 class Adapted(nn.Module):
@@ -160,7 +165,8 @@ class Adapted(nn.Module):
     def __init__(self, d_in, d_out):
         super().__init__()
         self.base = nn.Linear(d_in, d_out).bfloat16().requires_grad_(False)
-        self.down, self.up = nn.Linear(d_in, 2, bias=False), nn.Linear(2, d_out, bias=False)
+        self.down = nn.Linear(d_in, 2, bias=False)
+        self.up = nn.Linear(2, d_out, bias=False)
 
     def forward(self, x):
         dtype = self.base.weight.dtype
@@ -173,17 +179,16 @@ def test_adapters_within_a_network_in_half_precision(curvature):
     model = nn.Sequential(Adapted(4, 8), nn.Tanh(), Adapted(8, 3)).eval()
     x = X.bfloat16()
     la = Laplace(model, curvature=curvature).fit_batches([(x, Y)])
-    of_reference = Laplace(in_double(model), curvature=curvature).fit_batches([(x.double(), Y)])
+    reference = Laplace(in_double(model), curvature=curvature).fit_batches([(x.double(), Y)])
     # Three roundings forward and three backward reach a gradient, which enters squared; twice that
     # for the inverse of the posterior's precision.
-    found, expected = (p.posterior.precision.to_dense() for p in (la, of_reference))
-    assert relative(found, expected) < 12 * UNIT
-    (mean, covariance), (exact, exact_covariance) = (
-        p.functional(inputs) for p, inputs in ((la, x), (of_reference, x.double()))
-    )
+    expected = reference.posterior.precision.to_dense()
+    assert relative_error(la.posterior.precision.to_dense(), expected) < 12 * UNIT
+    mean, covariance = la.functional(x)
+    exact, exact_covariance = reference.functional(x.double())
     assert {mean.dtype, covariance.dtype, la.predict(x).probs.dtype} == {torch.float32}
-    assert relative(mean, exact) < 6 * UNIT
-    assert relative(covariance, exact_covariance) < 24 * UNIT
+    assert relative_error(mean, exact) < 6 * UNIT
+    assert relative_error(covariance, exact_covariance) < 24 * UNIT
 
 
 def test_a_quantised_backbone_passes_through():
@@ -205,4 +210,4 @@ def test_a_quantised_backbone_passes_through():
     la = Laplace(model, curvature="full").fit_batches([(X, Y)])
     features = nn.functional.linear(X.bfloat16(), model.codes.bfloat16() / 8).double()
     C = oracle.ggn(in_double(model.head), features, "classification", ["weight", "bias"])
-    assert relative(la.posterior.precision.to_dense(), 8 * C + torch.eye(len(C))) < 1e-5
+    assert relative_error(la.posterior.precision.to_dense(), 8 * C + torch.eye(len(C))) < 1e-5

@@ -22,9 +22,9 @@ GPT = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "tie_word_embe
 BART = {
     "d_model": 8,
     "max_position_embeddings": 16,
-    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
-    **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
-    **{f"{part}_ffn_dim": 12 for part in ("encoder", "decoder")},
+    **{f"{stack}_layers": 1 for stack in ("encoder", "decoder")},
+    **{f"{stack}_attention_heads": 2 for stack in ("encoder", "decoder")},
+    **{f"{stack}_ffn_dim": 12 for stack in ("encoder", "decoder")},
 }
 # The class, its configuration, the head, how many outputs, and whether its loss moves the labels.
 MODELS = {
@@ -66,7 +66,7 @@ def build(name):
 
 
 def batch_of(num_outputs):
-    """What a collator makes of sentences of 6 and 4 tokens; labels of padding do not count."""
+    """A collated batch of sentences of 6 and 4 tokens; labels of padding do not count."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 29, (3, 6), generator=generator)
     mask = torch.ones_like(ids)
@@ -104,9 +104,9 @@ def test_the_loss_is_the_models_own(name):
 def test_the_model_is_not_given_the_labels():
     model, head, num_outputs, _ = build("BertForTokenClassification")
     la = Laplace(model, params="last_layer", fisher="mc")
-    seen = []
+    argument_names = []
     handle = model.register_forward_pre_hook(
-        lambda _, args, named: seen.append(sorted(named)), with_kwargs=True
+        lambda _, args, named: argument_names.append(sorted(named)), with_kwargs=True
     )
     batch = batch_of(num_outputs)
     la.fit([batch])
@@ -115,9 +115,9 @@ def test_the_model_is_not_given_the_labels():
     handle.remove()
     # One pass of a single example with labels shows which logits the model's loss reads, and one
     # that its outputs do not depend on the labels.
-    with_labels = [names for names in seen if "labels" in names]
+    with_labels = [names for names in argument_names if "labels" in names]
     assert len(with_labels) == 2
-    assert len(seen) > 3
+    assert len(argument_names) > 3
     assert head == "classifier"
 
 
@@ -162,11 +162,11 @@ def test_labels_move_within_wrappers_too(wrap):
     batch = batch_of(29)
     wrapped = wrap(model)
     # PEFT puts its adapters into the model, so the loss is taken afterwards.
-    own = own_loss(wrapped if wrap is adapted else model, batch)
-    chosen = "all" if wrap is adapted else lambda name, _: name.endswith("c_attn.weight")
-    la = Laplace(wrapped, fisher="mc", params=chosen).fit([batch])
+    expected_loss = own_loss(wrapped if wrap is adapted else model, batch)
+    params = "all" if wrap is adapted else lambda name, _: name.endswith("c_attn.weight")
+    la = Laplace(wrapped, fisher="mc", params=params).fit([batch])
     num_counted = int((batch["labels"][:, 1:] != -100).sum())
-    torch.testing.assert_close(la.fitted.nll, own * num_counted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(la.fitted.nll, expected_loss * num_counted, rtol=1e-6, atol=0)
 
 
 def test_operators_move_the_labels_too():
@@ -213,19 +213,19 @@ def test_a_loss_that_cannot_be_asked_is_an_error():
         ValueError, match=r"The labels of Odd cannot be matched.* with the logits of \[0, 1, 2, 3\]"
     ):
         Laplace(model, params="last_layer").fit([{"input_ids": ids, "labels": ids}])
-    told = Laplace(
+    la = Laplace(
         model,
         params="last_layer",
         batch=lambda b: ({"input_ids": b["input_ids"]}, shifted(b["labels"])),
     )
-    told.fit([{"input_ids": ids, "labels": ids}])
+    la.fit([{"input_ids": ids, "labels": ids}])
     logits = model(ids).logits[:, :-1].double()
     expected = float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
-    torch.testing.assert_close(told.fitted.nll, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(la.fitted.nll, expected, rtol=1e-6, atol=0)
 
 
 def test_outputs_that_are_nan_are_no_question_of_labels():
-    """As Bloom's at padding on the left, which no label belongs to."""
+    """Bloom returns NaN at padding on the left, to which no label belongs."""
 
     class Padded(transformers.GPT2LMHeadModel):
         def forward(self, input_ids, attention_mask=None, labels=None):
@@ -300,6 +300,6 @@ def test_positions_behind_a_prompt_count_from_the_last_token(side):
     la = Laplace(model, curvature="diag", class_dim=-1).fit([batch])
     everywhere = la.functional(batch)[0]
     last = torch.tensor([8, 8 if side == "left" else 6, 8])
-    found = la.functional(batch, positions=[0, -1])[0]
-    torch.testing.assert_close(found[:, 0], everywhere[:, 0])
-    torch.testing.assert_close(found[:, 1], everywhere[torch.arange(3), last])
+    actual = la.functional(batch, positions=[0, -1])[0]
+    torch.testing.assert_close(actual[:, 0], everywhere[:, 0])
+    torch.testing.assert_close(actual[:, 1], everywhere[torch.arange(3), last])

@@ -62,8 +62,8 @@ def test_a_vocabulary_of_50_257():
     run = subprocess.run(
         [sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True
     )
-    fit, predict, largest, of_two = (float(line) for line in run.stdout.split())
+    fit, predict, largest, two_positions = (float(line) for line in run.stdout.split())
     assert fit < 500
     assert predict < 120
     assert largest < 100
-    assert of_two < 100
+    assert two_positions < 100

@@ -47,17 +47,18 @@ def inputs_of(batch):
 
 
 def jacobian(model, names, x, columns):
-    """Of the logits at some positions `[B, p]` in all parameters, `[B, p, V, D]`, by autograd."""
+    """Jacobians of the logits at positions `[B, p]` in all parameters, `[B, p, V, D]`."""
     parameters = {name: model.get_parameter(name).detach() for name in names}
     rows = []
     for n in range(B):
-        one = {key: value[n : n + 1] for key, value in x.items()}
+        example = {key: value[n : n + 1] for key, value in x.items()}
 
-        def logits(values, one=one, n=n):
-            return functional_call(model, values, (), one, tie_weights=True).logits[0, columns[n]]
+        def logits(values, example=example, n=n):
+            outputs = functional_call(model, values, (), example, tie_weights=True)
+            return outputs.logits[0, columns[n]]
 
-        found = jacrev(logits)(parameters)
-        rows.append(torch.cat([found[name].flatten(2) for name in names], dim=2))
+        jacobians = jacrev(logits)(parameters)
+        rows.append(torch.cat([jacobians[name].flatten(2) for name in names], dim=2))
     return torch.stack(rows)
 
 
@@ -67,8 +68,8 @@ def expected_moments(la, model, x, columns):
     covariance = J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.mT
     with torch.no_grad():
         logits = model(**x).logits
-    at = columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
-    return logits.gather(1, at), covariance
+    index = columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+    return logits.gather(1, index), covariance
 
 
 def close(actual, expected, rtol=1e-8):
@@ -76,8 +77,8 @@ def close(actual, expected, rtol=1e-8):
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * scale)
 
 
-# The architecture, whether head and embedding are tied, and which factors are diagonal: those of
-# more than so many outputs or inputs, and those of more than so many entries of a shared weight.
+# The architecture, whether head and embedding are tied, and the sizes above which factors are
+# diagonal: the number of outputs or inputs, and the number of entries of a shared weight.
 CASES = {
     "gpt2": ("gpt2", False, None),
     "gpt2, wide": ("gpt2", False, (10, 1024)),
@@ -131,13 +132,13 @@ def test_several_positions_and_the_largest_outputs_there(fitted):
     for k in (3, 11):
         top = logits.topk(k, dim=-1)
         index = (top.indices + torch.tensor([0, V])[:, None]).flatten(1)
-        part = covariance.gather(1, index[:, :, None].expand(-1, -1, 2 * V))
-        part = part.gather(2, index[:, None, :].expand(-1, 2 * k, -1))
+        rows = covariance.gather(1, index[:, :, None].expand(-1, -1, 2 * V))
+        expected = rows.gather(2, index[:, None, :].expand(-1, 2 * k, -1))
         mean, actual = la.functional(x, positions=columns, outputs=k)
         close(mean, top.values, rtol)
-        close(actual, part, rtol)
+        close(actual, expected, rtol)
         _, variances = la.functional(x, positions=columns, outputs=top.indices, diagonal=True)
-        close(variances, part.diagonal(dim1=1, dim2=2).unflatten(1, (2, k)), rtol)
+        close(variances, expected.diagonal(dim1=1, dim2=2).unflatten(1, (2, k)), rtol)
 
 
 @pytest.mark.slow
@@ -155,13 +156,13 @@ def test_covariance_between_inputs(fitted):
 def test_samples_at_positions_are_those_of_all(fitted):
     la, _, rtol = fitted
     x = inputs_of(batch_of())
-    at = (LENGTHS - 1)[:, None, None].expand(-1, -1, V)
+    index = (LENGTHS - 1)[:, None, None].expand(-1, -1, V)
     for method in ("nn", "glm-mc", "map"):
         samples = None if method == "map" else 3
         generators = [torch.Generator().manual_seed(4) for _ in range(2)]
         everywhere = la.predict(x, method, samples, generators[0]).probs
         last = la.predict(x, method, samples, generators[1], positions=-1).probs
-        close(last, everywhere.gather(1, at)[:, 0], 100 * rtol)
+        close(last, everywhere.gather(1, index)[:, 0], 100 * rtol)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -197,7 +198,8 @@ class Regression(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.hidden, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.hidden = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x):
         return self.head(torch.tanh(self.hidden(x)).cumsum(1)) / 2
@@ -206,18 +208,20 @@ class Regression(nn.Module):
 @pytest.mark.parametrize("curvature", ["kfac", "full", "lowrank"])
 def test_positions_of_a_head_that_does_not_give_the_outputs_itself(curvature):
     torch.manual_seed(0)
-    model, x, y = Regression().double(), torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2)
+    model = Regression().double()
+    x = torch.randn(4, 5, 3).double()
+    y = torch.randn(4, 5, 2)
     la = Laplace(model, "regression", curvature, sigma=1.0).fit([(x, y.double())])
     mean, covariance = la.functional(x)
     by_position = covariance.unflatten(1, (5, 2)).unflatten(3, (5, 2))
     for position in (-1, 2):
-        of_one, variances = la.functional(x, positions=position, diagonal=True)
-        close(of_one, mean[:, position])
-        here = by_position[:, position, :, position]
-        close(variances, here.diagonal(dim1=1, dim2=2))
-        close(la.functional(x, positions=position)[1], here)
+        mean_at_position, variances = la.functional(x, positions=position, diagonal=True)
+        close(mean_at_position, mean[:, position])
+        expected = by_position[:, position, :, position]
+        close(variances, expected.diagonal(dim1=1, dim2=2))
+        close(la.functional(x, positions=position)[1], expected)
         close(la.marginals(x, positions=position).variance, variances + 1)
-        close(la.predict(x, positions=position).covariance_matrix, here + torch.eye(2))
+        close(la.predict(x, positions=position).covariance_matrix, expected + torch.eye(2))
     close(la.functional(x, positions=[1, 1])[0], mean[:, [1, 1]])
     assert la.marginals(x, "glm", 5, positions=[0, 3]).batch_shape == (4, 2, 2)
 
@@ -251,7 +255,7 @@ def small():
 
 
 @pytest.mark.parametrize(
-    ("positions", "error", "says"),
+    ("positions", "error", "message"),
     [
         (6, ValueError, "Example 0 has no position 6"),
         (-5, ValueError, "Example 1 has no position -5. It has 4 positions"),
@@ -264,8 +268,8 @@ def small():
     ],
 )
 @pytest.mark.parametrize("method", ["glm", "map"])
-def test_positions_that_are_not_there(small, method, positions, error, says):
-    with pytest.raises(error, match=says):
+def test_positions_that_are_not_there(small, method, positions, error, message):
+    with pytest.raises(error, match=message):
         small.predict(inputs_of(batch_of()), method, positions=positions)
 
 

@@ -86,7 +86,7 @@ def test_its_kfac_is_exact_if_the_outputs_are_a_mean_over_positions(joint):
     torch.manual_seed(0)
     model = nn.Sequential(Patches(2, 2, 3), Mean()).double().eval()
     x = torch.randn(8, 2, 4, 6).double()
-    data = [(part, model(part).detach()) for part in x.split(4)]
+    data = [(inputs, model(inputs).detach()) for inputs in x.split(4)]
     la = Laplace(model, "regression", sigma=1.0, joint=joint, sharing="reduce").fit(data)
     J = _jacobian(model, x, ["0.kernel", "0.offset"])
     exact = torch.einsum("nci,ncj->ij", J, J) / 8

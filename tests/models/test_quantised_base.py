@@ -141,9 +141,9 @@ def test_curvature_and_covariances_are_those_of_the_dequantised_base(pair):
     tolerance = 2e-5
     assert torch.equal(quantised.mean, plain.mean)
     for name, block in plain.posterior.curvature.blocks.items():
-        other = quantised.posterior.curvature.blocks[name]
+        quantised_block = quantised.posterior.curvature.blocks[name]
         expected = block.to_dense()
-        difference = (other.to_dense() - expected).abs().max() / expected.abs().max()
+        difference = (quantised_block.to_dense() - expected).abs().max() / expected.abs().max()
         assert difference < tolerance, name
     for actual, expected in zip(
         quantised.functional(INPUTS), plain.functional(INPUTS), strict=True
@@ -156,7 +156,7 @@ def test_curvature_and_covariances_are_those_of_the_dequantised_base(pair):
 @pytest.mark.parametrize("name", QUANTISED)
 def test_a_quantised_base_goes_through_every_verb_and_is_left_alone(name, was_run, tmp_path):
     model = with_adapters(QUANTISED[name](base()))
-    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    original = {key: value.detach().clone() for key, value in model.named_parameters()}
     reference = with_adapters(QUANTISED[name](base()))
     with torch.no_grad():
         outputs = (model if was_run else reference)(**INPUTS).logits
@@ -174,7 +174,7 @@ def test_a_quantised_base_goes_through_every_verb_and_is_left_alone(name, was_ru
     for key, value in model.named_parameters():
         # bitsandbytes packs weights when it first runs them.
         if type(value) is nn.Parameter and not was_run:
-            assert torch.equal(value, before[key]), key
+            assert torch.equal(value, original[key]), key
     with torch.no_grad():
         assert torch.equal(model(**INPUTS).logits, outputs)
 
@@ -296,10 +296,12 @@ def test_an_offloaded_base_is_run_as_it_is(to_disk, tmp_path):
     assert any(parameter.is_meta for parameter in model.parameters())
     for parameter in model.model.parameters():
         parameter.requires_grad_(False)
-    head = Laplace(model, params=["score.weight"]).fit(BATCHES, num_data=50)
-    other = Laplace(base(), params=["score.weight"]).fit(BATCHES, num_data=50)
-    assert torch.equal(head.posterior.precision.to_dense(), other.posterior.precision.to_dense())
-    assert torch.equal(head.predict(INPUTS).probs, other.predict(INPUTS).probs)
+    offloaded = Laplace(model, params=["score.weight"]).fit(BATCHES, num_data=50)
+    in_memory = Laplace(base(), params=["score.weight"]).fit(BATCHES, num_data=50)
+    assert torch.equal(
+        offloaded.posterior.precision.to_dense(), in_memory.posterior.precision.to_dense()
+    )
+    assert torch.equal(offloaded.predict(INPUTS).probs, in_memory.predict(INPUTS).probs)
     assert any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -327,7 +329,7 @@ def test_adapters_of_an_offloaded_base_have_the_posterior_of_those_of_a_plain_on
 
 
 def test_the_last_layer_of_a_model_whose_first_layers_are_offloaded():
-    """They are trainable, as in a model that nobody has frozen."""
+    """The first layers are offloaded, but not frozen."""
     accelerate = pytest.importorskip("accelerate")
     inputs = torch.randn(6, 4, dtype=torch.float64)
     data = [(inputs, torch.arange(6) % 3)]

@@ -34,34 +34,34 @@ def dense_ggn(model, x):
 
 
 def masks(model):
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.bool)
+    flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=torch.bool)
     flat[INDICES] = True
-    sizes = [p.numel() for p in model.parameters()]
+    sizes = [parameter.numel() for parameter in model.parameters()]
     return {
-        name: part.view(p.shape)
-        for (name, p), part in zip(model.named_parameters(), flat.split(sizes), strict=True)
-        if part.any()
+        name: mask.view(parameter.shape)
+        for (name, parameter), mask in zip(model.named_parameters(), flat.split(sizes), strict=True)
+        if mask.any()
     }
 
 
 @pytest.mark.parametrize("curvature", ["full", "kfac", "diag", "lowrank"])
 def test_the_posterior_is_that_of_the_entries_of_the_dense_curvature(curvature):
     model, x, y = problem()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    original = {name: value.clone() for name, value in model.state_dict().items()}
     la = Laplace(Subnetwork(model, INDICES[::-1]), curvature=curvature, prior_precision=0.7)
     la.fit([(x[:11], y[:11]), (x[11:], y[11:])])
     ggn, J = dense_ggn(model, x)
-    sub = ggn[INDICES][:, INDICES]
+    submatrix = ggn[INDICES][:, INDICES]
     if curvature == "diag":
-        sub = sub.diagonal().diag()
-    precision = sub + 0.7 * torch.eye(len(INDICES), dtype=torch.float64)
+        submatrix = submatrix.diagonal().diag()
+    precision = submatrix + 0.7 * torch.eye(len(INDICES), dtype=torch.float64)
     torch.testing.assert_close(la.posterior.precision.to_dense(), precision)
     mean, covariance = la.functional(x)
     torch.testing.assert_close(mean, model(x).detach())
     rows = J[:, :, INDICES]
     torch.testing.assert_close(covariance, rows @ torch.linalg.inv(precision) @ rows.mT)
     for name, value in model.state_dict().items():
-        assert value.equal(before[name])
+        assert value.equal(original[name])
 
 
 def test_masks_select_the_same_entries_as_indices():
@@ -76,9 +76,9 @@ def test_masks_select_the_same_entries_as_indices():
 def test_operators_of_entries_are_sub_matrices(kind):
     model, x, y = problem()
     loss = nn.CrossEntropyLoss()
-    whole = kind(model, loss, [(x, y)]).to_dense()
-    part = kind(Subnetwork(model, INDICES), loss, [(x, y)]).to_dense()
-    torch.testing.assert_close(part, whole[INDICES][:, INDICES])
+    matrix = kind(model, loss, [(x, y)]).to_dense()
+    submatrix = kind(Subnetwork(model, INDICES), loss, [(x, y)]).to_dense()
+    torch.testing.assert_close(submatrix, matrix[INDICES][:, INDICES])
 
 
 def test_samples_files_and_tuning_work(tmp_path):

@@ -1,4 +1,4 @@
-"""Models that are not what they look like: computed right, or refused with a reason."""
+"""Unusual models have the correct curvature, or raise an error that states the reason."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -23,11 +23,12 @@ def ggn(model, data, params=None):
 
 
 class Mlp(nn.Module):
-    """A small network whose end is the argument's business."""
+    """A small network, with an optional function of its outputs."""
 
     def __init__(self, ending=None):
         super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
         self.ending = ending
 
     def forward(self, x):
@@ -73,7 +74,8 @@ class TiedHead(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.layer = nn.Embedding(7, 4, 3), nn.Linear(4, 4)
+        self.table = nn.Embedding(7, 4, 3)
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, tokens):
         h = F.embedding(input=tokens, weight=self.table.weight, padding_idx=3)
@@ -124,10 +126,10 @@ def test_two_parameters_in_the_same_memory_are_refused(make, frozen):
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     data = [(torch.arange(4), torch.arange(4))]
-    says = r"[02]\.weight and [02]\.weight are two parameters in the same memory"
-    with pytest.raises(NotImplementedError, match=says):
+    message = r"[02]\.weight and [02]\.weight are two parameters in the same memory"
+    with pytest.raises(NotImplementedError, match=message):
         Laplace(model).fit_batches(data)
-    with pytest.raises(NotImplementedError, match=says):
+    with pytest.raises(NotImplementedError, match=message):
         ggn(model, data)
     assert Laplace(model, params=["1.weight"])
 
@@ -164,20 +166,21 @@ def test_other_parameters_than_those_in_the_same_memory_are_bayesian():
         gradients = torch.autograd.grad(output, parameters, retain_graph=True)
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     J = torch.stack(rows)
-    found = la.functional({"input_ids": x["input_ids"][:1]})[1][0]
+    actual = la.functional({"input_ids": x["input_ids"][:1]})[1][0]
     expected = J @ la.posterior.covariance.to_dense() @ J.T
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
 
 
 @pytest.mark.parametrize("kind", [Regularised, UsedTwice])
 @pytest.mark.parametrize("options", [{}, {"joint": True}, {"backend": "hooks"}])
 def test_a_weight_used_again_has_the_curvature_of_all_uses(kind, options):
-    model, (x, y) = kind().double().eval(), examples()
+    model = kind().double().eval()
+    x, y = examples()
     la = Laplace(model, **options).fit_batches([(x.double(), y)])
     is_that_of_dense_jacobians(la, x.double())
     exact = ggn_block(model, x.double(), "classification", "last.weight")
-    found = la.posterior.curvature.blocks["last.weight"].to_dense()
-    torch.testing.assert_close(found, exact)
+    actual = la.posterior.curvature.blocks["last.weight"].to_dense()
+    torch.testing.assert_close(actual, exact)
 
 
 class Upsampled(nn.Module):
@@ -192,7 +195,8 @@ class Upsampled(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"output_padding": 1}])
 def test_an_output_size_that_the_layer_does_not_know_is_followed(options):
-    x, y = torch.randn(4, 2, 5, 5).double(), torch.randint(3, (4,))
+    x = torch.randn(4, 2, 5, 5).double()
+    y = torch.randint(3, (4,))
     la = Laplace(Upsampled(**options).double().eval()).fit_batches([(x, y)])
     is_that_of_dense_jacobians(la, x)
 
@@ -201,7 +205,7 @@ def test_an_output_size_that_the_layer_does_not_know_is_followed(options):
 
 
 class Centred(Mlp):
-    """Takes the batch's mean off its inputs: an example's outputs are not its own."""
+    """Subtracts the batch's mean from its inputs, so an example's outputs depend on the others."""
 
     def forward(self, x):
         return super().forward(x - x.mean(0))
@@ -247,7 +251,7 @@ def test_a_mask_of_minus_infinity_is_no_damage():
 
 
 class Bounded(nn.Module):
-    """As timm's `gemma4_vit` has it: a bound that clips nothing."""
+    """A network with an upper bound on its outputs, as in timm's `gemma4_vit`."""
 
     def __init__(self, bound):
         super().__init__()
@@ -342,7 +346,8 @@ class AutocastInside(nn.Module):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag"])
 def test_a_layer_within_autocast_of_the_forward_pass_is_refused(curvature):
     torch.manual_seed(0)
-    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    x = torch.randn(30, 4)
+    y = torch.arange(30) % 3
     for head_is_wide, params, layer in ((False, "last_layer", "head"), (True, "all", "body")):
         la = Laplace(AutocastInside(head_is_wide).eval(), curvature=curvature, params=params)
         with pytest.raises(RuntimeError, match=f"outputs of {layer} in torch.bfloat16"):
@@ -363,12 +368,12 @@ def test_a_layer_within_autocast_of_the_forward_pass_is_refused(curvature):
 def test_cross_fitting_leaves_the_diagonal_as_it_is(tmp_path):
     x, y = examples()
     model = Mlp().eval()
-    whole, crossfit = (
+    full, crossfit = (
         Laplace(model, curvature="diag").fit_batches([(x, y)], folds=folds) for folds in (None, 5)
     )
     precision = crossfit.posterior.precision.to_dense()
     assert torch.equal(precision, precision.diagonal().diag())
-    torch.testing.assert_close(precision, whole.posterior.precision.to_dense())
+    torch.testing.assert_close(precision, full.posterior.precision.to_dense())
     crossfit.save(tmp_path / "posterior.safetensors")
     loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
     torch.testing.assert_close(loaded.predict(x).probs, crossfit.predict(x).probs)
@@ -401,23 +406,26 @@ def test_grids_are_tensors_or_lists_and_keep_their_digits():
 
 
 class Experts(nn.Module):
-    """A mixture of experts, of which each example sees one: hard, or weighed by the gate."""
+    """A mixture of experts, one for each example; the gate may weigh the expert's outputs."""
 
     def __init__(self, is_weighed, calls_idle):
         super().__init__()
         self.gate = nn.Linear(4, 3)
         self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
-        self.is_weighed, self.calls_idle = is_weighed, calls_idle
+        self.is_weighed = is_weighed
+        self.calls_idle = calls_idle
 
     def forward(self, x):
         weights = self.gate(x).softmax(1)
-        choice, outputs = weights.argmax(1), x.new_zeros(len(x), 3)
+        choice = weights.argmax(1)
+        outputs = x.new_zeros(len(x), 3)
         for index, expert in enumerate(self.experts):
             rows = (choice == index).nonzero().flatten()
             if len(rows) or self.calls_idle:
-                part = expert(x[rows])
-                part = part * weights[rows, index, None] if self.is_weighed else part
-                outputs = outputs.index_copy(0, rows, part)
+                expert_outputs = expert(x[rows])
+                if self.is_weighed:
+                    expert_outputs = expert_outputs * weights[rows, index, None]
+                outputs = outputs.index_copy(0, rows, expert_outputs)
         return outputs
 
 
@@ -425,18 +433,19 @@ EXPERTS = [(False, False), (True, False), (True, True)]
 
 
 def routed(seed, is_weighed, calls_idle):
-    """Experts and examples, of whose first eight and last eight each expert sees some."""
+    """Experts, and two batches of seven examples in which each expert has an example."""
     torch.manual_seed(seed)
     model = Experts(is_weighed, calls_idle).double().eval()
     nn.init.zeros_(model.gate.bias)
     x = torch.randn(200, 4).double()
     choice = model.gate(x).argmax(1)
-    some = [(choice == index).nonzero().flatten()[:3] for index in range(3)]
-    assert all(len(of_expert) == 3 for of_expert in some)
-    # The first two see one expert, or two.
-    first = [some[0][0], some[0][1] if seed % 2 else some[1][1], *(s[2] for s in some)]
-    rest = [s[0] for s in some[1:]]
-    x = torch.cat([x[torch.stack([*first, *rest])], x[torch.stack([*rest, *first])]])
+    by_expert = [(choice == index).nonzero().flatten()[:3] for index in range(3)]
+    assert all(len(indices) == 3 for indices in by_expert)
+    # The first two examples go to the same expert, or to two.
+    second = by_expert[0][1] if seed % 2 else by_expert[1][1]
+    first = [by_expert[0][0], second, *(indices[2] for indices in by_expert)]
+    remaining = [indices[0] for indices in by_expert[1:]]
+    x = torch.cat([x[torch.stack([*first, *remaining])], x[torch.stack([*remaining, *first])]])
     return model, x, torch.arange(len(x)) % 3
 
 
@@ -452,22 +461,22 @@ def test_experts_that_see_some_examples_have_the_dense_curvature(seed, is_weighe
     torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
     J = dense_jacobian(model, x, la.param_names)
     for curvature in ("kfac", "diag"):
-        other = Laplace(model, curvature=curvature).fit_batches([(x, y)])
-        covariance = other.posterior.covariance.to_dense()
-        torch.testing.assert_close(other.functional(x)[1], J @ covariance @ J.mT)
+        la = Laplace(model, curvature=curvature).fit_batches([(x, y)])
+        covariance = la.posterior.covariance.to_dense()
+        torch.testing.assert_close(la.functional(x)[1], J @ covariance @ J.mT)
     with pytest.raises(ValueError, match=r"the model has .*experts.0 .*experts.1 .*experts.2"):
         Laplace(model, params="last_layer").fit_batches([(x, y)])
 
 
 def test_routing_that_the_first_batch_does_not_show_is_found_in_the_next_one():
     model, x, y = routed(1, False, False)
-    alike = model.gate(x).argmax(1) == 0
-    batches = [(x[alike], y[alike]), (x, y)]
+    takes_first_expert = model.gate(x).argmax(1) == 0
+    batches = [(x[takes_first_expert], y[takes_first_expert]), (x, y)]
     la = Laplace(model, curvature="full").fit_batches(batches)
-    every_x, every_y = torch.cat([x[alike], x]), torch.cat([y[alike], y])
+    every_x, every_y = torch.cat([x[takes_first_expert], x]), torch.cat([y[takes_first_expert], y])
     expected = dense_ggn(model, nn.CrossEntropyLoss(), every_x, every_y, la.param_names)
     torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
-    # Batches that can be read once are not looked through.
+    # Batches that can be read only once are not searched before the fit.
     message = r"\(as in a mixture of experts\), choose a first batch in which the layer"
     with pytest.raises(NotImplementedError, match=message):
         Laplace(model).fit_batches(iter(batches), num_data=len(every_x))
@@ -478,7 +487,7 @@ def test_routing_that_the_first_batch_does_not_show_is_found_in_the_next_one():
 
 @pytest.mark.parametrize("work", [lambda m, d: Laplace(m).fit_batches(d), ggn], ids=["fit", "GGN"])
 def test_dynamic_quantisation_is_refused(work):
-    """It rounds by the largest number of a batch."""
+    """Its rounding depends on the largest number of a batch."""
     first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     quantised = torch.ao.quantization.quantize_dynamic(first, {nn.Linear})
     model = nn.Sequential(quantised, nn.Linear(4, 3)).eval()
@@ -496,8 +505,8 @@ class Complex(nn.Module):
         self.head = nn.Linear(4, 3).double()
 
     def forward(self, x):
-        whole = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-        return self.head((x.to(whole.dtype) @ whole).abs())
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return self.head((x.to(weight.dtype) @ weight).abs())
 
 
 @pytest.mark.parametrize("params", ["all", ["weight"]], ids=str)
@@ -517,11 +526,12 @@ def test_complex_parameters_are_held_apart_or_frozen(params):
 
 
 class Returns(nn.Module):
-    """Applies a function to the outputs of a linear layer."""
+    """A linear layer whose outputs go through a function."""
 
     def __init__(self, function):
         super().__init__()
-        self.layer, self.function = nn.Linear(4, 3), function
+        self.layer = nn.Linear(4, 3)
+        self.function = function
 
     def forward(self, x):
         return self.function(self.layer(x))

@@ -66,27 +66,28 @@ def process_group(tmp_path):
 
 
 def is_the_same(wrap, tmp_path):
-    """Fit, names, predictions and files of the wrapped model and of the plain one."""
-    model, wrapped = plain(), wrap(plain())
+    """Assert that a wrapped and a plain model have the same fit, names, predictions and files."""
+    model = plain()
+    wrapped = wrap(plain())
     for options in ({}, {"curvature": "ekfac"}, {"curvature": "full"}, {"params": "last_layer"}):
-        of_plain = Laplace(model, backend="hooks", **options).fit(DATA, num_data=7)
-        of_wrapped = Laplace(wrapped, backend="hooks", **options).fit(DATA, num_data=7)
-        assert of_wrapped.model is wrapped
-        assert of_wrapped.param_names == of_plain.param_names
-        assert repr(of_wrapped) == repr(of_plain)
-        expected = of_plain.predict(X).probs
-        torch.testing.assert_close(of_wrapped.predict(X).probs, expected, rtol=0, atol=0)
+        plain_la = Laplace(model, backend="hooks", **options).fit(DATA, num_data=7)
+        wrapped_la = Laplace(wrapped, backend="hooks", **options).fit(DATA, num_data=7)
+        assert wrapped_la.model is wrapped
+        assert wrapped_la.param_names == plain_la.param_names
+        assert repr(wrapped_la) == repr(plain_la)
+        expected = plain_la.predict(X).probs
+        torch.testing.assert_close(wrapped_la.predict(X).probs, expected, rtol=0, atol=0)
         for method in ("glm-mc", "nn"):
             drawn = [
                 la.predict(X, method, 3, torch.Generator().manual_seed(0)).probs
-                for la in (of_plain, of_wrapped)
+                for la in (plain_la, wrapped_la)
             ]
             torch.testing.assert_close(drawn[1], drawn[0], rtol=0, atol=0)
         loaded = []
-        for la, other in ((of_plain, wrapped), (of_wrapped, model)):
+        for la, other_model in ((plain_la, wrapped), (wrapped_la, model)):
             la.save(tmp_path / "posterior.safetensors")
-            read = Laplace.load(tmp_path / "posterior.safetensors", other)
-            loaded.append(read.predict(X).probs)
+            again = Laplace.load(tmp_path / "posterior.safetensors", other_model)
+            loaded.append(again.predict(X).probs)
         torch.testing.assert_close(*loaded, rtol=0, atol=0)
         # To rounding: a basis from a file lies in rows, one that was decomposed in columns, and
         # some processors' products round differently for the two.
@@ -94,12 +95,13 @@ def is_the_same(wrap, tmp_path):
 
 
 def operators_are_the_same(wrap):
-    model, wrapped = plain(), wrap(plain())
+    model = plain()
+    wrapped = wrap(plain())
     for make in (GGN, Hessian, KFAC):
         expected = make(model, nn.CrossEntropyLoss(), DATA)
-        found = make(wrapped, nn.CrossEntropyLoss(), DATA)
-        assert found.layout == expected.layout
-        torch.testing.assert_close(found.to_dense(), expected.to_dense())
+        actual = make(wrapped, nn.CrossEntropyLoss(), DATA)
+        assert actual.layout == expected.layout
+        torch.testing.assert_close(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.slow
@@ -123,25 +125,25 @@ def test_a_distributed_model_is_the_plain_one(process_group, tmp_path):
 def test_parameters_are_selected_by_either_name(name):
     wrapped = WRAPPERS[name](plain())
     ends = ("head.weight", "0.bias")
-    own = [n for n, _ in wrapped.named_parameters() if n.endswith(ends)]
-    assert all(n.startswith("module.") for n in own)
-    la = Laplace(wrapped, params=own)
+    wrapped_names = [n for n, _ in wrapped.named_parameters() if n.endswith(ends)]
+    assert all(n.startswith("module.") for n in wrapped_names)
+    la = Laplace(wrapped, params=wrapped_names)
     assert la.param_names == ["body.0.bias", "head.weight"]
     assert Laplace(wrapped, params=la.param_names).param_names == la.param_names
-    assert GGN(wrapped, nn.CrossEntropyLoss(), DATA, params=own).shape == (20, 20)
-    seen = []
-    Laplace(wrapped, params=lambda n, _: bool(seen.append(n)) or True)
-    assert seen == [n for n, _ in plain().named_parameters()]
+    assert GGN(wrapped, nn.CrossEntropyLoss(), DATA, params=wrapped_names).shape == (20, 20)
+    names_seen = []
+    Laplace(wrapped, params=lambda n, _: bool(names_seen.append(n)) or True)
+    assert names_seen == [n for n, _ in plain().named_parameters()]
     with pytest.raises(ValueError, match=r"module.tail.*these names: \['body.0.weight'"):
         Laplace(wrapped, params=["module.tail"])
-    assert plain_names(wrapped, own) == la.param_names
+    assert plain_names(wrapped, wrapped_names) == la.param_names
 
 
 def test_what_changes_in_the_wrapped_model_is_seen():
     wrapped = compiled_part(plain())
     la = Laplace(wrapped).fit(DATA, num_data=7)
     operator = GGN(wrapped, nn.CrossEntropyLoss(), DATA)
-    before = operator.to_dense()
+    original = operator.to_dense()
     with torch.no_grad():
         wrapped.head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="have changed since the fit"):
@@ -150,7 +152,7 @@ def test_what_changes_in_the_wrapped_model_is_seen():
     with torch.no_grad():
         changed.head.weight.mul_(2)
     expected = GGN(changed, nn.CrossEntropyLoss(), DATA).to_dense()
-    assert not torch.allclose(before, expected)
+    assert not torch.allclose(original, expected)
     torch.testing.assert_close(operator.to_dense(), expected)
 
 
@@ -225,14 +227,14 @@ def contained(name):
 @pytest.mark.parametrize("name", CONTAINERS)
 @pytest.mark.parametrize("params", ["all", "last_layer"])
 def test_logits_are_found_in_what_the_model_returns(name, params):
-    of_plain = Laplace(plain(), params=params, class_dim=-1).fit_batches(DATA)
+    plain_la = Laplace(plain(), params=params, class_dim=-1).fit_batches(DATA)
     la = Laplace(contained(name), params=params, class_dim=-1).fit_batches(DATA)
     for method, samples in (("glm", None), ("map", None), ("glm-mc", 3), ("nn", 3)):
-        one, other = (
-            p.predict(X, method, samples, torch.Generator().manual_seed(0)).probs
-            for p in (of_plain, la)
+        expected, actual = (
+            posterior.predict(X, method, samples, torch.Generator().manual_seed(0)).probs
+            for posterior in (plain_la, la)
         )
-        torch.testing.assert_close(other, one, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -240,12 +242,12 @@ def test_logits_are_found_in_what_the_model_returns(name, params):
 def test_operators_find_the_logits(name):
     for make in (GGN, Hessian, KFAC):
         expected = make(plain(), nn.CrossEntropyLoss(), DATA).to_dense()
-        found = make(contained(name), nn.CrossEntropyLoss(), DATA).to_dense()
-        torch.testing.assert_close(found, expected)
+        actual = make(contained(name), nn.CrossEntropyLoss(), DATA).to_dense()
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
-    ("returns", "says"),
+    ("returns", "message"),
     [
         (lambda logits: {"a": logits, "b": logits}, r"dict with the entries \['a', 'b'\]"),
         (lambda logits: SimpleNamespace(logits=None), "`.logits` is of type NoneType"),
@@ -254,10 +256,10 @@ def test_operators_find_the_logits(name):
         (lambda logits: None, "returned NoneType. Wrap it"),
     ],
 )
-def test_outputs_without_logits_are_named(returns, says):
+def test_outputs_without_logits_are_named(returns, message):
     model = Contained(returns).eval()
     for params in ("all", "last_layer"):
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             Laplace(model, params=params).fit_batches(DATA)
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             GGN(model, nn.CrossEntropyLoss(), DATA, params=params)
