@@ -16,13 +16,13 @@ from laplace_debias.curvature.network.shards import FAR
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
 FISHERS = ("exact", "mc", "empirical", "signs")
-# Every pair of values.
+# Every pair of a curvature and a mode.
 MATRIX = [
     (curvature, mode, {"fisher": FISHERS[(i + j) % 4]}, {})
     for i, curvature in enumerate(CURVATURES)
     for j, mode in enumerate(MODES)
 ]
-# One axis at a time, and what goes with some cases alone.
+# Each curvature and each mode once, and options that only some cases have.
 DAILY = [
     *((curvature, "full", {}, {}) for curvature in CURVATURES),
     *(("kfac", mode, {"fisher": "mc"}, {}) for mode in MODES),

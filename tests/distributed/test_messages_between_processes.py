@@ -93,5 +93,5 @@ def test_no_message_for_a_batch(processes, fisher):
     counts = iter(processes.run(2, tasks.messages_of_each, cases)[0])
     for curvature, many, few in zip(curvatures, counts, counts, strict=True):
         assert many == few, curvature
-        # Of EKFAC both factors and the table go out, an eigenbasis of four tensors comes back.
+        # EKFAC sends both factors and the magnitudes of a block, and gets four tensors back.
         assert 0 < len(many) <= 7 * len(block_sizes())

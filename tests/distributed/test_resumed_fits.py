@@ -21,7 +21,8 @@ CASES = [
 @pytest.mark.parametrize(("curvature", "options"), CASES)
 def test_a_fit_goes_on_to_the_same_bits(processes, tmp_path, curvature, options, size):
     folder = tmp_path / "state"
-    # EKFAC in its second pass. Each process saves whenever it likes: they stop at other batches.
+    # EKFAC stops in its second pass. The processes save at different times, so they stop at
+    # different batches.
     two_passes = curvature == "ekfac"
     stops = [2 + rank % 2 for rank in range(size)]
     shards = [
@@ -49,7 +50,7 @@ def test_another_number_and_other_data_are_refused_by_all(processes, tmp_path):
     for error in processes.run(3, tasks.resumed, "kfac", {}, folder, 4):
         assert error[0] == "ValueError"
         assert "the state of an earlier fit, which read different batches" in error[1]
-    # It is left as it was.
+    # The refused calls leave the saved state as it was.
     expected = processes.run(3, tasks.resumed, "kfac", {}, None)
     resumed = processes.run(3, tasks.resumed, "kfac", {}, folder)
     for (C, _), (expected_C, _) in zip(resumed, expected, strict=True):

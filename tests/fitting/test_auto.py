@@ -83,7 +83,7 @@ def test_several_inputs_are_fitted_as_one(form):
     in_parts = [(form(x.split(3, 1)), y) for x, y in batches]
     alone = Laplace(network()).fit(Auto(batches, tolerance=0.5), num_data=800)
     several = Laplace(Joining().eval()).fit(Auto(in_parts, tolerance=0.5), num_data=800)
-    # Joined, the inputs lie elsewhere in memory, where vectorised sums round otherwise.
+    # Joined inputs have another memory layout, in which vectorised sums round differently.
     assert several.fit_report.curve == pytest.approx(alone.fit_report.curve, rel=1e-10)
     assert alone.fit_report.ended_by == "tolerance"
 
@@ -256,7 +256,7 @@ def test_blocks_tell_their_part():
     la = Laplace(network()).fit(Auto(loader(), tolerance=1e-9, examples=128))
     report = la.fit_report
     assert list(report.error_by_block) == la.block_names
-    # Parts of one sum: their errors add up to no less than the whole one's.
+    # The blocks' errors add up to at least the error of the sum over blocks.
     assert sum(report.error_by_block.values()) >= 0.9 * report.curve[1.0]
     assert max(report.error_by_block, key=report.error_by_block.get) in str(report)
 
@@ -353,8 +353,8 @@ def test_data_of_fewer_examples_than_n_are_not_all_the_data():
     assert "used all" not in str(report)
     assert la.num_data == SIZE
     full = Laplace(network()).fit([(x, y)], num_data=SIZE)
-    for a, b in zip(magnitudes(la), magnitudes(full), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+    for actual, expected in zip(magnitudes(la), magnitudes(full), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-14)
     with pytest.raises(ValueError, match="or used all the data"):
         Auto([(x, y)], after=report)
 
@@ -386,8 +386,8 @@ def test_a_generator_decides_what_is_read():
         generator = torch.Generator().manual_seed(3)
         fits.append(Laplace(network()).fit(shuffled, mode="auto", generator=generator))
     for first, second in itertools.pairwise(map(magnitudes, fits)):
-        for a, b in zip(first, second, strict=True):
-            assert torch.equal(a, b)
+        for expected, actual in zip(first, second, strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_a_saved_posterior_has_no_report(tmp_path):

@@ -167,7 +167,7 @@ def test_a_loaded_posterior_takes_a_hook(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("batch", "hook", "error", "says"),
+    ("batch", "hook", "error", "message"),
     [
         ((X, Y, 0), None, TypeError, r"pass `batch=`.*batch\[0\], batch\[1\]"),
         ((X, Y, 0, 0), None, TypeError, "tuple of length 4. For other batches, pass `batch=`"),
@@ -195,10 +195,10 @@ def test_a_loaded_posterior_takes_a_hook(tmp_path):
         ((X, Y), lambda batch: batch[0], TypeError, r"returned Tensor.* Return a pair"),
     ],
 )
-def test_what_is_not_clear_is_asked(batch, hook, error, says):
-    with pytest.raises(error, match=says):
+def test_what_is_not_clear_is_asked(batch, hook, error, message):
+    with pytest.raises(error, match=message):
         Laplace(model(), batch=hook).fit_batches([batch], num_data=6)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         GGN(model(), Categorical(), [batch], batch=hook)
 
 

@@ -1,4 +1,4 @@
-"""A posterior is finite and right at any scale, or it is refused by name where it is made."""
+"""A posterior is finite and correct at any scale, or fitting it raises an error that says why."""
 
 import math
 
@@ -43,7 +43,7 @@ def fit(la, batches, mode):
 
 
 def saturated():
-    """Softmax is sure of every class to the last digit of single precision."""
+    """A classifier whose softmax is 0 or 1 to the last digit of single precision."""
     model = classifier()
     with torch.no_grad():
         model[2].bias.copy_(torch.tensor([300.0, 0.0, -300.0]))
@@ -95,11 +95,12 @@ def test_compressed_rows_of_a_network_without_curvature(monkeypatch):
 def test_an_infinite_input_that_tanh_bounds_is_refused(curvature, mode, backend):
     # The diagonal has no directions to find: a debiased fit reads the second batch alone.
     reads_first = not (curvature == "diag" and mode == "debiased")
-    for bad, example in [(0, 0), (0, 2)] if mode == "mini" else [(0, 2), (1, 1)]:
+    places = [(0, 0), (0, 2)] if mode == "mini" else [(0, 2), (1, 1)]
+    for bad_batch, example in places:
         batches = two_batches()
-        batches[bad][0][example, 1] = math.inf
+        batches[bad_batch][0][example, 1] = math.inf
         la = Laplace(classifier(), curvature=curvature, backend=backend)
-        if bad == 0 and not reads_first:
+        if bad_batch == 0 and not reads_first:
             assert fit(la, batches, mode).sample(1).isfinite().all()
             continue
         with pytest.raises(
@@ -206,11 +207,11 @@ def test_precisions_are_in_range_block_by_block():
 @pytest.mark.parametrize("value", [1e-300, 1e-39, 1e38, 1e300])
 def test_a_prior_precision_out_of_range_is_refused_and_changes_nothing(value):
     batches = two_batches()
-    says = r"too (small|large) for torch\.float32"
-    with pytest.raises(ValueError, match=says):
+    message = r"too (small|large) for torch\.float32"
+    with pytest.raises(ValueError, match=message):
         Laplace(classifier(), prior_precision=value).fit_batches(batches)
     la = Laplace(classifier()).fit_batches(batches)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         la.prior_precision = value
     assert la.prior_precision == la.posterior.prior_precision == 1.0
     with pytest.raises(ValueError, match=r"prior precision|precision of"):
@@ -257,7 +258,7 @@ def test_a_functional_covariance_that_overflows_is_refused():
     assert la.functional(two_batches()[0][0])[1].isfinite().all()
     for call in (la.predict, la.functional):
         with pytest.raises(ValueError, match=r"covariance of the outputs overflows torch\.float32"):
-            # Along the direction that the softmax does not see, curvature is 1e-8 of the largest
+            # Along the direction that does not change the softmax, curvature is 1e-8 of the largest
             # or less: 1e36 over that overflows, however it was rounded.
             call(torch.full((1, 3), 1e18))
 
@@ -276,7 +277,7 @@ def test_noise_that_is_lost_beside_the_variance_is_refused():
 
 @pytest.mark.parametrize("num_data", [10**3, 10**6, 10**9, 10**12])
 def test_variances_of_a_low_rank_posterior_in_single_precision(num_data):
-    """Along the directions the prior leaves nothing, however large N λ / δ is."""
+    """The prior adds no variance along the directions, however large N λ / δ is."""
     model = piecewise_linear(torch.float32)
     x = torch.randn(3, 2)
     la = Laplace(model, "regression", "lowrank", rank=10).fit_batches(
@@ -302,13 +303,13 @@ def test_variances_of_a_low_rank_posterior_in_single_precision(num_data):
 
 
 def piecewise_linear(dtype):
-    """Its derivatives do not cancel at any scale of the inputs, as those of tanh do."""
+    """A network whose derivatives, unlike those of tanh, do not cancel at any input scale."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)).to(dtype).eval()
 
 
 def dense_blocks(la, model, x, sigma):
-    """The curvature block by block in double precision; EKFAC along the package's directions."""
+    """The curvature of each block in double precision; EKFAC along the package's directions."""
     curvature = la.posterior.curvature.blocks
     if list(curvature) == [whole.DENSE_BLOCK]:
         return [oracle.ggn(model, x, "regression", la.param_names, sigma)]
@@ -367,7 +368,7 @@ def assert_right(la, x, blocks, jacobian):
 
 
 def refused(la, batches, num_data):
-    """Why a fit was refused, or None."""
+    """Fit, and return the message of the `ValueError` that it raised, or None."""
     try:
         la.fit_batches(batches, num_data=num_data)
     except ValueError as error:

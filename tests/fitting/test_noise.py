@@ -1,4 +1,4 @@
-"""σ of a regression, tuned with the prior precision: against the evidence written out, densely."""
+"""Tuning σ of a regression with the prior precision, against the evidence of dense matrices."""
 
 import math
 import warnings
@@ -95,7 +95,7 @@ def test_it_is_the_maximum_of_the_dense_evidence():
     one_axis_at_a_time(CURVATURES, ["exact", "mc"], ["full", "debiased", "crossfit"]),
 )
 def test_what_is_tuned_is_a_fit_with_that_sigma(curvature, fisher, mode):
-    """Posterior, evidence, predictions and tuning again, for every kind of fit."""
+    """They have the same posterior, evidence, predictions and optimum, for every kind of fit."""
     data = problem()
     model, x, y = data
     options = {"rank": 6} if curvature == "lowrank" else {}
@@ -160,7 +160,7 @@ def test_positions_count_as_targets():
 
 
 def test_small_residuals_survive_single_precision():
-    """At sigma = 1 they are lost beside the constant of a float32 log-density."""
+    """At sigma = 1, rounding would lose them beside the constant of a float32 log-density."""
     data = problem(noise=1e-4)
     model, x, y = data
     residuals = 1e-4 * torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
@@ -392,7 +392,7 @@ def test_outputs_without_residuals_and_positions():
     with pytest.warns(UserWarning, match=r"sigma=1\.0 is assumed"):
         la = Laplace(model, "regression").fit([(x, exact)])
     assert la.likelihood.sigma.tolist() == 1.0
-    # Two positions an example are terms as two examples are.
+    # Two positions of an example count like two examples.
     flat = fit_without_sigma(model, [(x, y)]).likelihood.sigma
     by_position = [(x.unflatten(0, (200, 2)), y.unflatten(0, (200, 2)))]
     torch.testing.assert_close(fit_without_sigma(model, by_position).likelihood.sigma, flat)

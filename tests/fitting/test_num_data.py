@@ -57,7 +57,7 @@ def batches(size=10):
 
 
 class Reversed(Sampler):
-    """A sampler of a kind that nobody knows."""
+    """A sampler of an unknown type."""
 
     def __init__(self, size):
         self.size = size
@@ -70,7 +70,7 @@ class Reversed(Sampler):
 
 
 class Shard(BatchSampler):
-    """As the libraries for several processes split batches: every second one."""
+    """Every second batch, as libraries for several processes split the batches."""
 
     def __iter__(self):
         return itertools.islice(super().__iter__(), 0, None, 2)
@@ -82,12 +82,12 @@ class Stream(IterableDataset):
 
 
 def read_by_two_workers():
-    """A stream that does not ask which worker reads it: each reads all of it."""
+    """A stream that ignores which worker reads it, so that each worker reads all of it."""
     return DataLoader(Stream(), batch_size=10, num_workers=2)
 
 
 class PartOfStream(IterableDataset):
-    """Each worker yields a part."""
+    """A stream of which each worker yields a part."""
 
     def __iter__(self):
         worker = get_worker_info()
@@ -140,7 +140,7 @@ MISLEADING = {
         "DistributedSampler",
     ),
 }
-# A full fit counts what these hold; from a part of them N cannot be had.
+# Data without a known size: a full fit counts the examples, a partial fit needs `num_data`.
 SILENT = {
     "list": batches,
     "stream": lambda: DataLoader(Stream(), batch_size=10),
@@ -159,7 +159,7 @@ def test_a_loader_that_goes_through_each_example_once_tells_n(name):
     la = Laplace(network())
     for mode in ("full", "mini"):
         assert la.fit(make(), mode=mode).num_data == number
-        # The posterior is that of so many examples, not only its name.
+        # The posterior's precision also has this N.
         precision = la.posterior.precision.to_dense()
         expected = number * la.posterior.curvature.to_dense() + torch.eye(len(precision))
         torch.testing.assert_close(precision, expected.to(precision))
@@ -167,7 +167,7 @@ def test_a_loader_that_goes_through_each_example_once_tells_n(name):
 
 @pytest.mark.parametrize("name", MISLEADING)
 def test_a_sampler_that_repeats_or_splits_is_named_before_any_work(name):
-    make, says = MISLEADING[name]
+    make, message = MISLEADING[name]
     la = Laplace(network())
     la.model.register_forward_hook(lambda *_: pytest.fail("work has started"))
     for fit in (
@@ -175,7 +175,7 @@ def test_a_sampler_that_repeats_or_splits_is_named_before_any_work(name):
         lambda: la.fit_batches(make()),
         lambda: la.fit_batches(batches(), make()),
     ):
-        with pytest.raises(ValueError, match=says) as error:
+        with pytest.raises(ValueError, match=message) as error:
             fit()
         assert "num_data=" in str(error.value)
 
@@ -197,7 +197,7 @@ REPEATED = {
 @pytest.mark.parametrize("name", REPEATED)
 def test_held_out_data_repeat_no_example(name):
     """Repeated examples would make intervals too narrow, and conformal sets too small."""
-    make, says = REPEATED[name]
+    make, message = REPEATED[name]
     la = Laplace(network()).fit(batches())
     repeated = loader(sampler=make())
     for use in (
@@ -206,7 +206,7 @@ def test_held_out_data_repeat_no_example(name):
         lambda data: la.evaluate(batches(), ood={"other": data}),
         Conformal(la).calibrate,
     ):
-        with pytest.raises(ValueError, match=f"{says}, but held-out data must contain each"):
+        with pytest.raises(ValueError, match=f"{message}, but held-out data must contain each"):
             use(repeated)
 
 
@@ -337,11 +337,11 @@ def test_n_of_any_integer_type_becomes_an_int(value):
 def test_a_sampler_that_repeats_examples_is_refused_whatever_n_is_given():
     la = Laplace(network())
     padded = loader(sampler=split(5))
-    says = r"DistributedSampler repeats 1 examples .* 5 processes .*ShardedBatches\(data"
+    message = r"DistributedSampler repeats 1 examples .* 5 processes .*ShardedBatches\(data"
     for fit in (la.fit, la.fit_batches, partial(la.fit, mode="mini")):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             fit(padded, num_data=SIZE)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         GGN(network(), nn.CrossEntropyLoss(), padded)
     for unpadded in (split(4), split(5, drop_last=True)):
         assert la.fit(loader(sampler=unpadded), num_data=SIZE).num_data == SIZE

@@ -14,7 +14,7 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 @dataclass(frozen=True)
 class ScalarCurvature(DiagonalCurvature):
-    """A user's own: a multiple of the identity for each block, of the same trace."""
+    """A user's structure: a multiple of the identity for each block, with the block's trace."""
 
     name = "scalar"
 

@@ -130,7 +130,7 @@ MODES = ("full", "mini", "debiased", "crossfit")
 
 @pytest.mark.parametrize(
     ("name", "curvature", "mode"),
-    [  # Every pair of values; each curvature and each mode once in the tests that are not slow.
+    [  # All pairs; the tests that are not slow have each curvature and each mode once.
         pytest.param(
             list(CASES)[(i + j) % 3],
             curvature,

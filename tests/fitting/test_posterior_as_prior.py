@@ -46,7 +46,7 @@ def laplace(curvature, model=None, **options):
 
 
 def moved(seed=5):
-    """The network after further training, for instance."""
+    """The network with other parameters, as after further training."""
     model = network()
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -292,7 +292,7 @@ def test_a_prior_names_the_parameters_of_the_last_layer():
 
 
 def test_what_is_said_of_a_prior_holds_for_one_precision_per_parameter():
-    """It is no earlier posterior, and has no earlier data."""
+    """Such a prior is not an earlier posterior and has no earlier data."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double().eval()
     x = torch.randn(60, 3).double()

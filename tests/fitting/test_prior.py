@@ -185,7 +185,7 @@ def test_files_and_repr_have_them(prior_mean, temperature, tmp_path):
     assert ("temperature: 0.3" in repr(la)) == (temperature == T)
     assert ("prior mean: " in repr(la)) == (prior_mean is not 0.0)  # noqa: F632
     with safe_open(tmp_path / "posterior.safetensors", "pt") as file:
-        # Readers of before them must refuse a file that has them, and read all others.
+        # Only files that need these entries have them, so that earlier versions read all others.
         assert ("temperature" in file.metadata()["header"]) == (temperature == T)
         assert ("prior_mean" in file.keys()) == (prior_mean is not 0.0)  # noqa: F632, SIM118
 
@@ -214,7 +214,7 @@ def test_what_is_out_of_range_is_refused(options, error, message):
 
 @pytest.mark.parametrize("value", ["map", None, [0.1], True, {"0.weight": torch.zeros(6, 5)}])
 def test_what_is_no_number_is_refused(value):
-    """By functions that take anything: the annotations of others are checked in these tests."""
+    """These functions accept any type; those with annotations raise earlier in these tests."""
     with pytest.raises(
         TypeError, match=r"`prior_mean` is a .*Pass a number, or a tensor.*torch\.cat"
     ):
@@ -236,7 +236,7 @@ def test_a_precision_out_of_range_names_the_block_and_keeps_the_posterior():
 
 
 def test_what_is_set_during_a_fit_holds_for_it():
-    """As another thread may do it, here while the data are read."""
+    """The loader sets the attributes while the fit reads data, as another thread may do."""
     la, x, y = fitted()
     mean = torch.linspace(-1, 1, len(la.mean), dtype=torch.float64)
 

@@ -23,7 +23,7 @@ LABELS = torch.arange(24) % 3
 
 
 class Augmented(Dataset):
-    """Images that are moved at random whenever they are looked at."""
+    """Inputs with new random noise at each access, as from augmentation."""
 
     def __init__(self, noise=0.3):
         self.noise = noise
@@ -47,7 +47,7 @@ def shuffled(**options):
 
 
 def in_order():
-    """Draws a seed for its workers in every pass all the same."""
+    """A loader without shuffling; torch still draws a seed for its workers in every pass."""
     return DataLoader(AsIs(), batch_size=8)
 
 
@@ -138,7 +138,7 @@ def evaluate(method):
 
 
 def matrix():
-    """Without a closed form; its eigenvalues are apart from each other."""
+    """A matrix without a closed form, with well separated eigenvalues."""
     return Counted(with_eigenvalues(torch.logspace(-1, 1, 40, dtype=torch.float64)))
 
 
@@ -229,7 +229,7 @@ NAMED = {
     for name, case in cases.items()
 }
 
-# Of each function one case, which shows that it hands the generator on.
+# One case for each function: enough to show that the function passes the generator on.
 FIRST = [
     f"{function.__qualname__} {next(iter(cases))}".strip() for function, cases in CASES.items()
 ]
@@ -240,13 +240,17 @@ def test_every_function_that_takes_a_generator_has_a_case():
     assert set(CASES) == takers(*owners)
 
 
-def global_state():
+def global_states():
+    """States of the global generators of torch and of NumPy."""
     return torch.get_rng_state(), np.random.get_state()[1:]
 
 
-def assert_same(before, after):
-    assert torch.equal(before[0], after[0]), "torch's global generator has moved"
-    assert all(np.array_equal(one, other) for one, other in zip(before[1], after[1], strict=True))
+def assert_same(states, expected_states):
+    torch_state, numpy_state = states
+    expected_torch_state, expected_numpy_state = expected_states
+    assert torch.equal(expected_torch_state, torch_state), "torch's global generator has moved"
+    for actual, expected in zip(numpy_state, expected_numpy_state, strict=True):
+        assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -254,9 +258,9 @@ def test_a_call_is_a_function_of_its_generator_and_leaves_the_global_one(name):
     results = []
     for global_seed, number in ((1, 0), (2, 0), (2, 1)):
         torch.manual_seed(global_seed)
-        before = global_state()
+        states = global_states()
         results.append(NAMED[name](seed(number)))
-        assert_same(before, global_state())
+        assert_same(global_states(), states)
     assert results[0].isfinite().all()
     assert torch.equal(results[0], results[1]), "the global generator has an effect"
     assert not torch.equal(results[0], results[2]), "the generator has no effect"
@@ -268,9 +272,9 @@ def test_without_a_generator_the_global_one_is_used(name):
     results = []
     for global_seed in (1, 1, 2):
         torch.manual_seed(global_seed)
-        before = torch.get_rng_state()
+        state = torch.get_rng_state()
         results.append(NAMED[name](None))
-        assert not torch.equal(before, torch.get_rng_state())
+        assert not torch.equal(state, torch.get_rng_state())
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
 
@@ -298,7 +302,7 @@ def test_passes_differ_as_those_of_a_shuffling_loader_do():
 
 
 def test_what_the_user_draws_between_batches_is_the_users():
-    """As if no loader was read; a loader that is left in the middle or fails does no harm."""
+    """A loader changes none of these numbers, even if it is left in the middle or fails."""
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
@@ -328,21 +332,21 @@ def test_workers_are_seeded_from_the_generator():
     for global_seed in (1, 2):
         torch.manual_seed(global_seed)
         loader = shuffled(num_workers=1)
-        before = torch.get_rng_state()
+        state = torch.get_rng_state()
         la = Laplace(network()).fit(loader, "mini", generator=seed(0))
-        assert torch.equal(before, torch.get_rng_state())
+        assert torch.equal(state, torch.get_rng_state())
         fits.append(la.posterior.precision.to_dense())
     assert torch.equal(*fits)
 
 
 def test_a_list_of_batches_takes_nothing_from_the_generator():
-    """So an evaluation is that of its predictions one after the other."""
+    """An evaluation therefore has the numbers of its predictions one after the other."""
     la = fitted()
     data = list(in_order())
-    found = la.evaluate(data, method="nn", samples=5, generator=seed(0))
+    scores = la.evaluate(data, method="nn", samples=5, generator=seed(0))
     generator = seed(0)
     probs = torch.cat([la.predict(x, "nn", 5, generator).probs for x, _ in data])
-    assert found["nll"] == pytest.approx(float(metrics.nll(probs, LABELS)), rel=1e-6)
+    assert scores["nll"] == pytest.approx(float(metrics.nll(probs, LABELS)), rel=1e-6)
 
 
 def test_the_marginal_likelihood_takes_no_generator():

@@ -1,4 +1,4 @@
-"""`rank=` of K-FAC and EKFAC: few directions of each factor, of the trace of all."""
+"""`rank=` of K-FAC and EKFAC keeps few directions of each factor, but the trace of all."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ class Words(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Position by position, and then the mean of all."""
+    """A network that maps each position, and then takes the mean over the positions."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Pooled(nn.Module):
 
 
 def flat(g, *shape):
-    """Rows in a plane."""
+    """Random rows `[*shape, 30]` that lie in a plane."""
     return torch.randn(*shape, 2, generator=g) @ torch.randn(2, 30, generator=g)
 
 
@@ -55,7 +55,7 @@ def sequences(g):
 
 
 def tagger(g):
-    """Outputs at positions, of which some do not take part."""
+    """A network with outputs at 4 positions, and inputs; `problem` ignores some of its targets."""
     return nn.Sequential(nn.Linear(30, 26), nn.Linear(26, 3)), flat(g, 48, 4)
 
 
@@ -191,7 +191,7 @@ def test_a_share_keeps_the_fewest_directions_that_hold_it():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest matrix of `width` columns or rows that is made within."""
+    """Records the size of the largest matrix with `width` rows or columns that torch returns."""
 
     def __init__(self, width):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A fit that was broken off goes on where it stopped, to the same bits; or it is refused."""
+"""An interrupted fit continues where it stopped, to the same bits, or it is refused."""
 
 import json
 import os
@@ -302,7 +302,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"curvature": "ekfac"}, "curvature was kfac, is now ekfac"),
         ({"fisher": "empirical"}, "fisher"),
@@ -315,27 +315,27 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
         ({"likelihood": "multilabel"}, "likelihood"),
     ],
 )
-def test_another_fit_is_refused_with_what_differs(folder, change, says):
+def test_another_fit_is_refused_with_what_differs(folder, change, message):
     broken_off(folder)
     if "likelihood" in change:
         x, y = data()[:]
         batches = [(x, nn.functional.one_hot(y, 4).float())]
     else:
         batches = loader()
-    with pytest.raises(ValueError, match=f"the state of a different fit: .*{says}"):
+    with pytest.raises(ValueError, match=f"the state of a different fit: .*{message}"):
         fit(batches, folder, **change)
     assert_same(fit(loader(), folder), fit(loader()))
 
 
 def test_another_model_is_refused(folder):
     broken_off(folder)
-    for change, says in (
+    for change, message in (
         (lambda m: m[3].bias.data.add_(1e-3), r"parameters and buffers\.3\.bias was"),
         (lambda m: m.__setitem__(1, nn.Sigmoid()), "model"),
     ):
         model = network()
         change(model)
-        with pytest.raises(ValueError, match=f"different fit: {says}"):
+        with pytest.raises(ValueError, match=f"different fit: {message}"):
             fit(loader(), folder, model=model)
 
 
@@ -435,7 +435,7 @@ def test_other_batches_behind_the_first_are_refused(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "batches", "says"),
+    ("options", "batches", "message"),
     [
         ({}, loader(), "shuffles with its own generator. Remove .* same generator="),
         (
@@ -445,10 +445,10 @@ def test_other_batches_behind_the_first_are_refused(folder):
         ),
     ],
 )
-def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches, message):
+    with pytest.raises(ValueError, match=message):
         Laplace(network(), **options).fit(batches, resume=folder)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         Laplace(network(), **options).fit_batches(batches, resume=folder)
 
 

@@ -78,7 +78,7 @@ def test_a_batch_of_two_examples_can_be_cross_fitted(model):
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "lowrank"])
 def test_labels_of_the_magnitudes_are_not_those_of_the_directions(model, curvature, monkeypatch):
-    """They are drawn for the examples after those of the directions."""
+    """The labels of the magnitudes are drawn for the examples after those of the directions."""
     indices = []
     original = Cotangents.__call__
 
@@ -129,7 +129,7 @@ def test_an_iterator_is_refused_where_it_is_read_twice(model):
 
 @dataclass(frozen=True)
 class EveryOther(Scheme):
-    """A user's own way: directions from the batches with even numbers, magnitudes from the rest."""
+    """A user's scheme: directions from the batches of even numbers, magnitudes from the others."""
 
     label = "every other"
     data: list

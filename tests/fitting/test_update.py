@@ -145,7 +145,9 @@ def ekfac_update(name, order, path=None, as_prior=False, dtype=torch.float64):
 @pytest.mark.parametrize("way", ["update", "loaded", "prior"])
 def test_an_ekfac_update_does_not_depend_on_the_order_of_the_earlier_examples(name, way, tmp_path):
     def precision_of(order, path):
-        return ekfac_update(name, order, path if way == "loaded" else None, way == "prior")
+        return ekfac_update(
+            name, order, path=path if way == "loaded" else None, as_prior=way == "prior"
+        )
 
     expected = precision_of(torch.arange(FEW), tmp_path / "first.safetensors")
     reordered = precision_of(torch.tensor([2, 0, 3, 1]), tmp_path / "second.safetensors")

@@ -96,7 +96,7 @@ def test_reduced_sharing_too():
 
 @pytest.mark.parametrize("curvature", ["diag", "full"])
 def test_inverse_probabilities_make_draws_unbiased(curvature: str):
-    """The mean over all draws of one of three examples, each with a probability of its own."""
+    """The mean is over all draws of one of three examples, whose probabilities differ."""
     x, y = data(3)
     chances = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     total: Tensor | float = 0.0

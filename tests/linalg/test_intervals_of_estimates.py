@@ -48,7 +48,7 @@ ESTIMATORS = {
     "xdiag": lambda A, **k: diagonal(A, "xdiag", **k),
 }
 DIAGONALS = ("diagonal", "xdiag")
-JACKKNIFE = ("xtrace", "xdiag")  # its variance is too large on average, for decaying spectra much
+JACKKNIFE = ("xtrace", "xdiag")  # The estimated variance is too large on average.
 
 
 def truth_of(name, A):

@@ -96,8 +96,8 @@ class Opaque(Matrix):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_random_start_of_small_residual_does_not_pass_for_a_verified_one(seed, dtype):
-    # In so many dimensions a random vector hardly sees the copies of 1 that the first sequence has
-    # left: its residual is below the tolerance from the start.
+    # In 200,000 dimensions, a random vector has tiny components along the copies of 1 that the
+    # first Krylov sequence missed, so its residual is below the tolerance from the start.
     values = torch.zeros(200_000, dtype=dtype)
     values[:4] = torch.tensor([1.0, 1.0, 1.0, 0.5])
     result = eigsh(Opaque(values), 3, tol=1e-2, generator=generator(seed))
@@ -111,7 +111,7 @@ def test_a_loose_tolerance_keeps_the_order_of_the_eigenvalues(power):
     result = eigsh(Opaque(values), 50, tol=1e-3, generator=generator())
     assert result.status == "converged"
     assert result.num_matvecs < 150  # without going back and forth between search and check
-    # What is beyond the last is found; the last residuals are as large as their eigenvalues.
+    # The 50 largest are found, although the last residuals are as large as their eigenvalues.
     torch.testing.assert_close(result.values, values[:50], rtol=0, atol=2e-3)
 
 

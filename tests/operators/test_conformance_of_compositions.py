@@ -64,7 +64,7 @@ class TestPositiveInverse(Inverse):
 
 @pytest.mark.parametrize("build", [low_rank])
 class TestExactInverse(Inverse):
-    # A diagonal less a low rank: that it is positive its structure does not show.
+    # The inverse is a diagonal minus a low rank, whose structure does not show that it is positive.
     symmetric, positive_semidefinite = True, False
 
 
@@ -151,7 +151,7 @@ class TestMonteCarloFisher(OfANetwork):
         )
 
     def dense(self, net, x, y):
-        # The labels are the package's, what is made of them is not.
+        # The labels are drawn by the package; the matrix is computed here.
         seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(3)))
         loss = output_loss(nn.CrossEntropyLoss(), None)
         J = jacrev(outputs_of(net, x))(flat_parameters(net))

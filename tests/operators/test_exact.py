@@ -146,9 +146,9 @@ FORMS = {
     "root": (exact_sqrt, spectral(torch.sqrt)),
     "exponential": (lambda A: or_none(apply_function, A, torch.exp), torch.matrix_exp),
 }
-# A low rank on an uneven diagonal has no eigenvalues that are known, if one of it is negative no
-# inverse either; a Kronecker product of rectangles has no trace that is known.
-# Norms that are not the eigenvalues' are known of dense operators alone.
+# Cases without a closed form. A low rank plus an uneven diagonal has no known eigenvalues, and no
+# inverse if an entry is negative; a Kronecker product of rectangles has no known trace. Without
+# eigenvalues, only dense operators have known norms.
 NO_NORM = {
     *("low-rank", "any-low-rank", "any-kronecker", "any-block-diagonal", "any-permuted"),
     *("wide-kronecker", "square-kronecker"),
@@ -163,7 +163,7 @@ CASES_WITHOUT_FORM = {
     "trace": {"square-kronecker"},
     "diagonal": {"square-kronecker"},
 }
-OF_SYMMETRIC = {"logdet", "root", "exponential"}
+SYMMETRIC_ONLY = {"logdet", "root", "exponential"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -177,7 +177,7 @@ def check_form(form, name, A):
     dense = A.to_dense()
     if A.shape[0] != A.shape[1] and form not in ("frobenius", "spectral"):
         return
-    if name in CASES_WITHOUT_FORM.get(form, ()) or (form in OF_SYMMETRIC and not A.is_symmetric):
+    if name in CASES_WITHOUT_FORM.get(form, ()) or (form in SYMMETRIC_ONLY and not A.is_symmetric):
         assert function(A) is None
     elif name in NOT_DEFINITE and form in ("logdet", "root"):
         with pytest.raises(ValueError, match=r"eigenvalue.*\+ c \* Identity"):
@@ -269,7 +269,7 @@ def test_operators_that_are_singular_to_rounding_are_refused(dtype):
             ValueError, match=r"singular (in torch|because a pivot).*`A \+ c \* Identity"
         ):
             exact_inverse(A)
-    # Not so a weak prior, which is added to what is not negative.
+    # The sum of a semidefinite matrix and a weak prior is invertible.
     weak = torch.finfo(dtype).eps / 1000
     flat = EigenKronecker(U, None, torch.tensor([[1.0], [1e-3], [0.0]], dtype=dtype))
     damped = Permuted(2 * (flat + weak * Identity(3)), order)
@@ -279,7 +279,7 @@ def test_operators_that_are_singular_to_rounding_are_refused(dtype):
     negative = EigenKronecker(U, None, torch.tensor([[1.0], [1e-3], [-weak / 2]], dtype=dtype))
     with pytest.raises(ValueError, match="singular"):
         exact_inverse(negative + weak * Identity(3))
-    # A diagonal's eigenvalues are no results either, and a shift cannot cancel.
+    # Tiny entries of a diagonal are exact, and a positive shift cannot cancel.
     x = torch.ones(3, dtype=dtype)
     torch.testing.assert_close(exact_inverse(Diagonal(tiny[:, 0])) @ x, 1 / tiny[:, 0])
     A = LowRankPlusDiagonal(U[:, :1], tiny[0] / tiny[2], 1.0)

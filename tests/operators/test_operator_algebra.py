@@ -193,7 +193,7 @@ def test_blocks_by_name():
         A["c", "c"]
 
 
-# An identity without a dtype takes what it meets.
+# An identity without a dtype takes the dtype of the other operand.
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
