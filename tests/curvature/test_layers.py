@@ -144,11 +144,11 @@ def test_the_functional_covariance_is_that_of_dense_jacobians(name, curvature, j
     assert_equal(mean, model(x).detach())
     assert_equal(covariance, expected)
     assert_equal(la.functional(x, diagonal=True)[1], expected.diagonal(dim1=1, dim2=2))
-    chosen = torch.tensor([[2, 0], [1, 2], [0, 1]])
-    chosen_covariance = torch.stack(
-        [covariance[index][:, index] for covariance, index in zip(expected, chosen, strict=True)]
+    outputs = torch.tensor([[2, 0], [1, 2], [0, 1]])
+    output_covariance = torch.stack(
+        [covariance[index][:, index] for covariance, index in zip(expected, outputs, strict=True)]
     )
-    assert_equal(la.functional(x, outputs=chosen)[1], chosen_covariance)
+    assert_equal(la.functional(x, outputs=outputs)[1], output_covariance)
 
 
 @pytest.mark.parametrize("name", MATRICES)

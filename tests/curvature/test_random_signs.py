@@ -274,11 +274,11 @@ def test_with_many_vectors_the_matrix_free_operator_is_the_exact_one():
         )
         for mc_samples in (1, 300)
     ]
-    few, many = [
+    error_of_one_sample, error_of_300_samples = [
         float((operator.to_dense() - expected).norm() / expected.norm()) for operator in operators
     ]
     # Sums of 12 examples with 300 vectors each: the relative deviation is about √(2 / 3600).
-    assert many < 0.1 < few
+    assert error_of_300_samples < 0.1 < error_of_one_sample
 
 
 def test_several_samples_are_drawn_without_a_warning():

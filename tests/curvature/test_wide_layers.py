@@ -115,10 +115,10 @@ def test_predictions_and_files(model, data, monkeypatch, tmp_path, wide, curvatu
     J = oracle.flat_jacobian(model, x, la.param_names)
     expected = J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.mT
     torch.testing.assert_close(la.functional(x)[1], expected, rtol=1e-8, atol=1e-11)
-    chosen = torch.tensor([[2, 0, 2], [1, 3, 1], [0, 1, 2]])
-    chosen_rows = expected.gather(1, chosen[:, :, None].expand(-1, -1, 4))
-    chosen_covariance = chosen_rows.gather(2, chosen[:, None, :].expand(-1, 3, -1))
-    actual = la.functional(x, outputs=chosen)[1]
+    outputs = torch.tensor([[2, 0, 2], [1, 3, 1], [0, 1, 2]])
+    chosen_rows = expected.gather(1, outputs[:, :, None].expand(-1, -1, 4))
+    chosen_covariance = chosen_rows.gather(2, outputs[:, None, :].expand(-1, 3, -1))
+    actual = la.functional(x, outputs=outputs)[1]
     torch.testing.assert_close(actual, chosen_covariance, rtol=1e-8, atol=1e-11)
     flat = J.flatten(0, 1)
     joint = flat @ torch.linalg.inv(la.posterior.precision.to_dense()) @ flat.T

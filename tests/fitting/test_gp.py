@@ -59,17 +59,17 @@ def function_space(model, likelihood, x, data, inputs, names=None):
 def test_with_all_examples_it_is_the_full_posterior(likelihood):
     model = network(likelihood)
     x, y = examples(likelihood)
-    new = torch.cat([4 * examples(likelihood, 6, 2)[0], x[:3]])
+    x_new = torch.cat([4 * examples(likelihood, 6, 2)[0], x[:3]])
     la = laplace(model, likelihood).fit(batches(x, y))
     names = la.param_names
     sigma = SIGMA if likelihood == "regression" else None
     curvature = oracle.ggn(model, x, likelihood, names, sigma)
     covariance = oracle.posterior_covariance([curvature], SIZE, DELTA)
-    J = oracle.flat_jacobian(model, new, names)
-    oracle.close(la.functional(new)[1], oracle.functional_covariance(J, covariance), 1e-8)
+    J = oracle.flat_jacobian(model, x_new, names)
+    oracle.close(la.functional(x_new)[1], oracle.functional_covariance(J, covariance), 1e-8)
     full = laplace(model, likelihood, "full").fit(batches(x, y))
-    oracle.close(la.functional(new)[1], full.functional(new)[1], 1e-8)
-    oracle.close(la.functional(new, joint=True)[1], full.functional(new, joint=True)[1], 1e-8)
+    oracle.close(la.functional(x_new)[1], full.functional(x_new)[1], 1e-8)
+    oracle.close(la.functional(x_new, joint=True)[1], full.functional(x_new, joint=True)[1], 1e-8)
     oracle.close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), 1e-8)
     precision = la.posterior.precision.to_dense()
     oracle.close(precision, full.posterior.precision.to_dense(), 1e-8)
@@ -80,10 +80,10 @@ def test_with_few_inputs_it_is_the_formula_with_all_examples_in_the_sum(likeliho
     model = network(likelihood)
     x, y = examples(likelihood)
     inputs, _ = examples(likelihood, 5, 3)
-    new, _ = examples(likelihood, 6, 2)
+    x_new, _ = examples(likelihood, 6, 2)
     la = laplace(model, likelihood, inducing=inputs).fit(batches(x, y))
-    covariance, log_det = function_space(model, likelihood, new, x, inputs)
-    oracle.close(la.functional(new)[1], covariance, 1e-8)
+    covariance, log_det = function_space(model, likelihood, x_new, x, inputs)
+    oracle.close(la.functional(x_new)[1], covariance, 1e-8)
     oracle.close(la.posterior.log_det_precision(), log_det, 1e-8)
     full = laplace(model, likelihood, "full").fit(batches(x, y))
     assert la.log_marginal_likelihood() <= full.log_marginal_likelihood()
@@ -96,10 +96,10 @@ def test_the_last_layer_has_its_own_process(likelihood):
     model = network(likelihood)
     x, y = examples(likelihood)
     inputs, _ = examples(likelihood, 3, 3)
-    new, _ = examples(likelihood, 6, 2)
+    x_new, _ = examples(likelihood, 6, 2)
     la = laplace(model, likelihood, params="last_layer", inducing=inputs).fit(batches(x, y))
-    covariance, log_det = function_space(model, likelihood, new, x, inputs, la.param_names)
-    oracle.close(la.functional(new)[1], covariance, 1e-8)
+    covariance, log_det = function_space(model, likelihood, x_new, x, inputs, la.param_names)
+    oracle.close(la.functional(x_new)[1], covariance, 1e-8)
     oracle.close(la.posterior.log_det_precision(), log_det, 1e-8)
 
 
@@ -112,11 +112,11 @@ def test_the_memory_bound_changes_nothing(memory_bound):
     y = torch.arange(9) % 3
     la = laplace(model, "classification", inducing=x[:4], memory_bound=memory_bound)
     la.fit(batches(x, y, [5, 4]))
-    new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
-    covariance, _ = function_space(model, "classification", new, x, x[:4])
-    oracle.close(la.functional(new)[1], covariance, 1e-8)
+    x_new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
+    covariance, _ = function_space(model, "classification", x_new, x, x[:4])
+    oracle.close(la.functional(x_new)[1], covariance, 1e-8)
     variances = covariance.diagonal(dim1=1, dim2=2)
-    oracle.close(la.functional(new, diagonal=True)[1], variances, 1e-8)
+    oracle.close(la.functional(x_new, diagonal=True)[1], variances, 1e-8)
 
 
 def test_rows_are_kept_only_within_the_memory_bound():
@@ -137,12 +137,12 @@ def test_rows_are_kept_only_within_the_memory_bound():
 def test_other_modes_with_all_examples_are_those_of_all_eigenvectors(mode):
     model = network("regression")
     x, y = examples("regression")
-    new, _ = examples("regression", 6, 2)
+    x_new, _ = examples("regression", 6, 2)
     # More rows than parameters: the span is the whole space.
     data = batches(torch.cat([x, -x]), torch.cat([y, y]), [30, 18])
     la = laplace(model, "regression").fit(data, mode, 48)
     full = laplace(model, "regression", "full").fit(data, mode, 48)
-    oracle.close(la.functional(new)[1], full.functional(new)[1], 1e-7)
+    oracle.close(la.functional(x_new)[1], full.functional(x_new)[1], 1e-7)
 
 
 def test_debiased_curvature_is_measured_along_the_directions_of_other_data():
@@ -167,12 +167,12 @@ def test_an_update_is_the_fit_to_all_data_with_the_same_inputs(number):
     model = network("classification")
     x, y = examples("classification")
     first, second = batches(x, y)
-    new, _ = examples("classification", 6, 2)
+    x_new, _ = examples("classification", 6, 2)
     la = laplace(model, "classification", inducing=number).fit([first])
     inputs = la.posterior.curvature.blocks["parameters"].U.inducing.inputs
     la.update([second])
     together = laplace(model, "classification", inducing=inputs).fit([first, second])
-    oracle.close(la.functional(new)[1], together.functional(new)[1], 1e-8)
+    oracle.close(la.functional(x_new)[1], together.functional(x_new)[1], 1e-8)
     evidence = together.log_marginal_likelihood()
     oracle.close(la.log_marginal_likelihood(), evidence, 1e-8)
 
@@ -182,21 +182,21 @@ def test_it_is_tuned_evaluated_saved_and_loaded(inducing, tmp_path):
     model = network("classification")
     x, y = examples("classification")
     la = laplace(model, "classification", inducing=inducing).fit(batches(x, y))
-    new, labels = examples("classification", 40, 2)
-    tuned = la.tune([(new, labels)], grid=[0.1, 3.0], link="probit")
-    chosen = tuned.prior_precision
+    x_new, labels = examples("classification", 40, 2)
+    tuned = la.tune([(x_new, labels)], grid=[0.1, 3.0], link="probit")
     for point in tuned.table:
         la.prior_precision = point["prior_precision"]
-        probs = la.predict(new, link="probit").probs
+        probs = la.predict(x_new, link="probit").probs
         nll = -probs.gather(1, labels[:, None]).log().mean()
         oracle.close(torch.tensor(point["nll"], dtype=torch.float64), nll)
-    la.prior_precision = chosen
+    la.prior_precision = tuned.prior_precision
     la.save(tmp_path / "posterior")
     loaded = Laplace.load(tmp_path / "posterior", model)
-    assert torch.equal(loaded.functional(new)[1], la.functional(new)[1])
-    assert torch.equal(loaded.predict(new).probs, la.predict(new).probs)
+    assert torch.equal(loaded.functional(x_new)[1], la.functional(x_new)[1])
+    assert torch.equal(loaded.predict(x_new).probs, la.predict(x_new).probs)
     assert (
-        loaded.evaluate([(new, labels)])["nll"].value == la.evaluate([(new, labels)])["nll"].value
+        loaded.evaluate([(x_new, labels)])["nll"].value
+        == la.evaluate([(x_new, labels)])["nll"].value
     )
     assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
 
@@ -219,12 +219,12 @@ def generator():
 def test_sampled_functions_have_the_covariance():
     model = network("regression")
     x, y = examples("regression")
-    new, _ = examples("regression", 4, 2)
+    x_new, _ = examples("regression", 4, 2)
     la = laplace(model, "regression", inducing=6).fit(batches(x, y))
     steps = la.sample(4000, generator=generator()) - la.mean
-    J = oracle.flat_jacobian(model, new, la.param_names).flatten(0, 1)
+    J = oracle.flat_jacobian(model, x_new, la.param_names).flatten(0, 1)
     functions = steps @ J.T
-    covariance = la.functional(new, joint=True)[1].reshape(8, 8)
+    covariance = la.functional(x_new, joint=True)[1].reshape(8, 8)
     sampled = functions.T @ functions / len(functions)
     # Four standard errors of the entries of a Wishart matrix.
     variances = covariance.diagonal()
@@ -235,15 +235,15 @@ def test_sampled_functions_have_the_covariance():
 def test_a_network_in_single_precision():
     model = network("classification")
     x, y = examples("classification")
-    new = torch.cat([4 * examples("classification", 6, 2)[0], x])
+    x_new = torch.cat([4 * examples("classification", 6, 2)[0], x])
     full = laplace(model, "classification", "full").fit(batches(x, y))
     la = laplace(network("classification").float(), "classification")
     la.fit(batches(x.float(), y))
     contrasts = torch.eye(3, dtype=torch.float64) - 1 / 3
     for delta, tolerance in ((1e-3, 1e-3), (10.0, 1e-5)):
         la.prior_precision = full.prior_precision = delta
-        variances = contrasts @ la.functional(new.float())[1].double() @ contrasts
-        expected = contrasts @ full.functional(new)[1] @ contrasts
+        variances = contrasts @ la.functional(x_new.float())[1].double() @ contrasts
+        expected = contrasts @ full.functional(x_new)[1] @ contrasts
         ratios = variances.diagonal(dim1=1, dim2=2) / expected.diagonal(dim1=1, dim2=2)
         assert (ratios - 1).abs().max() < tolerance
 
@@ -371,22 +371,22 @@ def test_with_some_inputs_it_is_nearer_to_the_full_posterior_than_laplace_torch(
         optimiser.zero_grad()
         nn.functional.cross_entropy(model(x), labels).backward()
         optimiser.step()
-    new, _ = examples("classification", 40, 2)
+    x_new, _ = examples("classification", 40, 2)
     contrasts = torch.eye(3, dtype=torch.float64) - 1 / 3
 
     def deviations(covariance):
         return (contrasts @ covariance @ contrasts).diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
 
     full = laplace(model, "classification", "full").fit([(x, labels)])
-    expected = deviations(full.functional(new)[1])
+    expected = deviations(full.functional(x_new)[1])
     for num_inducing in (8, 16, 32):
         la = laplace(model, "classification", inducing=num_inducing).fit([(x, labels)])
         theirs = peer.FunctionalLaplace(
             model, "classification", n_subset=num_inducing, prior_precision=DELTA
         )
         theirs.fit(DataLoader(TensorDataset(x, labels), batch_size=num_inducing))
-        _, covariance = theirs._glm_predictive_distribution(new)
-        distance = (deviations(la.functional(new)[1]) - expected).norm()
+        _, covariance = theirs._glm_predictive_distribution(x_new)
+        distance = (deviations(la.functional(x_new)[1]) - expected).norm()
         assert distance < 0.7 * (deviations(covariance.double()) - expected).norm()
 
 

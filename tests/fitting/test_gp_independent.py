@@ -53,11 +53,11 @@ def precisions(model, likelihood, data, inputs=None, names=None, delta=DELTA):
     return torch.stack(matrices)
 
 
-def covariances(model, new, matrices, names=None):
+def covariances(model, x_new, matrices, names=None):
     """Variances of each output by its own precision; zero between outputs. `[B, C, B, C]`."""
     names = names or [name for name, _ in model.named_parameters()]
-    J = oracle.flat_jacobian(model, new, names)
-    result = J.new_zeros(len(new), J.shape[1], len(new), J.shape[1])
+    J = oracle.flat_jacobian(model, x_new, names)
+    result = J.new_zeros(len(x_new), J.shape[1], len(x_new), J.shape[1])
     for c, matrix in enumerate(matrices):
         result[:, c, :, c] = J[:, c] @ torch.linalg.solve(matrix, J[:, c].T)
     return result
@@ -73,18 +73,18 @@ def test_each_output_has_the_posterior_of_its_own_kernel(likelihood, number):
     model = network(likelihood)
     x, y = examples(likelihood)
     inputs = None if number is None else examples(likelihood, number, 3)[0]
-    new, _ = examples(likelihood, 5, 2)
+    x_new, _ = examples(likelihood, 5, 2)
     la = laplace(model, likelihood, inducing=inputs).fit(batches(x, y))
     matrices = precisions(model, likelihood, x, inputs)
-    expected = covariances(model, new, matrices)
-    mean, covariance = la.functional(new)
+    expected = covariances(model, x_new, matrices)
+    mean, covariance = la.functional(x_new)
     oracle.close(covariance, by_example(expected), 1e-8)
-    assert torch.equal(mean, model(new))
+    assert torch.equal(mean, model(x_new))
     variances = by_example(expected).diagonal(dim1=1, dim2=2)
-    oracle.close(la.functional(new, diagonal=True)[1], variances, 1e-8)
-    oracle.close(la.functional(new, joint=True)[1], expected, 1e-8)
+    oracle.close(la.functional(x_new, diagonal=True)[1], variances, 1e-8)
+    oracle.close(la.functional(x_new, joint=True)[1], expected, 1e-8)
     for joint in (False, True):
-        differentiable = la.functional(new, joint=joint, differentiable=True)[1]
+        differentiable = la.functional(x_new, joint=joint, differentiable=True)[1]
         oracle.close(differentiable, expected if joint else by_example(expected), 1e-8)
 
 
@@ -132,11 +132,11 @@ def test_the_evidence_of_the_noise_has_its_optimum():
 def test_the_last_layer_has_one_process_per_output():
     model = network("classification")
     x, y = examples("classification")
-    new, _ = examples("classification", 5, 2)
+    x_new, _ = examples("classification", 5, 2)
     la = laplace(model, "classification", params="last_layer").fit(batches(x, y))
     matrices = precisions(model, "classification", x, names=la.param_names)
-    expected = by_example(covariances(model, new, matrices, la.param_names))
-    oracle.close(la.functional(new)[1], expected, 1e-8)
+    expected = by_example(covariances(model, x_new, matrices, la.param_names))
+    oracle.close(la.functional(x_new)[1], expected, 1e-8)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
@@ -144,7 +144,7 @@ def test_with_all_examples_it_is_laplace_torch_s(likelihood):
     peer = pytest.importorskip("laplace")
     model = network(likelihood)
     x, y = examples(likelihood)
-    new, _ = examples(likelihood, 5, 2)
+    x_new, _ = examples(likelihood, 5, 2)
     options = {"sigma_noise": 1.0} if likelihood == "regression" else {}
     theirs = peer.FunctionalLaplace(
         model,
@@ -155,13 +155,13 @@ def test_with_all_examples_it_is_laplace_torch_s(likelihood):
         **options,
     )
     theirs.fit(DataLoader(TensorDataset(x, y), batch_size=8))
-    _, expected = theirs._glm_predictive_distribution(new)
+    _, expected = theirs._glm_predictive_distribution(x_new)
     options = {"sigma": 1.0} if likelihood == "regression" else {}
     la = Laplace(
         model, likelihood, "gp", prior_precision=DELTA, independent_outputs=True, **options
     ).fit(batches(x, y))
     # It solves with Cholesky factors in single precision.
-    torch.testing.assert_close(la.functional(new)[1], expected.double(), rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(la.functional(x_new)[1], expected.double(), rtol=2e-4, atol=2e-5)
 
 
 def test_requested_outputs_and_small_memory_change_nothing():
@@ -170,29 +170,29 @@ def test_requested_outputs_and_small_memory_change_nothing():
     g = torch.Generator().manual_seed(4)
     x = torch.randn(9, 1, 3, 3, generator=g, dtype=torch.float64)
     y = torch.arange(9) % 3
-    new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
-    chosen = torch.tensor([[2, 0], [1, 1], [0, 2], [1, 0]])
-    expected = covariances(model, new, precisions(model, "classification", x, x[:4]))
+    x_new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
+    outputs = torch.tensor([[2, 0], [1, 1], [0, 2], [1, 0]])
+    expected = covariances(model, x_new, precisions(model, "classification", x, x[:4]))
     covariance = by_example(expected)
     for bound in (None, 2048):
         la = laplace(model, "classification", inducing=x[:4], memory_bound=bound)
         la.fit(batches(x, y, [5, 4]))
-        oracle.close(la.functional(new)[1], covariance, 1e-8)
-        pairs = torch.stack([covariance[n][c][:, c] for n, c in enumerate(chosen)])
-        oracle.close(la.functional(new, outputs=chosen)[1], pairs, 1e-8)
-        rows = torch.stack([expected[n, chosen[n]] for n in range(4)])
-        joint = torch.stack([rows[:, :, n][:, :, chosen[n]] for n in range(4)], dim=2)
-        oracle.close(la.functional(new, outputs=chosen, joint=True)[1], joint, 1e-8)
+        oracle.close(la.functional(x_new)[1], covariance, 1e-8)
+        pairs = torch.stack([covariance[n][c][:, c] for n, c in enumerate(outputs)])
+        oracle.close(la.functional(x_new, outputs=outputs)[1], pairs, 1e-8)
+        rows = torch.stack([expected[n, outputs[n]] for n in range(4)])
+        joint = torch.stack([rows[:, :, n][:, :, outputs[n]] for n in range(4)], dim=2)
+        oracle.close(la.functional(x_new, outputs=outputs, joint=True)[1], joint, 1e-8)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_other_fisher_matrices_have_their_diagonal(fisher):
     model = network("classification")
     x, y = examples("classification")
-    new, _ = examples("classification", 5, 2)
+    x_new, _ = examples("classification", 5, 2)
     la = laplace(model, "classification", fisher=fisher, mc_samples=200 if fisher == "mc" else 1)
     la.fit([(x, y)], generator=torch.Generator().manual_seed(0))
-    covariance = la.functional(new)[1]
+    covariance = la.functional(x_new)[1]
     J = oracle.flat_jacobian(model, x, la.param_names)
     residuals = model(x).softmax(1) - nn.functional.one_hot(y, 3)
     entries = residuals.square()
@@ -201,7 +201,7 @@ def test_other_fisher_matrices_have_their_diagonal(fisher):
         entries = probs * (1 - probs)
     eye = torch.eye(J.shape[2], dtype=J.dtype)
     matrices = [DELTA * eye + (entries[:, c, None] * J[:, c]).T @ J[:, c] for c in range(3)]
-    expected = by_example(covariances(model, new, matrices)).detach()
+    expected = by_example(covariances(model, x_new, matrices)).detach()
     oracle.close(covariance, expected, 1e-8 if fisher == "empirical" else 0.1)
 
 
@@ -209,7 +209,7 @@ def test_other_fisher_matrices_have_their_diagonal(fisher):
 def test_other_modes_are_those_of_each_output(mode):
     model = network("regression")
     x, y = examples("regression")
-    new, _ = examples("regression", 5, 2)
+    x_new, _ = examples("regression", 5, 2)
     data = batches(x, y)
     la = laplace(model, "regression").fit(data, mode, SIZE)
     for c in range(2):
@@ -218,7 +218,7 @@ def test_other_modes_are_those_of_each_output(mode):
         single_output = Laplace(single_model, "regression", "gp", **options)
         single_output.fit([(x, y[:, c : c + 1]) for x, y in data], mode, SIZE)
         oracle.close(
-            la.functional(new)[1][:, c, c], single_output.functional(new)[1][:, 0, 0], 1e-8
+            la.functional(x_new)[1][:, c, c], single_output.functional(x_new)[1][:, 0, 0], 1e-8
         )
 
 
@@ -236,29 +236,29 @@ def test_it_is_tuned_updated_saved_and_loaded(number, tmp_path):
     model = network("classification")
     x, y = examples("classification")
     first, second = batches(x, y)
-    new, labels = examples("classification", 40, 2)
+    x_new, labels = examples("classification", 40, 2)
     la = laplace(model, "classification", inducing=number).fit([first])
     inputs = la.posterior.curvature.blocks["output 0"].U.inducing.inputs
     la.update([second])
     together = laplace(model, "classification", inducing=inputs).fit([first, second])
-    oracle.close(la.functional(new)[1], together.functional(new)[1], 1e-8)
+    oracle.close(la.functional(x_new)[1], together.functional(x_new)[1], 1e-8)
     evidence = together.log_marginal_likelihood()
     oracle.close(la.log_marginal_likelihood(), evidence, 1e-8)
-    tuned = la.tune([(new, labels)], grid=[0.1, 3.0], link="probit")
+    tuned = la.tune([(x_new, labels)], grid=[0.1, 3.0], link="probit")
     for point in tuned.table:
         matrices = precisions(model, "classification", x, inputs, delta=point["prior_precision"])
-        variances = by_example(covariances(model, new, matrices)).diagonal(dim1=1, dim2=2)
-        logits = model(new) / (1 + math.pi / 8 * variances).sqrt()
+        variances = by_example(covariances(model, x_new, matrices)).diagonal(dim1=1, dim2=2)
+        logits = model(x_new) / (1 + math.pi / 8 * variances).sqrt()
         nll = nn.functional.cross_entropy(logits, labels)
         oracle.close(torch.tensor(point["nll"], dtype=torch.float64), nll.detach(), 1e-8)
     la.save(tmp_path / "posterior")
     loaded = Laplace.load(tmp_path / "posterior", model)
-    assert torch.equal(loaded.functional(new)[1], la.functional(new)[1])
+    assert torch.equal(loaded.functional(x_new)[1], la.functional(x_new)[1])
     assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
     assert repr(loaded) == repr(la)
     assert "gp, independent outputs" in repr(la)
     third = examples("classification", 5, 8)
-    updated = [each.update([third]).functional(new)[1] for each in (la, loaded)]
+    updated = [each.update([third]).functional(x_new)[1] for each in (la, loaded)]
     assert torch.equal(*updated)
 
 
@@ -266,7 +266,7 @@ def test_an_interrupted_fit_continues_with_the_output_it_had_reached(tmp_path, m
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
     model = network("classification")
     data = batches(*examples("classification"), [6, 6, 12])
-    new, _ = examples("classification", 5, 2)
+    x_new, _ = examples("classification", 5, 2)
     fitted = [laplace(model, "classification").fit(data)]
     # The inputs are read first, then all batches of the first output.
     fit = laplace(model, "classification").fit
@@ -274,7 +274,7 @@ def test_an_interrupted_fit_continues_with_the_output_it_had_reached(tmp_path, m
         fit(FailingLoader(data, 3 + 3 + 2), num_data=SIZE, resume=tmp_path / "state")
     la = laplace(model, "classification").fit(data, num_data=SIZE, resume=tmp_path / "state")
     fitted.append(la)
-    assert torch.equal(*[each.functional(new)[1] for each in fitted])
+    assert torch.equal(*[each.functional(x_new)[1] for each in fitted])
     with pytest.raises(LoaderError):
         fit(FailingLoader(data, 8), num_data=SIZE, resume=tmp_path / "state")
     with pytest.raises(ValueError, match="independent outputs was True, is now False"):
@@ -336,19 +336,19 @@ def test_chosen_positions_have_the_processes_of_their_outputs(positions, memory_
     la = laplace(model, "classification", memory_bound=memory_bound).fit([(x, y)])
     inputs = x[:4]
     size = 2 * len(positions)
-    chosen = {"positions": torch.tensor(positions)}
+    options = {"positions": torch.tensor(positions)}
 
     variances = la.functional(inputs, diagonal=True)[1][:, positions]
-    actual = la.functional(inputs, diagonal=True, **chosen)[1]
+    actual = la.functional(inputs, diagonal=True, **options)[1]
     torch.testing.assert_close(actual, variances)
 
     covariance = la.functional(inputs)[1].view(4, 3, 2, 3, 2)
     expected = covariance[:, positions][:, :, :, positions].reshape(4, size, size)
-    torch.testing.assert_close(la.functional(inputs, **chosen)[1], expected)
+    torch.testing.assert_close(la.functional(inputs, **options)[1], expected)
 
     covariance = la.functional(inputs, joint=True)[1].view(4, 3, 2, 4, 3, 2)
     expected = covariance[:, positions][:, :, :, :, positions].reshape(4, size, 4, size)
-    torch.testing.assert_close(la.functional(inputs, joint=True, **chosen)[1], expected)
+    torch.testing.assert_close(la.functional(inputs, joint=True, **options)[1], expected)
 
 
 def sequences(length, size=4, seed=0):

@@ -212,12 +212,12 @@ def test_held_out_data_repeat_no_example(name):
 
 def test_held_out_data_may_be_a_random_part():
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(SIZE, generator=generator)[:7]
+    indices = torch.randperm(SIZE, generator=generator)[:7]
     la = Laplace(network()).fit(batches())
     sampler = RandomSampler(DATA, num_samples=7, generator=generator.manual_seed(0))
     report = la.evaluate(loader(sampler=sampler))
     x, y = DATA.tensors
-    expected = -la.predict(x[chosen]).log_prob(y[chosen]).mean()
+    expected = -la.predict(x[indices]).log_prob(y[indices]).mean()
     assert report["nll"].value == pytest.approx(float(expected))
 
 

@@ -171,7 +171,7 @@ def test_an_ekfac_update_averages_new_curvature_over_null_spaces_and_keeps_its_t
     earlier = la.posterior.curvature.blocks["0.weight"]
     la.update([(x[FEW:], y[FEW:])])
     updated = la.posterior.curvature.blocks["0.weight"]
-    new = (60 * updated.magnitudes - FEW * earlier.magnitudes) / (60 - FEW)
+    new_magnitudes = (60 * updated.magnitudes - FEW * earlier.magnitudes) / (60 - FEW)
     U = torch.kron(earlier.U_G, earlier.U_A)
     ggn = oracle.ggn_block(model, x[FEW:], "classification", "0.weight")
     exact = torch.diagonal(U.T @ ggn @ U).reshape(10, 12)
@@ -179,8 +179,8 @@ def test_an_ekfac_update_averages_new_curvature_over_null_spaces_and_keeps_its_t
     assert 0 < rank_G < 9
     exact[:, FEW:] = exact[:, FEW:].mean(1, keepdim=True)
     exact[rank_G:] = exact[rank_G:].mean(0, keepdim=True)
-    oracle.close(new, exact, 1e-10)
-    torch.testing.assert_close(new.sum(), exact.sum(), rtol=1e-10, atol=0)
+    oracle.close(new_magnitudes, exact, 1e-10)
+    torch.testing.assert_close(new_magnitudes.sum(), exact.sum(), rtol=1e-10, atol=0)
 
 
 def convolutions():
@@ -205,7 +205,7 @@ def test_a_group_without_curvature_so_far_takes_that_of_the_new_data(is_first_de
     la = Laplace(model, params=names, prior_precision=DELTA).fit([(first, y[:6])])
     new_fit = Laplace(model, params=names, prior_precision=DELTA).fit([(x[6:], y[6:])])
     earlier = la.posterior.curvature.blocks["0.weight"].to_dense()
-    new = new_fit.posterior.curvature.blocks["0.weight"].to_dense()
+    new_curvature = new_fit.posterior.curvature.blocks["0.weight"].to_dense()
     la.update([(x[6:], y[6:])])
     updated = la.posterior.curvature.blocks["0.weight"].to_dense()
     fitted = Laplace(model, params=names).fit([(first, y[:6]), (x[6:], y[6:])])
@@ -214,7 +214,7 @@ def test_a_group_without_curvature_so_far_takes_that_of_the_new_data(is_first_de
     oracle.close(updated[:half, :half], expected[:half, :half], 1e-10)
     if is_first_dead:
         assert not earlier[half:, half:].any()
-        expected[half:, half:] = new[half:, half:] / 2
+        expected[half:, half:] = new_curvature[half:, half:] / 2
     oracle.close(updated, expected, 1e-10)
 
 
@@ -300,8 +300,7 @@ def test_kfac_of_few_batches_is_averaged_factor_by_factor(mode):
     for (name, block), (G, A), trace in zip(
         la.posterior.curvature.blocks.items(), earlier, traces, strict=True
     ):
-        new = second.posterior.curvature.blocks[name]
-        new_G, new_A = kronecker_factors(new)
+        new_G, new_A = kronecker_factors(second.posterior.curvature.blocks[name])
         new_trace = second.posterior.factor_scales[name].trace_A
         factors_G = 14 * G / trace + 9 * new_G / new_trace
         scale_A = trace / A.trace() if A.trace() else 0.0
@@ -344,11 +343,12 @@ def test_a_fit_in_rounds_is_updated():
     generator = torch.Generator().manual_seed(0)
     la = laplace("kfac").fit(Auto(loader, tolerance=0.5, examples=300), generator=generator)
     trace = la.posterior.factor_scales["0.weight"].trace_A
-    new = laplace("kfac").fit([SECOND]).posterior.factor_scales["0.weight"].trace_A
+    new_fit = laplace("kfac").fit([SECOND])
+    new_trace = new_fit.posterior.factor_scales["0.weight"].trace_A
     la.update([SECOND])
     assert la.num_data == 409
     updated = la.posterior.factor_scales["0.weight"].trace_A
-    torch.testing.assert_close(updated, (400 * trace + 9 * new) / 409)
+    torch.testing.assert_close(updated, (400 * trace + 9 * new_trace) / 409)
     with pytest.raises(RuntimeError, match='fit with `mode="auto"` creates'):
         la.fit_report
 
@@ -359,8 +359,8 @@ def test_diagonals_and_matrices_of_any_mode_add_up_exactly():
         for mode in ("mini", "debiased", "crossfit"):
             la = laplace(curvature).fit(batches, mode=mode, num_data=1000)
             earlier = precision(la)
-            new = precision(laplace(curvature).fit([SECOND]))
-            expected = earlier + new - DELTA * torch.eye(len(new))
+            new_precision = precision(laplace(curvature).fit([SECOND]))
+            expected = earlier + new_precision - DELTA * torch.eye(len(earlier))
             oracle.close(precision(la.update([SECOND])), expected, 1e-10)
             assert la.num_data == 1009
 

@@ -18,12 +18,12 @@ B = torch.randn(SIZE, 3, dtype=torch.float64, generator=generator(2))
 
 
 def test_an_inverse_solves_by_conjugate_gradients():
-    chosen = inverse(POSITIVE, tol=1e-13)
+    operator = inverse(POSITIVE, tol=1e-13)
     torch.testing.assert_close(
-        chosen @ B, torch.linalg.solve(POSITIVE.matrix, B), rtol=0, atol=1e-8
+        operator @ B, torch.linalg.solve(POSITIVE.matrix, B), rtol=0, atol=1e-8
     )
-    assert chosen.is_symmetric
-    assert chosen.T is chosen
+    assert operator.is_symmetric
+    assert operator.T is operator
 
 
 def test_options_reach_the_solver():
@@ -68,21 +68,21 @@ def test_operators_that_are_not_known_to_be_positive_are_refused_with_a_remedy()
 
 
 def test_an_inverse_solves_by_least_squares():
-    chosen = inverse(GENERAL, "lsmr", tol=1e-13)
+    operator = inverse(GENERAL, "lsmr", tol=1e-13)
     expected = torch.linalg.solve(GENERAL.matrix, B)
-    torch.testing.assert_close(chosen @ B, expected, rtol=0, atol=1e-8)
-    torch.testing.assert_close(chosen @ B[:, 0], expected[:, 0], rtol=0, atol=1e-8)
+    torch.testing.assert_close(operator @ B, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(operator @ B[:, 0], expected[:, 0], rtol=0, atol=1e-8)
     expected = torch.linalg.solve(GENERAL.matrix.T, B)
-    torch.testing.assert_close(chosen.T @ B, expected, rtol=0, atol=1e-8)
-    assert not chosen.is_positive_semidefinite
+    torch.testing.assert_close(operator.T @ B, expected, rtol=0, atol=1e-8)
+    assert not operator.is_positive_semidefinite
 
 
 def test_least_squares_are_those_of_the_pseudo_inverse_where_an_operator_is_singular():
     matrix = GENERAL.matrix.clone()
     matrix[:, :4] = matrix[:, 4:8]
     matrix[0] = 0
-    chosen = inverse(Matrix(matrix), "lsmr", tol=1e-13)
-    torch.testing.assert_close(chosen @ B, torch.linalg.pinv(matrix) @ B, rtol=0, atol=1e-8)
+    operator = inverse(Matrix(matrix), "lsmr", tol=1e-13)
+    torch.testing.assert_close(operator @ B, torch.linalg.pinv(matrix) @ B, rtol=0, atol=1e-8)
 
 
 def test_the_least_squares_inverse_of_an_indefinite_hessian_solves_in_single_precision():

@@ -127,14 +127,14 @@ def test_the_last_layer_in_closed_form_is_that_of_dense_jacobians(curvature, joi
         torch.testing.assert_close(la.functional(x)[1], expected)
         variances = expected.diagonal(dim1=1, dim2=2)
         torch.testing.assert_close(la.functional(x, diagonal=True)[1], variances)
-        chosen = torch.tensor([[3, 0], [1, 2]] * 3)
-        chosen_covariance = torch.stack(
+        outputs = torch.tensor([[3, 0], [1, 2]] * 3)
+        output_covariance = torch.stack(
             [
                 covariance[index][:, index]
-                for covariance, index in zip(expected, chosen, strict=True)
+                for covariance, index in zip(expected, outputs, strict=True)
             ]
         )
-        torch.testing.assert_close(la.functional(x, outputs=chosen)[1], chosen_covariance)
+        torch.testing.assert_close(la.functional(x, outputs=outputs)[1], output_covariance)
 
 
 def test_a_thousand_classes_take_no_jacobian(monkeypatch):

@@ -398,8 +398,8 @@ def test_grids_are_tensors_or_lists_and_keep_their_digits():
     la = Laplace(Mlp().eval()).fit_batches([(x, y)])
     tried = la.tune([(x, y)], grid=[0.1, 0.3]).table
     assert [row["prior_precision"] for row in tried] == [0.1, 0.3]
-    chosen = la.functional(x[:2], outputs=[[0], [2]])[0]
-    torch.testing.assert_close(chosen[:, 0], la.functional(x[:2])[0][[0, 1], [0, 2]])
+    means = la.functional(x[:2], outputs=[[0], [2]])[0]
+    torch.testing.assert_close(means[:, 0], la.functional(x[:2])[0][[0, 1], [0, 2]])
 
 
 # --------------------------------------------------- models whose examples take different ways

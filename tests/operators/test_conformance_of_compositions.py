@@ -185,8 +185,8 @@ class TestInverseOfADampedGGN(OfANetwork):
         loss = nn.CrossEntropyLoss()
         A = GGN(net, loss, data, **options)
         shift = 0.5 * Identity(A.shape[0])
-        near = inverse(KFAC(net, loss, data) + shift)
-        return inverse(A + shift, tol=STOP[A.dtype], preconditioner=near)
+        preconditioner = inverse(KFAC(net, loss, data) + shift)
+        return inverse(A + shift, tol=STOP[A.dtype], preconditioner=preconditioner)
 
     def dense(self, net, x, y):
         ggn = dense_ggn(net, nn.CrossEntropyLoss(), x, y)
