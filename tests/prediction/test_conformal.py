@@ -256,13 +256,15 @@ def test_wrong_calls_have_remedies(classifier):
         Conformal(several).calibrate([(data[0], labels)])
 
 
-def test_equally_probable_classes_have_the_same_score():
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_equally_probable_classes_have_the_same_score(penalty):
     probs = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]])
     expected = torch.zeros(3, 3, dtype=torch.float64)
     for scores, row in zip(expected, probs.double(), strict=True):
         for k in range(3):
-            scores[k] = row[row > row[k]].sum()
-    torch.testing.assert_close(mass_above(probs), expected)
+            more_probable = row[row > row[k]]
+            scores[k] = more_probable.sum() + penalty * len(more_probable)
+    torch.testing.assert_close(mass_above(probs, penalty), expected)
 
 
 def test_a_level_near_zero_takes_the_smallest_score():

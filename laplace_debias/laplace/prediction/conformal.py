@@ -121,8 +121,8 @@ def mass_above(
 
     $$s_k = \sum_{i:\ p_i > p_k} p_i + \lambda \max(0, r_k - r_0)$$
 
-    The sum is the total probability of all more probable classes, and $r_k$ is the rank of the
-    class, starting at 1. The set $\{k : s_k \le q\}$ contains the most probable classes until their
+    The sum is the total probability of all more probable classes, and $r_k$ is one more than their
+    number. The set $\{k : s_k \le q\}$ contains the most probable classes until their
     total probability exceeds q. The set is never empty for $q \ge 0$.
 
     Args:
@@ -139,8 +139,10 @@ def mass_above(
     ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(1, probs.shape[-1] + 1, dtype=torch.float64, device=probs.device)
     probability_above = ordered.cumsum(-1) - ordered
-    # Equally probable classes do not count as more probable than each other.
+    # Equally probable classes do not count as more probable than each other: they share the rank
+    # and the score of the first of them.
     is_tied = F.pad(ordered.diff(dim=-1) == 0, (1, 0))
+    ranks = ranks.expand_as(ordered).masked_fill(is_tied, 0).cummax(-1).values
     probability_above = probability_above.masked_fill(is_tied, 0).cummax(-1).values
     scores = probability_above + penalty * (ranks - free_rank).clamp(min=0)
     by_class = torch.empty_like(scores)
