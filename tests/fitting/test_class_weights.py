@@ -137,7 +137,7 @@ def test_a_weight_of_one_changes_nothing_if_the_positives_of_a_label_weigh_nothi
     T = 1 + (pos_weight - 1) * y
     p = model(x).sigmoid().detach()
     G = (T * p * (1 - p)).mean(0).diag() / 3
-    expected = torch.kron(G, weighted_mean_A(x, T.sum(1)))
+    expected = torch.kron(G, weighted_mean_A(x, T.sum(1)).contiguous())
     operator = KFAC(model, weighted, [(x, y)], params=["weight"])
     torch.testing.assert_close(operator.to_dense(), expected, rtol=1e-10, atol=1e-12)
 
