@@ -181,7 +181,7 @@ def _wrong(
         faults |= tap.forward(mixed, strict=False).faults
         for reference in references:
             for number in range(num_examples(reference.x)):
-                # Run the example alone, so that the tap learns which layers it does not call.
+                # Run a single example, so that the tap learns which layers it does not call.
                 tap.forward(take(reference.x, slice(number, number + 1)), strict=False)
     wrong: dict[Block, Exception] = {}
     for reference in references:
