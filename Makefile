@@ -61,6 +61,7 @@ targets = $(patsubst configs/paper/%.yaml,experiment-%,$1)
 NAME_comparison := laplace
 NAME_directional_curvature_digits := directional_curvature
 NAME_wide_resnet := directional_curvature
+NAME_overlaps_digits := overlaps
 NAME_laplace_digits := laplace
 NAME_laplace_resnet_cifar10 := laplace
 NAME_laplace_vit_cifar10 := laplace

@@ -6,6 +6,7 @@ computes directions on one half of them, and step sizes, damping and line search
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,10 +109,13 @@ def train_run(
     rows: list[Row] = []
 
     def record(step: int) -> bool:
-        """Measure the network; return whether its training loss is finite."""
+        """Measure the network and its last step; return whether its training loss is finite."""
         model.eval()
-        rows.append({"step": step, **loss_and_accuracy(trained, 0.0, data, decay)})
+        measures = loss_and_accuracy(trained, 0.0, data, decay)
         model.train()
+        last_step = optimizer.last_step
+        ratio = math.nan if last_step is None else last_step.reduction_ratio
+        rows.append({"step": step, **measures, "reduction_ratio": ratio})
         return math.isfinite(rows[-1]["train_loss"])
 
     def closure(indices: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -150,7 +154,12 @@ def train_run(
 
 
 def ends(rows: list[Row]) -> list[Row]:
-    """Return means over the ends of runs, and the largest training loss relative to the start."""
+    """Summarise the runs of each variant and method.
+
+    Returns:
+        A row for each variant and method, with means over the ends of the runs, the largest
+        training loss relative to the start, and the median reduction ratio of all measured steps.
+    """
     table = []
     for variant, method in distinct(rows, "variant", "method"):
         runs_rows = select(rows, variant=variant, method=method)
@@ -161,5 +170,7 @@ def ends(rows: list[Row]) -> list[Row]:
         line["greatest loss"] = max(
             row["train_loss"] / run[0]["train_loss"] for run in runs for row in run
         )
+        ratios = [row["reduction_ratio"] for run in runs for row in run[1:]]
+        line["reduction ratio"] = statistics.median(ratios)
         table.append(line)
     return table

@@ -104,7 +104,7 @@ def points_figure(
 
     Args:
         rows: Rows with `index`, `measured_on`, the column and the quantities.
-        column: The name of this column.
+        column: The name of this column, "draw" or "batch_size".
         quantities: The quantities to draw, from top to bottom.
         label: The label of the horizontal axes.
         log: The quantities that have a logarithmic axis if all values are positive.
@@ -122,7 +122,7 @@ def points_figure(
             style_axes(ax)
         panel_row[0].set_ylabel(quantity.replace("_", " ").capitalize())
     for value, top, bottom in zip(values, panels[0], panels[-1], strict=True):
-        top.set_title(f"{column.replace('_', ' ')} {value}", fontsize=FONT_SIZE)
+        top.set_title(_panel_title(column, value), fontsize=FONT_SIZE)
         bottom.set_xlabel(label)
     handles = [
         Line2D([], [], linestyle="", marker=marker, color=colour, label=name)
@@ -130,6 +130,13 @@ def points_figure(
     ]
     add_legend(figure, handles, columns=3)
     return figure
+
+
+def _panel_title(column: str, value: int) -> str:
+    """Return the title of the panel that shows the rows with this value."""
+    if column == "draw":
+        return f"directions of mini-batch {value + 1}"
+    return f"mini-batches of {value} images"
 
 
 def _scatter(ax: Axes, rows: Sequence[Row], quantity: str) -> None:
