@@ -239,7 +239,8 @@ def distances(rows: Sequence[Row]) -> list[Row]:
         return fmean(gaps[fit][draw][delta] for draw in draws for delta in deltas)
 
     def ratio(fit: Fit, deltas: Sequence[float], draws: Sequence[int]) -> float:
-        return distance(fit, deltas, draws) / distance(fit.with_method(MINI), deltas, draws)
+        mini_batch_distance = distance(fit.with_method(MINI), deltas, draws)
+        return ratio_of_distances(distance(fit, deltas, draws), mini_batch_distance)
 
     table = []
     for fit in gaps:
@@ -258,6 +259,15 @@ def distances(rows: Sequence[Row]) -> list[Row]:
             line["worst"] = max(ratio(fit, [delta], draws) for delta in grid)
         table.append(line)
     return table
+
+
+def ratio_of_distances(distance: float, reference: float) -> float:
+    """Divide a distance by a reference that may be 0: equal distances have the ratio 1."""
+    if reference != 0:
+        return distance / reference
+    if distance == 0:
+        return 1.0
+    return math.inf
 
 
 def write(

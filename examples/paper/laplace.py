@@ -29,6 +29,7 @@ from examples.paper.common import (
     distinct,
     load,
     random_indices,
+    ratio_of_distances,
     select,
     write,
 )
@@ -253,7 +254,7 @@ def distances(rows: list[Row]) -> list[Row]:
         table.append(line)
     for line in table:
         (mini,) = select(table, data=line["data"], method=MINI)
-        line["ratio"] = line["nll"] / mini["nll"]
+        line["ratio"] = ratio_of_distances(line["nll"], mini["nll"])
     return table
 
 

@@ -1,5 +1,6 @@
 """The paper's experiments: each runs at a tiny size, and what they measure is what they say."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,6 +324,19 @@ def test_distances_are_means_over_draws_and_relative_to_the_mini_batch():
     }
     assert by_method[MINI]["nll"] == pytest.approx(1.2)
     assert list(by_method) == [MINI, CROSSFIT, FULL]
+
+
+def test_the_ratio_to_a_mini_batch_without_a_distance_is_one_or_infinite():
+    """A network that is certain of each example has an NLL of 0 with each posterior."""
+    nll = {FULL: 0.0, MINI: 0.0, CROSSFIT: 0.5}
+    values = {"data": "test", "prior_precision": 1.0, "ece": 0.0, "accuracy": 1.0}
+    rows = [{**values, "method": method, "draw": 0, "nll": nll[method]} for method in nll]
+    mini, crossfit = laplace.distances(rows)
+    assert (mini["ratio"], crossfit["ratio"]) == (1.0, math.inf)
+    rows[0]["draw"] = None
+    mini, crossfit = distances(rows)
+    assert (mini["ratio"], mini["worst"]) == (1.0, 1.0)
+    assert (crossfit["ratio"], crossfit["worst"]) == (math.inf, math.inf)
 
 
 def test_the_study_compares_each_kind_with_its_own_full_batch():
