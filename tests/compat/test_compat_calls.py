@@ -347,6 +347,27 @@ def test_differentiable_draws_have_the_moments_of_the_linearised_network():
         torch.testing.assert_close(estimate, covariance, rtol=0, atol=0.04 * scale)
 
 
+def test_draws_from_a_singular_covariance_have_no_gradients():
+    """Without a bias, the outputs at zero have no variance, so laplace-torch cannot draw either."""
+    model = nn.Linear(3, 2, bias=False).double()
+    options = {"subset_of_weights": "all", "hessian_structure": "full", "enable_backprop": True}
+    ours, theirs = fitted("regression", model, **options)
+    x = torch.randn(3, 3, dtype=torch.float64)
+    x[1] = 0
+    x.requires_grad_()
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        theirs.functional_samples(x)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"input 1 \(1 of 3 inputs\)"):
+        ours.functional_samples(x)
+    draws = ours.functional_samples(x, n_samples=5, diagonal_output=True)
+    assert draws.requires_grad
+    assert not draws[:, 1].any()
+    with torch.no_grad():
+        draws = ours.functional_samples(x, n_samples=5)
+    assert not draws[:, 1].any()
+    assert draws[:, 0].std(0).all()
+
+
 def test_networks_with_drawn_weights_have_no_gradients_with_respect_to_the_inputs():
     la = Laplace(network(), "classification", "all", "kron", enable_backprop=True)
     la.fit(loader("classification"))

@@ -277,7 +277,14 @@ class Laplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw outputs, either of the linearised network or of networks with sampled weights."""
+        """Draw outputs, either of the linearised network or of networks with sampled weights.
+
+        Raises:
+            NotImplementedError: With `enable_backprop`, if `pred_type="nn"` and the inputs require
+                gradients.
+            torch.linalg.LinAlgError: With `enable_backprop`, if the covariance of the outputs is
+                singular for an input.
+        """
         pred_type = self._checked_pred_type(pred_type)
         if pred_type == "gp":
             pred_type = "glm"
@@ -304,12 +311,26 @@ class Laplace:
         diagonal_output: bool,
         generator: torch.Generator | None,
     ) -> Float[Tensor, "samples batch outputs"]:
-        """Draw outputs of the linearised network, differentiable in the inputs."""
+        """Draw outputs of the linearised network, differentiable in the inputs.
+
+        Raises:
+            torch.linalg.LinAlgError: If the covariance of the outputs is singular for an input.
+        """
         mean, covariance = self.posterior.functional(x, differentiable=True)
         noise = standard_normal((n_samples, *mean.shape), mean, generator)
         if diagonal_output:
             return mean + noise * covariance.diagonal(dim1=1, dim2=2).sqrt()
-        root = torch.linalg.cholesky(covariance)
+        # Only Cholesky's root always has derivatives. A root from eigenvectors, as in draws without
+        # gradients, has none where eigenvalues are equal.
+        root, info = torch.linalg.cholesky_ex(covariance)
+        singular = info.nonzero().flatten().tolist()
+        if singular:
+            raise torch.linalg.LinAlgError(
+                f"The covariance of the outputs is singular for input {singular[0]} "
+                f"({len(singular)} of {len(covariance)} inputs), so draws have no derivatives with "
+                "respect to the inputs. Pass `diagonal_output=True`, for which positive variances "
+                "are enough, or draw within `torch.no_grad()` if you need no gradients."
+            )
         return mean + torch.einsum("bij,sbj->sbi", root, noise)
 
     def predictive_samples(
