@@ -28,17 +28,19 @@ from laplace_debias.compat.laplace_torch.parameterwise import (
     best_precisions,
     parameterwise_log_marginal_likelihood,
 )
+from laplace_debias.compat.laplace_torch.predictions import (
+    linearised_draws,
+    network_draws,
+    output_moments,
+)
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
-from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.subnetwork import Subnetwork
-from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
 from laplace_debias.laplace.state.fitted import FittedPosterior
-from laplace_debias.laplace.state.posterior import standard_normal
 from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
@@ -233,7 +235,16 @@ class Laplace:
         pred_type = self._checked_pred_type(pred_type)
         link_approx = checked_name("link_approx", link_approx, LINKS)
         if self.likelihood != "classification":
-            return self._regression(x, pred_type, joint, n_samples, diagonal_output, generator)
+            if pred_type == "nn":
+                draws = self.functional_samples(x, "nn", n_samples, generator=generator)
+                return draws.mean(0), draws.var(0)
+            return output_moments(
+                self.posterior,
+                x,
+                joint=joint,
+                diagonal_output=diagonal_output,
+                differentiable=self.enable_backprop,
+            )
         if pred_type == "nn" and link_approx != "mc":
             raise ValueError(
                 f'`link_approx={link_approx!r}` is not supported for `pred_type="nn"`. Use '
@@ -246,28 +257,6 @@ class Laplace:
             x, link=Link(link_approx), differentiable=self.enable_backprop
         )
         return predictive.probs  # type: ignore[attr-defined]
-
-    def _regression(
-        self,
-        x: Inputs,
-        pred_type: str,
-        joint: bool,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor]:
-        if pred_type == "nn":
-            draws = self.functional_samples(x, "nn", n_samples, generator=generator)
-            return draws.mean(0), draws.var(0)
-        mean, covariance = self.posterior.functional(
-            x,
-            diagonal=diagonal_output and not joint,
-            joint=joint,
-            differentiable=self.enable_backprop,
-        )
-        if joint:
-            return mean.flatten(), covariance.flatten(2).flatten(0, 1)
-        return mean, covariance
 
     def functional_samples(
         self,
@@ -286,52 +275,19 @@ class Laplace:
                 singular for an input.
         """
         pred_type = self._checked_pred_type(pred_type)
-        if pred_type == "gp":
-            pred_type = "glm"
-        method = PredictionMethod(pred_type, n_samples, generator)
-        if self.enable_backprop and torch.is_grad_enabled():
-            if pred_type == "glm":
-                return self._differentiable_draws(x, n_samples, diagonal_output, generator)
-            if any(tensor.requires_grad for tensor in tensors_of(x)):
-                raise NotImplementedError(
-                    'Draws with `pred_type="nn"` have no gradients with respect to the inputs. Use '
-                    '`pred_type="glm"`, or pass inputs that do not require gradients.'
-                )
-        fit = FitWithLink(self.posterior.fitted, None)
-        if pred_type == "nn" or not diagonal_output:
-            return fit.draws(x, method)
-        mean, variances = fit.mean_and_variances(x, method)
-        outputs = DenseOutputs(mean, variances.flatten(1).diag_embed())
-        return outputs.draws(n_samples, generator)
-
-    def _differentiable_draws(
-        self,
-        x: Inputs,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-    ) -> Float[Tensor, "samples batch outputs"]:
-        """Draw outputs of the linearised network, differentiable in the inputs.
-
-        Raises:
-            torch.linalg.LinAlgError: If the covariance of the outputs is singular for an input.
-        """
-        mean, covariance = self.posterior.functional(x, differentiable=True)
-        noise = standard_normal((n_samples, *mean.shape), mean, generator)
-        if diagonal_output:
-            return mean + noise * covariance.diagonal(dim1=1, dim2=2).sqrt()
-        # Only Cholesky's root always has derivatives. A root from eigenvectors, as in draws without
-        # gradients, has none where eigenvalues are equal.
-        root, info = torch.linalg.cholesky_ex(covariance)
-        singular = info.nonzero().flatten().tolist()
-        if singular:
-            raise torch.linalg.LinAlgError(
-                f"The covariance of the outputs is singular for input {singular[0]} "
-                f"({len(singular)} of {len(covariance)} inputs), so draws have no derivatives with "
-                "respect to the inputs. Pass `diagonal_output=True`, for which positive variances "
-                "are enough, or draw within `torch.no_grad()` if you need no gradients."
+        differentiable = self.enable_backprop and torch.is_grad_enabled()
+        if pred_type == "nn":
+            return network_draws(
+                self.posterior, x, n_samples, differentiable=differentiable, generator=generator
             )
-        return mean + torch.einsum("bij,sbj->sbi", root, noise)
+        return linearised_draws(
+            self.posterior,
+            x,
+            n_samples,
+            diagonal_output=diagonal_output,
+            differentiable=differentiable,
+            generator=generator,
+        )
 
     def predictive_samples(
         self,

@@ -1,0 +1,117 @@
+"""Moments and draws of a posterior's outputs, in the shapes of laplace-torch."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
+from laplace_debias.laplace.laplace import Laplace as Posterior
+from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
+from laplace_debias.laplace.state.posterior import standard_normal
+
+
+def output_moments(
+    posterior: Posterior, x: Inputs, *, joint: bool, diagonal_output: bool, differentiable: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the mean and the covariance of the linearised network's outputs.
+
+    Args:
+        posterior: The posterior.
+        x: Inputs, `[B, ...]`.
+        joint: Whether to compute the covariance between all outputs of all inputs.
+        diagonal_output: Whether to compute only variances. It has no effect with `joint`.
+        differentiable: Whether gradients flow back to the inputs.
+
+    Returns:
+        The mean `[B, C]` and the covariance `[B, C, C]` or the variances `[B, C]`; with `joint`,
+        the mean `[B·C]` and the covariance `[B·C, B·C]`.
+    """
+    mean, covariance = posterior.functional(
+        x, diagonal=diagonal_output and not joint, joint=joint, differentiable=differentiable
+    )
+    if joint:
+        return mean.flatten(), covariance.flatten(2).flatten(0, 1)
+    return mean, covariance
+
+
+def linearised_draws(
+    posterior: Posterior,
+    x: Inputs,
+    n_samples: int,
+    *,
+    diagonal_output: bool,
+    differentiable: bool,
+    generator: torch.Generator | None,
+) -> Float[Tensor, "samples batch *outputs"]:
+    """Draw outputs of the linearised network.
+
+    Args:
+        posterior: The posterior.
+        x: Inputs, `[B, ...]`.
+        n_samples: The number of draws.
+        diagonal_output: Whether to leave out covariances between outputs.
+        differentiable: Whether gradients flow back to the inputs.
+        generator: Seeds the draws.
+
+    Raises:
+        torch.linalg.LinAlgError: With `differentiable`, if the covariance of the outputs is
+            singular for an input.
+    """
+    method = PredictionMethod("glm", n_samples, generator)
+    if differentiable:
+        return _differentiable_draws(posterior, x, n_samples, diagonal_output, generator)
+    fit = FitWithLink(posterior.fitted, None)
+    if not diagonal_output:
+        return fit.draws(x, method)
+    mean, variances = fit.mean_and_variances(x, method)
+    outputs = DenseOutputs(mean, variances.flatten(1).diag_embed())
+    return outputs.draws(n_samples, generator)
+
+
+def network_draws(
+    posterior: Posterior,
+    x: Inputs,
+    n_samples: int,
+    *,
+    differentiable: bool,
+    generator: torch.Generator | None,
+) -> Float[Tensor, "samples batch *outputs"]:
+    """Draw outputs of networks with sampled weights.
+
+    Raises:
+        NotImplementedError: With `differentiable`, if the inputs require gradients.
+    """
+    method = PredictionMethod("nn", n_samples, generator)
+    if differentiable and any(tensor.requires_grad for tensor in tensors_of(x)):
+        raise NotImplementedError(
+            'Draws with `pred_type="nn"` have no gradients with respect to the inputs. Use '
+            '`pred_type="glm"`, or pass inputs that do not require gradients.'
+        )
+    return FitWithLink(posterior.fitted, None).draws(x, method)
+
+
+def _differentiable_draws(
+    posterior: Posterior,
+    x: Inputs,
+    n_samples: int,
+    diagonal_output: bool,
+    generator: torch.Generator | None,
+) -> Float[Tensor, "samples batch outputs"]:
+    """Draw outputs of the linearised network, differentiable in the inputs."""
+    mean, covariance = posterior.functional(x, differentiable=True)
+    noise = standard_normal((n_samples, *mean.shape), mean, generator)
+    if diagonal_output:
+        return mean + noise * covariance.diagonal(dim1=1, dim2=2).sqrt()
+    # Only Cholesky's root always has derivatives. A root from eigenvectors, as in draws without
+    # gradients, has none where eigenvalues are equal.
+    root, info = torch.linalg.cholesky_ex(covariance)
+    singular = info.nonzero().flatten().tolist()
+    if singular:
+        raise torch.linalg.LinAlgError(
+            f"The covariance of the outputs is singular for input {singular[0]} "
+            f"({len(singular)} of {len(covariance)} inputs), so draws have no derivatives with "
+            "respect to the inputs. Pass `diagonal_output=True`, for which positive variances "
+            "are enough, or draw within `torch.no_grad()` if you need no gradients."
+        )
+    return mean + torch.einsum("bij,sbj->sbi", root, noise)
