@@ -16,7 +16,6 @@ from laplace_debias.compat.laplace_torch.arguments import (
     SUBSETS,
     batch_hook,
     check_applies,
-    check_has_layers,
     checked_name,
     fisher_of_backend,
     names_in_layer,
@@ -25,13 +24,18 @@ from laplace_debias.compat.laplace_torch.arguments import (
 from laplace_debias.compat.laplace_torch.parameterwise import (
     STRUCTURES,
     ParameterwisePrior,
-    best_precisions,
     parameterwise_log_marginal_likelihood,
 )
 from laplace_debias.compat.laplace_torch.predictions import (
     linearised_draws,
     network_draws,
     output_moments,
+)
+from laplace_debias.compat.laplace_torch.prior_search import (
+    PRIOR_STRUCTURES,
+    check_prior_structure,
+    maximise_marginal_likelihood,
+    search_grid,
 )
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
@@ -384,57 +388,33 @@ class Laplace:
             ValueError: If a name is unknown, or a grid is passed without `val_loader`.
         """
         method = checked_name("method", method, ("marglik", "gridsearch"))
-        prior_structure = checked_name(
-            "prior_structure", prior_structure, ("scalar", "layerwise", "diag")
-        )
+        prior_structure = checked_name("prior_structure", prior_structure, PRIOR_STRUCTURES)
         link_approx = checked_name("link_approx", link_approx, LINKS)
         pred_type = self._checked_pred_type(pred_type)
-        is_per_parameter = prior_structure == "diag"
-        if is_per_parameter and (self._structure != "diag" or method != "marglik"):
-            raise NotImplementedError(
-                '`prior_structure="diag"` requires hessian_structure="diag" and method="marglik", '
-                f'got {self._structure!r} and {method!r}. Use `prior_structure="scalar"`.'
-            )
-        if prior_structure == "layerwise":
-            check_has_layers(self._structure)
-        is_regression = self.likelihood == "regression"
+        check_prior_structure(prior_structure, self._structure, method)
+        precisions: Tensor | None = None
         if method == "marglik":
             if val_loader is not None:
                 warn(
                     '`method="marglik"` does not use `val_loader`. Pass `method="gridsearch"` to '
                     "choose the prior precision on these data, or remove `val_loader=`."
                 )
-            per = "block" if prior_structure == "layerwise" else None
-            self._fit.tune_evidence(sigma=False if is_regression else None, per=per)
-            self._prior = None
-            if is_per_parameter:
-                shared = self._fit.prior_precision
-                self.prior_precision = best_precisions(self._fit.fitted, shared)
-            return
-        if val_loader is None:
-            raise ValueError('`method="gridsearch"` needs held-out data. Pass `val_loader=`.')
-        if prior_structure != "scalar":
-            raise NotImplementedError(
-                f"A grid search tunes only one prior precision, got {prior_structure=}. Use "
-                '`prior_structure="scalar"` or `method="marglik"`.'
+            precisions = maximise_marginal_likelihood(self._fit, prior_structure)
+        else:
+            search_grid(
+                self._fit,
+                val_loader,
+                torch.logspace(
+                    log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
+                ),
+                prior_structure=prior_structure,
+                pred_type=pred_type,
+                link_approx=link_approx,
+                progress_bar=progress_bar,
             )
-        if pred_type == "nn" or (link_approx == "mc" and not is_regression):
-            raise NotImplementedError(
-                f"A grid search needs closed-form predictions, got {pred_type=} and "
-                f'{link_approx=}. Use `pred_type="glm"` with `link_approx="probit"`, `"bridge"` or '
-                '`"bridge_norm"`.'
-            )
-        grid = torch.logspace(
-            log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
-        )
-        self._fit.tune(
-            val_loader,
-            grid=grid,
-            progress=progress_bar,
-            link=None if is_regression else Link(link_approx),
-            sigma=False if is_regression else None,
-        )
         self._prior = None
+        if precisions is not None:
+            self.prior_precision = precisions
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
