@@ -1,8 +1,6 @@
 """A `Laplace` with the arguments, methods and shapes of laplace-torch."""
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +35,13 @@ from laplace_debias.compat.laplace_torch.prior_search import (
     maximise_marginal_likelihood,
     search_grid,
 )
+from laplace_debias.compat.laplace_torch.saved_states import (
+    FILE,
+    PRECISIONS,
+    check_state,
+    file_of_posterior,
+    posterior_of_file,
+)
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
@@ -48,14 +53,8 @@ from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
-from laplace_debias.system.ranks import alone
 from laplace_debias.system.shown import warn
 from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
-
-STATE = "laplace_debias"
-"""The entry of a `state_dict` that holds a posterior's file."""
-PRECISIONS = "prior_precision"
-"""The entry of a `state_dict` that holds a prior precision per parameter."""
 
 
 class Laplace:
@@ -576,11 +575,7 @@ class Laplace:
 
         If several processes have fitted the posterior, any of them can call this method.
         """
-        with tempfile.TemporaryDirectory() as folder, alone():
-            path = Path(folder) / "posterior.safetensors"
-            self._fit.save(path)
-            content = bytearray(path.read_bytes())
-        state = {**self._options, STATE: torch.frombuffer(content, dtype=torch.uint8)}
+        state = {**self._options, FILE: file_of_posterior(self._fit)}
         if self._prior is not None:
             state[PRECISIONS] = self._prior.precisions
         return state
@@ -592,26 +587,9 @@ class Laplace:
             ValueError: If the state was not made by `state_dict`, belongs to a different model, or
                 has a different likelihood, structure or subset of the parameters.
         """
-        if STATE not in state_dict:
-            raise ValueError(
-                f"The state has the entries {sorted(state_dict)}. Pass the result of `state_dict` "
-                "of this class. A state of laplace-torch cannot be loaded."
-            )
-        for name, value in self._options.items():
-            # A state of an earlier version does not name the last layer, so the name cannot be
-            # compared.
-            is_known = name in state_dict or name != "last_layer_name"
-            if is_known and state_dict.get(name) != value:
-                raise ValueError(
-                    f"The state has `{name}={state_dict.get(name)!r}`, but this object has "
-                    f"{value!r}. Pass the same value to the constructor."
-                )
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "posterior.safetensors"
-            path.write_bytes(state_dict[STATE].cpu().numpy().tobytes())
-            self.posterior = Posterior.load(
-                path, self._fit.model, batch=batch_hook(self.likelihood)
-            )
+        check_state(state_dict, self._options)
+        batch = batch_hook(self.likelihood)
+        self.posterior = posterior_of_file(state_dict[FILE], self._fit.model, batch)
         if PRECISIONS in state_dict:
             self.prior_precision = state_dict[PRECISIONS]
 

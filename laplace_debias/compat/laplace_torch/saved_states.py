@@ -1,0 +1,63 @@
+"""Saved states: the options of an object, and the posterior file as a tensor."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batch_forms import BatchHook
+from laplace_debias.laplace.laplace import Laplace as Posterior
+from laplace_debias.system.ranks import alone
+
+FILE = "laplace_debias"
+"""The entry of a state that holds the posterior file."""
+PRECISIONS = "prior_precision"
+"""The entry of a state that holds a prior precision per parameter."""
+
+
+def file_of_posterior(posterior: Posterior) -> UInt8[Tensor, " bytes"]:
+    """Save a posterior, and return the bytes of the file.
+
+    If several processes have fitted the posterior, any of them can call this function.
+    """
+    with tempfile.TemporaryDirectory() as folder, alone():
+        path = Path(folder) / "posterior.safetensors"
+        posterior.save(path)
+        content = bytearray(path.read_bytes())
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def posterior_of_file(
+    content: UInt8[Tensor, " bytes"], model: nn.Module, batch: BatchHook | None
+) -> Posterior:
+    """Load a posterior from the bytes of its file, for the model of the fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "posterior.safetensors"
+        path.write_bytes(content.cpu().numpy().tobytes())
+        return Posterior.load(path, model, batch=batch)
+
+
+def check_state(state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Require a state with the options of the object that loads it.
+
+    Raises:
+        ValueError: If the state has no posterior file, or different options.
+    """
+    if FILE not in state:
+        raise ValueError(
+            f"The state has the entries {sorted(state)}. Pass the result of `state_dict` "
+            "of this class. A state of laplace-torch cannot be loaded."
+        )
+    for name, value in options.items():
+        # A state of an earlier version does not name the last layer, so the name cannot be
+        # compared.
+        is_known = name in state or name != "last_layer_name"
+        if is_known and state.get(name) != value:
+            raise ValueError(
+                f"The state has `{name}={state.get(name)!r}`, but this object has "
+                f"{value!r}. Pass the same value to the constructor."
+            )
