@@ -1,16 +1,16 @@
 """Training with prior precision and noise that maximise the marginal likelihood."""
 
 import copy
-import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -28,11 +28,12 @@ from laplace_debias.laplace.state.fitted import FittedPosterior, checked_setup, 
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.prior import check_prior_precision
 from laplace_debias.laplace.tuning.evidence import PER
-from laplace_debias.laplace.tuning.noise import rescaled
 from laplace_debias.laplace.tuning.result import Row
 from laplace_debias.system.checks import check_generator, check_is, real, whole
 from laplace_debias.system.ranks import refuse_ranks
 from laplace_debias.training.eval_copy import eval_copy
+from laplace_debias.training.hyper_parameters import HyperParameters
+from laplace_debias.training.optimizer_checks import check_optimizer, check_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ def marginal_likelihood_training(
     *,
     optimizer: Optimizer,
     epochs: int,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    scheduler: LRScheduler | None = None,
     every: int = 1,
     burn_in: int = 0,
     patience: int | None = None,
@@ -168,7 +169,7 @@ def marginal_likelihood_training(
     _check_options(epochs, every, burn_in, patience, steps, learning_rate, per)
     check_generator(generator)
     check_is(optimizer, "optimizer", Optimizer)
-    _check_steps(optimizer, scheduler)
+    check_steps(optimizer, scheduler)
     delta = _initial_delta(prior_precision)
     refuse_ranks(
         "marginal_likelihood_training",
@@ -195,9 +196,8 @@ def marginal_likelihood_training(
     )
     # Fit a posterior at the start, to find the blocks and the number of training examples.
     fitted = fits.fitted(train_loader, delta)
-    _check_optimizer(optimizer, model, fitted.parameters.names)
+    check_optimizer(optimizer, model, fitted.parameters.names)
     hyper = HyperParameters.at_start(fitted, per, float(delta), tunes_noise, learning_rate)
-    plain = unwrapped(model)
     history: list[Row] = []
     best: _BestFit | None = None
     num_worse = 0
@@ -214,17 +214,12 @@ def marginal_likelihood_training(
         history.append(_row(epoch, loss, value, fitted))
         num_worse += 1
         if best is None or value > best.log_marginal_likelihood:
-            best = _BestFit(fitted, value, epoch, copy.deepcopy(plain.state_dict()))
+            best = _BestFit(fitted, value, epoch, copy.deepcopy(unwrapped(model).state_dict()))
             num_worse = 0
         if patience is not None and num_worse >= patience:
             break
     assert best is not None
-    plain.load_state_dict(best.weights)
-    model.eval()
-    spec = ModelSpec.checked(model, best.fitted.likelihood, None, None)
-    fitted_model = replace(best.fitted.fitted_model, spec=spec)
-    la = Laplace.from_posterior(replace(best.fitted, fitted_model=fitted_model))
-    return MarginalLikelihoodRun(la, best.epoch, history)
+    return MarginalLikelihoodRun(_restored(model, best), best.epoch, history)
 
 
 def _check_options(
@@ -266,60 +261,6 @@ def _initial_delta(prior_precision: float) -> Float[Tensor, ""]:
         )
     check_prior_precision(delta, 1)
     return delta
-
-
-def _check_steps(
-    optimizer: Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler | None
-) -> None:
-    """Require steps without arguments, because the training loop has none to pass."""
-    argument = _argument_of_step(optimizer)
-    if argument is not None:
-        raise ValueError(
-            f"A step of {type(optimizer).__name__} needs the argument `{argument}`, but the "
-            "training calls `optimizer.step()` once per batch, after the backward pass. Use an "
-            "optimizer such as torch.optim.Adam or SGD."
-        )
-    argument = None if scheduler is None else _argument_of_step(scheduler)
-    if argument is not None:
-        raise ValueError(
-            f"A step of {type(scheduler).__name__} needs the argument `{argument}`, but the "
-            "training calls `scheduler.step()` after each batch. Use a schedule of the number of "
-            "steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
-        )
-
-
-def _argument_of_step(
-    stepping: Optimizer | torch.optim.lr_scheduler.LRScheduler,
-) -> str | None:
-    """Return the first argument that an object's `step` requires, or None if it needs none."""
-    # Look at the class, because a scheduler replaces the method of the optimizer object.
-    _, *parameters = inspect.signature(type(stepping).step).parameters.values()
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for parameter in parameters:
-        if parameter.default is inspect.Parameter.empty and parameter.kind not in kinds:
-            return parameter.name
-    return None
-
-
-def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str]) -> None:
-    """Require that the optimizer has Bayesian parameters and no weight decay."""
-    plain = unwrapped(model)
-    bayesian = {id(plain.get_parameter(name)) for name in names}
-    trained = set[int]()
-    for group in optimizer.param_groups:
-        members = {id(parameter) for parameter in group["params"]}
-        trained |= members
-        if group.get("weight_decay", 0) and members & bayesian:
-            raise ValueError(
-                f"The optimizer has `weight_decay={group['weight_decay']}` for parameters that "
-                "have a prior, although the prior precision already acts as their weight decay. "
-                "Set `weight_decay` to 0."
-            )
-    if not trained & bayesian:
-        raise ValueError(
-            "The optimizer contains none of the model's Bayesian parameters. Create it with "
-            "model.parameters()."
-        )
 
 
 @dataclass(eq=False)
@@ -383,7 +324,7 @@ def _train_epoch(
     loader: Batches,
     penalty: Penalty,
     optimizer: Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    scheduler: LRScheduler | None,
 ) -> float:
     """Train the weights for an epoch, and return the mean objective per example in nats."""
     model.train()
@@ -422,122 +363,13 @@ def _train_epoch(
     return total / total_weight
 
 
-@dataclass(eq=False)
-class HyperParameters:
-    """The logarithms of prior precisions and of the noise, and their optimizer.
-
-    Attributes:
-        log_deltas: log δ of every group.
-        groups: The group of every block.
-        log_noise: The logarithm of the noise relative to the noise at the start; None if the noise
-            is fixed.
-        initial: The likelihood at the start.
-        optimizer: Adam over these numbers.
-    """
-
-    log_deltas: Float[Tensor, " groups"]
-    groups: Int[Tensor, " blocks"]
-    log_noise: Float[Tensor, ""] | None
-    initial: Likelihood
-    optimizer: Optimizer = field(repr=False)
-
-    @classmethod
-    def at_start(
-        cls,
-        fitted: FittedPosterior,
-        per: str | None,
-        prior_precision: float,
-        tunes_noise: bool,
-        learning_rate: float,
-    ) -> "HyperParameters":
-        """Make the hyper-parameters before the first step."""
-        device = fitted.posterior.mean.device
-        groups = torch.tensor(_groups(fitted, per), device=device)
-        log_deltas = torch.full(
-            (int(groups.max()) + 1,),
-            math.log(prior_precision),
-            dtype=torch.float64,
-            device=device,
-            requires_grad=True,
-        )
-        tuned = [log_deltas]
-        log_noise = None
-        if tunes_noise:
-            if fitted.residuals is None:
-                raise ValueError(
-                    'The noise cannot be optimised with `fisher="empirical"`, because the '
-                    "curvature of the empirical Fisher is not proportional to the noise "
-                    'precision. Pass `sigma=`, or use `fisher="exact"` or `fisher="mc"`.'
-                )
-            log_noise = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
-            tuned.append(log_noise)
-        optimizer = torch.optim.Adam(tuned, lr=learning_rate)
-        return cls(log_deltas, groups, log_noise, fitted.likelihood, optimizer)
-
-    def deltas(self) -> Float[Tensor, " blocks"]:
-        """Return δ of every block, detached from the graph."""
-        return self.log_deltas.detach().exp()[self.groups]
-
-    def improve(self, fitted: FittedPosterior, steps: int) -> FittedPosterior:
-        """Take steps towards a larger marginal likelihood, and return the updated posterior."""
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            deltas = self.log_deltas.exp()[self.groups]
-            (-log_marginal_likelihood(fitted, deltas, self._log_factor(fitted))).backward()
-            self.optimizer.step()
-        prior = fitted.prior.with_precision(self.deltas())
-        if self.log_noise is None:
-            return fitted.with_prior(prior)
-        factor = math.exp(float(self._log_factor(fitted).detach()))
-        return rescaled(fitted, factor, prior)
-
-    def _log_factor(self, fitted: FittedPosterior) -> Float[Tensor, ""]:
-        """Compute the logarithm of the ratio of the current noise to the noise of a fit."""
-        if self.log_noise is None:
-            return torch.zeros((), dtype=torch.float64)
-        assert isinstance(self.initial, Gaussian)
-        assert isinstance(fitted.likelihood, Gaussian)
-        ratio = self.initial.sigma.double().mean() / fitted.likelihood.sigma.double().mean()
-        return self.log_noise + ratio.log().to(self.log_noise)
-
-
-def log_marginal_likelihood(
-    fitted: FittedPosterior, deltas: Float[Tensor, " blocks"], log_factor: Float[Tensor, ""]
-) -> Float[Tensor, ""]:
-    r"""Compute log p(D) for other prior precisions, and noise that is multiplied by a factor k.
-
-    $$-\tfrac1T\big(\ell + \tfrac12 Q(k^{-2} - 1) + M\log k\big) + \log p(\theta^*) +
-    \tfrac D2\log 2\pi - \tfrac12\log\det\big(k^{-2}\tfrac NT C + \delta\big)$$
-
-    where Q = Σ‖(f − y)/σ‖² is the sum over residuals, and M is the number of target values. The
-    result is differentiable in δ and log k.
-    """
-    posterior = fitted.posterior
-    if not log_factor.requires_grad and float(log_factor) == 0:
-        return fitted.log_marginal_likelihood(deltas)
-    share = (-2 * log_factor).exp()
-    size = sum(posterior.curvature.sizes)
-    log_det = size * share.log() + posterior.log_det_precision(deltas / share)
-    assert fitted.residuals is not None
-    nll = fitted.nll + fitted.residuals.nll_change(log_factor)
-    return posterior.log_marginal_likelihood(nll, deltas, log_det)
-
-
-def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
-    """Return the index of the group of every block."""
-    names = fitted.parameters.block_names
-    if per is None:
-        return [0] * len(names)
-    if fitted.config.structure.is_dense:
-        raise ValueError(
-            f"`curvature={fitted.config.structure.name!r}` treats all parameters as one "
-            "block with a single prior precision. Pass `per=None`, or use "
-            '`curvature="kfac"`, "ekfac" or "diag".'
-        )
-    if per == "kind":
-        names = [block.kind for block in fitted.parameters.blocks]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [numbers[name] for name in names]
+def _restored(model: nn.Module, best: _BestFit) -> Laplace:
+    """Load the weights of the best epoch into the model, and return the posterior for the model."""
+    unwrapped(model).load_state_dict(best.weights)
+    model.eval()
+    spec = ModelSpec.checked(model, best.fitted.likelihood, None, None)
+    fitted_model = replace(best.fitted.fitted_model, spec=spec)
+    return Laplace.from_posterior(replace(best.fitted, fitted_model=fitted_model))
 
 
 def _row(epoch: int, loss: float, value: float, fitted: FittedPosterior) -> Row:

@@ -54,7 +54,7 @@ from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
 from laplace_debias.system.shown import warn
-from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
+from laplace_debias.training.hyper_parameters import log_marginal_likelihood
 
 
 class Laplace:
@@ -400,12 +400,13 @@ class Laplace:
                 )
             precisions = maximise_marginal_likelihood(self._fit, prior_structure)
         else:
+            grid = torch.logspace(
+                log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
+            )
             search_grid(
                 self._fit,
                 val_loader,
-                torch.logspace(
-                    log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
-                ),
+                grid,
                 prior_structure=prior_structure,
                 pred_type=pred_type,
                 link_approx=link_approx,
