@@ -9,21 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
-from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.directions import Eigenbasis, Eigenpairs
-from laplace_debias.curvature.fits.eigenbases import eigenbases
-from laplace_debias.curvature.fits.factor_sums import FactorSums
-from laplace_debias.curvature.fits.magnitudes import assemble
-from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block, Sharing
+from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.module_snapshot import numbers_of
-from laplace_debias.curvature.network.outputs import DeferredChecks
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure
@@ -35,17 +28,13 @@ from laplace_debias.laplace.fitting.resuming import likelihood_identity
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fitted import checked_setup
 from laplace_debias.laplace.state.model_spec import ModelSpec
-from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.prior import PriorPrecision
 from laplace_debias.system.checks import check_generator, check_no_autocast, real, whole
 from laplace_debias.system.ranks import alone
+from laplace_debias.training.batch_sums import BatchMeasurements
 from laplace_debias.training.eval_copy import eval_copy
-from laplace_debias.training.running import (
-    RUNNING_MAGNITUDES,
-    BatchSums,
-    RunningMagnitudes,
-    RunningSum,
-)
+from laplace_debias.training.running import RUNNING_MAGNITUDES
+from laplace_debias.training.running_curvature import RunningCurvature, check_blocks
 
 MODE = "online"
 """The name of this kind of fit, as the posterior displays it."""
@@ -181,12 +170,10 @@ class OnlineCurvature:
         self._state = checked_setup(
             spec, config, prior_precision=prior_precision, temperature=temperature
         )
-        self._decay_per_measurement = self.decay**self.every
-        self._factors = RunningSum(self._decay_per_measurement, factor_dtype)
-        self._magnitudes = RUNNING_MAGNITUDES[curvature](self._decay_per_measurement, factor_dtype)
+        decay_per_measurement = self.decay**self.every
+        self._running = RunningCurvature(curvature, decay_per_measurement, factor_dtype)
         self._num_updates = 0
-        self._bases: dict[Block, Eigenbasis] = {}
-        self._measurements: _Measurements | None = None
+        self._measurements: BatchMeasurements | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -254,7 +241,7 @@ class OnlineCurvature:
                 "update compares them. Call `update` before `posterior`."
             )
         measurements = self._measurements
-        if measurements is None or not self._magnitudes.sums.parts:
+        if measurements is None or not self._running.has_magnitudes:
             raise RuntimeError(
                 "The eigenvectors and the curvatures of a posterior must come from "
                 f"different batches. With every={self.every}, {self._num_updates} updates "
@@ -268,46 +255,21 @@ class OnlineCurvature:
             state,
             spec=ModelSpec.checked(trained, state.spec.likelihood, None, state.spec.class_dim),
         )
-        magnitudes = {}
-        for block, basis in self._bases.items():
-            magnitudes[block] = basis.pooled(self._magnitudes.mean(block), context.dtype)
-        curvature = assemble(context, dict(self._bases), magnitudes)
+        curvature = CurvatureFit(self._running.assembled(context), self._running.factors.totals)
         prepared = PreparedFit(state, measurements.parameters, context, size, MODE)
-        return Laplace.from_posterior(
-            build_posterior(prepared, CurvatureFit(curvature, self._factors.totals))
-        )
+        return Laplace.from_posterior(build_posterior(prepared, curvature))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running means and the eigenvectors, for `torch.save`."""
         if self._loaded is not None:
             return {**self._loaded, "num_updates": self._num_updates}
-        blocks = {}
-        for block, factors in self._factors.parts.items():
-            tensors = dict(zip(("G", "A"), factors, strict=True))
-            if block in self._magnitudes.sums.parts:
-                for side, pairs in self._bases[block]._asdict().items():
-                    tensors[f"eigenvalues_{side}"] = pairs.eigenvalues
-                    if pairs.U is not None:
-                        tensors[f"U_{side}"] = pairs.U
-                for index, value in enumerate(self._magnitudes.sums.parts[block]):
-                    tensors[f"magnitudes.{index}"] = value
-            blocks[block.name] = {name: value.clone() for name, value in tensors.items()}
-        totals = self._factors.totals
-        magnitude_totals = self._magnitudes.sums.totals
         parameters = self._state.parameters
         return {
             "options": self._options,
             "num_updates": self._num_updates,
-            "num_examples": totals.num_examples,
-            "nll": totals.nll,
-            "num_outputs": totals.num_outputs,
-            "weight": totals.weight,
-            "input_weights": dict(totals.input_weights),
-            "magnitude_weight": magnitude_totals.weight,
-            "magnitude_input_weights": dict(magnitude_totals.input_weights),
             "seed": self._state.config.fisher.seed,
             "parameters": None if parameters is None else list(parameters.names),
-            "blocks": blocks,
+            **self._running.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,7 +296,7 @@ class OnlineCurvature:
                 )
         if self._state.parameters is not None:
             blocks = {block.name: block for block in self._state.parameters.blocks}
-            _check_blocks(state["blocks"], blocks)
+            check_blocks(state["blocks"], blocks)
             _check_parameters_of_state(state.get("parameters"), self._state.parameters.names)
         config = self._state.config
         fisher = replace(config.fisher, seed=state["seed"])
@@ -362,56 +324,22 @@ class OnlineCurvature:
 
     @property
     def _is_refresh_due(self) -> bool:
+        """Whether the directions are recomputed before the next batch is measured."""
         count = self._num_updates
         previous = count - self.every
         return previous == 0 or (count > 0 and count // self.refresh > previous // self.refresh)
 
-    def _prepare(self, stream: Stream) -> "_Measurements":
+    def _prepare(self, stream: Stream) -> BatchMeasurements:
         """Check the model on the first batch, and set up the network and its sums."""
         state = self._state
         parameters, context = examine(state, [stream], False, state.config.fisher)
-        measurements = _Measurements(parameters, context)
+        measurements = BatchMeasurements(parameters, context)
         if self._loaded is not None:
-            _check_all_blocks(self._loaded["blocks"], {b.name: b for b in context.blocks})
-            self._restore(self._loaded, measurements)
+            self._running.load_state_dict(self._loaded, context)
             self._loaded = None
+            measurements.sums.squares = self._running.squares_accumulator(measurements.sums.context)
         self._measurements = measurements
         return measurements
-
-    def _restore(self, state: Mapping[str, Any], measurements: "_Measurements") -> None:
-        """Restore the tensors of a saved state."""
-        context = measurements.context
-        blocks = {block.name: block for block in context.blocks}
-        self._factors.parts = {}
-        self._magnitudes.sums.parts = {}
-        self._bases = {}
-        for name, saved in state["blocks"].items():
-            tensors = {key: value.to(context.device, copy=True) for key, value in saved.items()}
-            block = blocks[name]
-            self._factors.parts[block] = [tensors["G"], tensors["A"]]
-            if "magnitudes.0" not in tensors:
-                continue
-            parts = [f"magnitudes.{index}" for index in range(self._magnitudes.num_parts)]
-            self._magnitudes.sums.parts[block] = [tensors[part] for part in parts]
-            basis = Eigenbasis(
-                Eigenpairs(tensors["eigenvalues_G"], tensors.get("U_G")),
-                Eigenpairs(tensors["eigenvalues_A"], tensors.get("U_A")),
-            )
-            # In a state of an earlier version, the directions have the dtype of the sums, so they
-            # are converted.
-            self._bases[block] = basis.to(context.dtype)
-        self._factors.totals = DataTotals(
-            num_examples=state["num_examples"],
-            nll=state["nll"],
-            num_outputs=state["num_outputs"],
-            weight=state["weight"],
-            input_weights=_input_weights(state, ""),
-        )
-        self._magnitudes.sums.totals = DataTotals(
-            weight=state["magnitude_weight"], input_weights=_input_weights(state, "magnitude_")
-        )
-        if self._bases:
-            measurements.measure_along(self._bases, self._magnitudes)
 
     def _follow_model(self, context: FitContext) -> None:
         """Copy all changes of training to the working copies, which share only the parameters."""
@@ -441,71 +369,19 @@ class OnlineCurvature:
                     "move the model to its device and convert it to its dtype."
                 )
 
-    def _refresh_directions(self, measurements: "_Measurements") -> None:
-        """Decompose the running factors, and project the magnitudes onto the new directions."""
-        context = measurements.context
-        dtype = context.dtype
-        factors: FactorSums = {}
-        for block, (G, A) in self._factors.parts.items():
-            # A decomposition in single precision takes less than half the time of double precision.
-            factors[block] = (G.to(dtype), A.to(dtype))
-        bases = eigenbases(context, factors, self._factors.totals)
-        for block, basis in self._bases.items():
-            # If the batch after the last refresh was rejected, there are no magnitudes to rotate.
-            if block in self._magnitudes.sums.parts:
-                self._magnitudes.rotate(block, basis, bases[block], dtype)
-        self._bases = bases
-        measurements.measure_along(bases, self._magnitudes)
+    def _refresh_directions(self, measurements: BatchMeasurements) -> None:
+        """Compute the directions along which the next batches are measured."""
+        self._running.refresh_directions(measurements.context)
+        measurements.sums.squares = self._running.squares_accumulator(measurements.sums.context)
 
-    def _add(self, batch: Batch, measurements: "_Measurements") -> None:
+    def _add(self, batch: Batch, measurements: BatchMeasurements) -> None:
         """Measure a batch, and add it to the running means if all of its sums are finite."""
-        batch = replace(batch, first_index=self._factors.totals.num_examples)
+        batch = replace(batch, first_index=self._running.factors.totals.num_examples)
         totals = measurements.measure(batch)
         sums = measurements.sums
-        factors = sums.factors.factors(totals.weight)
-        if self._bases:
-            squares = {} if sums.squares is None else sums.squares.squares
-            measured = self._magnitudes.measure(self._bases, factors, squares)
-            self._magnitudes.sums.update(measured, totals)
-        self._factors.update(factors, totals)
+        squares = {} if sums.squares is None else sums.squares.squares
+        self._running.add(sums.factors.factors(totals.weight), squares, totals)
         self._num_updates += 1
-
-
-class _Measurements:
-    """The network with which batches are measured, after it was checked on the first batch.
-
-    Args:
-        parameters: The Bayesian parameters and their blocks.
-        context: The context of the fit.
-
-    Attributes:
-        sums: The sums of the last batch that was measured.
-    """
-
-    def __init__(self, parameters: ParameterBlocks, context: FitContext) -> None:
-        self.parameters = parameters
-        self.context = context
-        self.sums = BatchSums(context)
-        self._runner: ChunkRunner | None = None
-
-    def measure_along(
-        self, bases: Mapping[Block, Eigenbasis], magnitudes: RunningMagnitudes
-    ) -> None:
-        """Measure the curvature of the next batches along these directions."""
-        self.sums.squares = magnitudes.accumulator(self.sums.context, bases)
-
-    def measure(self, batch: Batch) -> DataTotals:
-        """Measure a batch, whose sums must be finite."""
-        self.sums.begin()
-        if self._runner is None:
-            self._runner = ChunkRunner(self.sums, batch.inputs)
-        totals = DataTotals()
-        checks = DeferredChecks()
-        with checks.during_batch(None):
-            self._runner.run(batch, totals)
-        checks.read()
-        self.sums.reduce()
-        return totals
 
 
 def _checked_decay(value: Any) -> float:
@@ -520,18 +396,6 @@ def _checked_decay(value: Any) -> float:
     return float(decay)
 
 
-def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Return the weights of the blocks' examples from a state, possibly of an earlier version.
-
-    Earlier versions saved the weights of the examples that are absent from a layer, or no weights.
-    """
-    name = f"{prefix}input_weights"
-    if name in state:
-        return dict(state[name])
-    weight = state[f"{prefix}weight"]
-    return {block: weight - absent for block, absent in state.get(f"{prefix}absent", {}).items()}
-
-
 def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]) -> None:
     """Require the Bayesian parameters that a saved state names; some states have no names."""
     if saved is None or set(saved) == set(names):
@@ -541,37 +405,3 @@ def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]
         f"{differing[:4]} are parameters of either the state or this object, but not of both. "
         "Use the same model and the same `params=` as when the state was saved."
     )
-
-
-def _check_all_blocks(
-    saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]
-) -> None:
-    """Require that a saved state has either exactly these blocks or no blocks."""
-    _check_blocks(saved, blocks)
-    missing = [name for name in blocks if name not in saved]
-    if saved and missing:
-        raise ValueError(
-            f"This model has the blocks {missing[:4]}, but the state does not. Load the state into "
-            "an object with the same model and the same `params=` as when it was saved. If the "
-            "first batch of the saved run did not call these layers, leave them out by `params=`."
-        )
-
-
-def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]) -> None:
-    """Require that a saved state has only these blocks."""
-    for name, tensors in saved.items():
-        if name not in blocks:
-            raise ValueError(
-                f"The state has a block {name!r}, but this model does not. Load the state "
-                "into an object with the same model and the same `params=` as when it "
-                "was saved."
-            )
-        block = blocks[name]
-        shape_G, shape_A = block.factor_shapes
-        expected = [shape_G, shape_A or (*block.groups, 1, 1)]
-        shapes = [tuple(tensors["G"].shape), tuple(tensors["A"].shape)]
-        if shapes != expected:
-            raise ValueError(
-                f"The state's factors of {name!r} have the shapes {shapes}, but the factors of "
-                f"this model have {expected}. Use the model with which the state was saved."
-            )

@@ -465,7 +465,7 @@ def single(model, data):
 def test_single_precision_has_the_curvature_of_double_precision(curvature):
     expected = dense(updated(convolutional(), batches(), curvature=curvature).posterior(100))
     online = updated(*single(convolutional(), batches()), curvature=curvature)
-    assert all(sums[0].dtype == torch.float64 for sums in online._factors.parts.values())
+    assert all(sums[0].dtype == torch.float64 for sums in online._running.factors.parts.values())
     oracle.close(dense(online.posterior(100)).double(), expected, 1e-4)
 
 

@@ -15,7 +15,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.training import OnlineCurvature
-from laplace_debias.training.running import SquaredSums
+from laplace_debias.training.batch_sums import SquaredSums
 
 NUM_EXAMPLES = 11
 NUM_SUMMED = 8
