@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Bernoulli
 
+from laplace_debias.curvature.losses.likelihoods import HeteroscedasticGaussian
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.state.prior import PriorPrecision
@@ -29,14 +31,6 @@ with imports_of_extra("sklearn", "sklearn"):
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Loss = Callable[..., Tensor]
-
-LOSSES: dict[str, Loss] = {
-    "classification": F.cross_entropy,
-    "binary": F.binary_cross_entropy_with_logits,
-    "regression": F.mse_loss,
-}
-"""The loss with which a network is trained, for each likelihood."""
 
 
 class _LaplaceEstimator(BaseEstimator):
@@ -118,7 +112,7 @@ class _LaplaceEstimator(BaseEstimator):
         Args:
             X: Inputs, `[n, ...]`.
             y: Class indices `[n]`, or targets of a regression `[n, C]`.
-            num_outputs: The number of classes, or of targets.
+            num_outputs: The number of classes, or of the outputs of a regression.
             weights: Weights of the examples, `[n]`; None if each example counts once.
         """
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
@@ -164,13 +158,8 @@ class _LaplaceEstimator(BaseEstimator):
         for _ in range(self.epochs):
             for rows in torch.randperm(len(inputs)).tensor_split(num_batches):
                 optimizer.zero_grad()
-                outputs = network(inputs[rows])
-                batch_targets = targets[rows]
-                if likelihood != "classification":
-                    batch_targets = batch_targets.reshape(outputs.shape)
-                losses = LOSSES[likelihood](outputs, batch_targets, reduction="none")
-                example_losses = losses.reshape(len(rows), -1).mean(1)
-                (relative_weights[rows] * example_losses).mean().backward()
+                losses = _example_losses(likelihood, network(inputs[rows]), targets[rows])
+                (relative_weights[rows] * losses).mean().backward()
                 optimizer.step()
 
     @abstractmethod
@@ -334,26 +323,30 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     """A scikit-learn regressor with standard deviations from a Laplace approximation.
 
-    The network returns one output per target, `[n, C]`, or `[n]` for a single target. The network
-    is copied and trained in the same way as by `LaplaceClassifier`.
+    The network returns one output per target, `[n, C]`, or `[n]` for a single target. With
+    `likelihood="heteroscedastic"`, the noise differs between inputs, and the network predicts it:
+    it returns C means and then C log-variances, `[n, 2C]`. The network is copied and trained in the
+    same way as by `LaplaceClassifier`.
 
     Args:
         network: A trained module; with `optimizer`, a module or a function from
-            `(num_features, num_outputs)` to a new module; or a skorch net.
+            `(num_features, num_outputs)` to a new module; or, for `"regression"`, a skorch net.
+        likelihood: `"regression"` (the same noise for each input) or `"heteroscedastic"`.
         optimizer: A function from parameters to a torch optimizer. Default: the network is already
-            trained.
+            trained. The loss is the mean squared error, or the NLL for `"heteroscedastic"`.
         epochs: Passes over the data to train the network with `optimizer`.
         batch_size: Rows per batch, to train the network and to fit the posterior.
         curvature: The structure of the posterior; see `Laplace`.
         params: Which parameters are Bayesian; see `Laplace`.
         prior_precision: δ, or `"evidence"` for the largest marginal likelihood.
-        sigma: Standard deviation of the noise, one number or one per target. Default: estimated
-            from the residuals of the training data; with `prior_precision="evidence"`, it is then
-            also tuned by the marginal likelihood.
+        sigma: For `"regression"`: standard deviation of the noise, one number or one per target.
+            Default: estimated from the residuals of the training data; with
+            `prior_precision="evidence"`, it is then also tuned by the marginal likelihood.
         random_state: Seeds a new module's weights and the order of batches.
 
     Attributes:
-        laplace_: The fitted `Laplace`; its `model` is the network, and its `sigma` is the noise.
+        laplace_: The fitted `Laplace`; its `model` is the network. For `"regression"`, its `sigma`
+            is the noise.
 
     Raises:
         TypeError: If `network` or `optimizer` has an unsupported type. Raised by `fit`.
@@ -383,6 +376,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         self,
         network: Any,
         *,
+        likelihood: str = "regression",
         optimizer: Optimizer | None = None,
         epochs: int = 100,
         batch_size: int = 128,
@@ -402,6 +396,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
             prior_precision=prior_precision,
             random_state=random_state,
         )
+        self.likelihood = likelihood
         self.sigma = sigma
 
     def __sklearn_tags__(self) -> Tags:
@@ -410,22 +405,45 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         tags.target_tags.multi_output = True
         return tags
 
+    def _check_arguments(self) -> None:
+        """Raise an error for arguments that would be invalid for any data."""
+        if self.likelihood not in ("regression", "heteroscedastic"):
+            raise ValueError(
+                f"Unknown likelihood={self.likelihood!r}. Use 'regression' or 'heteroscedastic'."
+            )
+        if self.likelihood == "heteroscedastic":
+            if self.sigma is not None:
+                raise ValueError(
+                    'With `likelihood="heteroscedastic"`, the network predicts the noise. Remove '
+                    "`sigma=`."
+                )
+            if _is_skorch_net(self.network):
+                raise ValueError(
+                    "A skorch net is trained with one of torch's losses, none of which takes means "
+                    "and log-variances. Pass a module together with `optimizer=`, or the trained "
+                    "module of the net, `net.module_`."
+                )
+        super()._check_arguments()
+
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "LaplaceRegressor":
         """Train the network unless it is already trained, then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
             y: Targets, `[n]` or `[n, C]`.
-            sample_weight: Weights of the examples, `[n]`; see `LaplaceClassifier.fit`. The noise is
-                estimated from the weighted residuals.
+            sample_weight: Weights of the examples, `[n]`; see `LaplaceClassifier.fit`. A noise
+                that was not passed is estimated from the weighted residuals.
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
         _check_numbers(X)
         X, targets, weights = _weighted_examples(X, y.reshape(len(y), -1), sample_weight)
-        network, likelihood = self._trained_network(X, targets, targets.shape[1], weights)
+        num_outputs = targets.shape[1]
+        if self.likelihood == "heteroscedastic":
+            num_outputs = 2 * targets.shape[1]
+        network, likelihood = self._trained_network(X, targets, num_outputs, weights)
         sigma: Any = self.sigma
-        if sigma is None:
+        if sigma is None and likelihood == "regression":
             sigma = _residual_deviations(network, X, targets, self.batch_size, weights)
         self._fit_laplace(network, likelihood, X, targets, weights, sigma)
         self._y_is_vector = y.ndim == 1
@@ -433,12 +451,17 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
 
     def _likelihood(self, row_shape: tuple[int, ...], num_outputs: int) -> str:
         is_scalar = num_outputs == 1 and row_shape == ()
-        if not is_scalar and row_shape != (num_outputs,):
-            raise ValueError(
-                f"The network's outputs for a row have shape {row_shape}, but y has "
-                f"{num_outputs} targets. Pass a network with {num_outputs} outputs."
-            )
-        return "regression"
+        if is_scalar or row_shape == (num_outputs,):
+            return self.likelihood
+        num_targets = num_outputs
+        needed = f"{num_outputs} outputs"
+        if self.likelihood == "heteroscedastic":
+            num_targets = num_outputs // 2
+            needed = f"{num_targets} means and {num_targets} log-variances"
+        raise ValueError(
+            f"The network's outputs for a row have shape {row_shape}, but y has "
+            f"{num_targets} targets. Pass a network with {needed}."
+        )
 
     def predict(
         self, X: Any, return_std: bool = False
@@ -448,7 +471,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         Args:
             X: Inputs.
             return_std: Whether to also return standard deviations, in the same shape. They include
-                the noise σ.
+                the noise.
         """
         inputs = self._inputs(X)
         predictive = self.laplace_.predict(inputs)
@@ -472,26 +495,44 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         inputs = self._inputs(X)
         mean, covariance = self.laplace_.functional(inputs, joint=True)
         num_rows = len(inputs)
-        num_targets = mean.numel() // num_rows
-        size = num_rows * num_targets
+        num_outputs = mean.numel() // num_rows
+        size = num_rows * num_outputs
         joint = covariance.double().cpu().reshape(size, size)
         # Cholesky might fail: the covariance of many rows is singular up to the network's rounding
         # errors, and a small noise may be smaller than these errors.
         variances, directions = eigh((joint + joint.mT) / 2, "the functional covariance")
         root = directions * variances.clamp_min(0).sqrt()
-        noise = self.laplace_.sigma.double().cpu().expand(num_targets).repeat(num_rows)
         random = check_random_state(random_state)
-        samples = mean.double().cpu().reshape(size, 1).numpy()
-        samples = samples + root.numpy() @ random.standard_normal((size, n_samples))
-        samples = samples + noise[:, None].numpy() * random.standard_normal((size, n_samples))
-        if self._y_is_vector:
-            return samples
-        return samples.reshape(num_rows, num_targets, n_samples)
+        outputs = mean.double().cpu().reshape(size, 1).numpy()
+        outputs = outputs + root.numpy() @ random.standard_normal((size, n_samples))
+        outputs = outputs.reshape(num_rows, num_outputs, n_samples)
+        if self.laplace_.likelihood.name == "heteroscedastic":
+            means, log_variances = np.split(outputs, 2, axis=1)
+            noise = np.exp(log_variances / 2)
+        else:
+            means = outputs
+            noise = self.laplace_.sigma.double().cpu().expand(num_outputs)[:, None].numpy()
+        samples = means + noise * random.standard_normal(means.shape)
+        return samples[:, 0] if self._y_is_vector else samples
 
     def _as_targets(self, values: Tensor) -> np.ndarray:
         """Return values per target in the shape of the `y` that was passed to `fit`."""
         array = values.double().cpu().numpy().reshape(len(values), -1)
         return array[:, 0] if self._y_is_vector else array
+
+
+def _example_losses(likelihood: str, outputs: Tensor, targets: Tensor) -> Float[Tensor, " batch"]:
+    """Compute the loss with which a network is trained, for each example."""
+    if likelihood == "classification":
+        return F.cross_entropy(outputs, targets, reduction="none")
+    if likelihood == "heteroscedastic":
+        return HeteroscedasticGaussian().nll(outputs, targets)
+    targets = targets.reshape(outputs.shape)
+    if likelihood == "binary":
+        losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+    else:
+        losses = F.mse_loss(outputs, targets, reduction="none")
+    return losses.reshape(len(outputs), -1).mean(1)
 
 
 def _is_skorch_net(network: Any) -> bool:

@@ -37,10 +37,17 @@ def trained_here(kind, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [LaplaceClassifier, LaplaceRegressor])
-def test_scikit_learns_checks_pass(kind, unchecked):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (LaplaceClassifier, {}),
+        (LaplaceRegressor, {}),
+        (LaplaceRegressor, {"likelihood": "heteroscedastic"}),
+    ],
+)
+def test_scikit_learns_checks_pass(kind, options, unchecked):
     """One check is skipped by scikit-learn unless its array API is switched on."""
-    results = check_estimator(trained_here(kind), on_skip=None)
+    results = check_estimator(trained_here(kind, **options), on_skip=None)
     without_success = {r["check_name"] for r in results if r["status"] != "passed"}
     assert without_success <= {"check_array_api_input"}
     assert len(results) > 45
@@ -198,6 +205,69 @@ def test_samples_have_the_joint_moments_of_the_linear_model(num_targets):
     assert abs(rows.mean(1) - mean).max() < 5 * math.sqrt(scale / 40_000)
     np.testing.assert_array_equal(samples, regressor.sample_y(X_new, 40_000, random_state=3))
     assert (samples != regressor.sample_y(X_new, 40_000, random_state=4)).any()
+
+
+def weighted_least_squares(X, X_new, weights, delta):
+    """Covariance of a linear output at new rows, if the rows X have these precisions."""
+    columns = np.hstack([X, np.ones((len(X), 1))])
+    new_columns = np.hstack([X_new, np.ones((len(X_new), 1))])
+    precision = (columns.T * weights) @ columns + delta * np.eye(columns.shape[1])
+    return new_columns @ np.linalg.inv(precision) @ new_columns.T
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+def test_a_predicted_noise_has_the_moments_of_the_linear_model(num_targets):
+    """Each row weighs as its inverse noise variance for a mean, and 1/2 for a log-variance."""
+    X, y = linear_data(num_targets)
+    X_new = X[:3] * 2
+    network = nn.Linear(3, 2 * num_targets).double()
+    regressor = LaplaceRegressor(
+        network, likelihood="heteroscedastic", curvature="full", prior_precision=0.3, batch_size=7
+    )
+    regressor.fit(X, y[:, 0] if num_targets == 1 else y)
+    outputs = network(torch.tensor(X)).detach().numpy()
+    mean, log_variance = np.split(network(torch.tensor(X_new)).detach().numpy(), 2, axis=1)
+    covariances = []
+    noise = []
+    for target in range(num_targets):
+        weights = np.exp(-outputs[:, num_targets + target])
+        covariances.append(weighted_least_squares(X, X_new, weights, 0.3))
+        of_log_variance = weighted_least_squares(X, X_new, 0.5, 0.3).diagonal()
+        noise.append(np.exp(log_variance[:, target] + of_log_variance / 2))
+    variance = np.stack([c.diagonal() for c in covariances], 1) + np.stack(noise, 1)
+    predicted, deviation = regressor.predict(X_new, return_std=True)
+    np.testing.assert_allclose(predicted.reshape(mean.shape), mean, rtol=1e-10)
+    np.testing.assert_allclose(deviation.reshape(mean.shape), np.sqrt(variance), rtol=1e-10)
+    samples = regressor.sample_y(X_new, 80_000)
+    assert samples.shape == ((3, 80_000) if num_targets == 1 else (3, 2, 80_000))
+    samples = samples.reshape(3, num_targets, -1)
+    for target, covariance in enumerate(covariances):
+        expected = covariance + np.diag(noise[target])
+        scale = expected.diagonal().max()
+        assert abs(np.cov(samples[:, target]) - expected).max() < 0.05 * scale
+        difference = samples[:, target].mean(1) - mean[:, target]
+        assert abs(difference).max() < 5 * math.sqrt(scale / 80_000)
+
+
+def test_training_with_a_predicted_noise_finds_where_the_noise_is_large():
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-1, 1, (400, 1))
+    true_deviation = np.exp(X[:, 0])
+    y = 2 * X[:, 0] + true_deviation * rng.normal(size=400)
+    regressor = LaplaceRegressor(
+        nn.Linear,
+        likelihood="heteroscedastic",
+        optimizer=partial(torch.optim.Adam, lr=3e-2),
+        prior_precision="evidence",
+        random_state=0,
+    )
+    mean, deviation = regressor.fit(X, y).predict(X, return_std=True)
+    np.testing.assert_allclose(deviation, true_deviation, rtol=0.15)
+    assert np.corrcoef(mean, X[:, 0])[0, 1] > 0.999
+    weights = np.where(X[:, 0] < 0, 1.0, 0.0)
+    refit = clone(regressor).fit(X, y, sample_weight=weights)
+    alone = clone(regressor).fit(X[X[:, 0] < 0], y[X[:, 0] < 0])
+    np.testing.assert_allclose(refit.predict(X), alone.predict(X), rtol=1e-6)
 
 
 def test_probabilities_of_two_labels_are_those_of_the_logistic_model():
@@ -449,6 +519,8 @@ def test_skorch_nets_that_do_not_match_are_rejected():
         LaplaceClassifier(skorch_net(criterion=nn.NLLLoss)).fit(X, y)
     with pytest.raises(ValueError, match=r"criterion CrossEntropyLoss. Use nn.MSELoss"):
         LaplaceRegressor(skorch_net()).fit(X, y)
+    with pytest.raises(ValueError, match=r"Pass a module together with `optimizer="):
+        LaplaceRegressor(skorch_net(), likelihood="heteroscedastic").fit(X, y)
     with pytest.raises(ValueError, match=r"has an optimizer\. Remove `optimizer="):
         LaplaceClassifier(skorch_net(), optimizer=ADAM).fit(X, y)
 
@@ -474,6 +546,19 @@ def test_skorch_nets_that_do_not_match_are_rejected():
         (LaplaceClassifier, {"network": nn.Linear(4, 1)}, ValueError, r"\(1,\), but y has 3 clas"),
         (LaplaceRegressor, {"network": nn.Linear(4, 3)}, ValueError, r"\(3,\), but y has 1 targ"),
         (LaplaceRegressor, {"sigma": -1.0}, ValueError, "`sigma` must be a positive number"),
+        (LaplaceRegressor, {"likelihood": "poisson"}, ValueError, "Use 'regression' or 'heteros"),
+        (
+            LaplaceRegressor,
+            {"likelihood": "heteroscedastic"},
+            ValueError,
+            r"\(1,\), but y has 1 targets. Pass a network with 1 means and 1 log-variances",
+        ),
+        (
+            LaplaceRegressor,
+            {"likelihood": "heteroscedastic", "sigma": 0.1},
+            ValueError,
+            r"predicts the noise\. Remove `sigma=`",
+        ),
         (LaplaceClassifier, {"epochs": 0}, ValueError, "epochs must be at least 1"),
         (LaplaceClassifier, {"batch_size": 2.5}, TypeError, "batch_size must be a whole number"),
         (LaplaceClassifier, {"prior_precision": "best"}, ValueError, 'number or "evidence"'),
