@@ -289,14 +289,15 @@ def test_the_scatter_of_independent_outputs_is_that_in_the_marginal_likelihood()
     )
 
 
+@pytest.mark.parametrize("diagonal_output", [False, True])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_gradients_with_respect_to_the_inputs(likelihood):
+def test_gradients_with_respect_to_the_inputs(likelihood, diagonal_output):
     gradients = []
     for la in fitted(
         likelihood, subset_of_weights="all", hessian_structure="full", enable_backprop=True
     ):
         x = loader(likelihood).dataset.tensors[0].clone().requires_grad_()
-        prediction = la(x)
+        prediction = la(x, diagonal_output=diagonal_output)
         if likelihood == "regression":
             prediction = prediction[1]
         (gradient,) = torch.autograd.grad(prediction.square().sum(), x)

@@ -27,12 +27,13 @@ def output_moments(
         The mean `[B, C]` and the covariance `[B, C, C]` or the variances `[B, C]`; with `joint`,
         the mean `[B·C]` and the covariance `[B·C, B·C]`.
     """
-    mean, covariance = posterior.functional(
-        x, diagonal=diagonal_output and not joint, joint=joint, differentiable=differentiable
-    )
     if joint:
+        mean, covariance = posterior.functional(x, joint=True, differentiable=differentiable)
         return mean.flatten(), covariance.flatten(2).flatten(0, 1)
-    return mean, covariance
+    if diagonal_output and differentiable:
+        mean, covariance = posterior.functional(x, differentiable=True)
+        return mean, covariance.diagonal(dim1=1, dim2=2)
+    return posterior.functional(x, diagonal=diagonal_output, differentiable=differentiable)
 
 
 def linearised_draws(
