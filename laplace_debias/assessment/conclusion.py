@@ -46,7 +46,11 @@ def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
     verdict = _Verdict(record, measurements)
     doubts = list(verdict.doubts())
     if doubts:
-        sentences = [verdict.doubted(doubts), verdict.on_network(), *verdict.on_shifts(None)]
+        sentences = [
+            verdict.advice_to_check(doubts),
+            verdict.on_network(),
+            *verdict.on_shifts(None),
+        ]
     else:
         best_method = verdict.best_method
         sentences = [verdict.on_network(), *verdict.remedy(), *verdict.on_shifts(best_method)]
@@ -181,14 +185,14 @@ class _Verdict:
                 )
                 break
 
-    def doubted(self, doubts: Sequence[str]) -> str:
+    def advice_to_check(self, doubts: Sequence[str]) -> str:
         """Advise to check the network and the data before any other step."""
         causes = "the order of the classes, the normalisation of the inputs and the checkpoint"
         if self._has_numbers:
             causes = (
                 "the order and scaling of the columns, the units of the targets and the checkpoint"
             )
-        reasons = _joined(doubts)
+        reasons = _join_with_and(doubts)
         return (
             f"First check {causes}, because the network does not fit these data as a trained "
             f"network does. {reasons[:1].upper()}{reasons[1:]}. Until this is resolved, the "
@@ -309,7 +313,7 @@ class _Verdict:
             sentences.append(f"Compared with {label}, {'; '.join(worse)}.")
         if equal and (worse or reference != self._network):
             sentences.append(
-                f"No significant difference from {label} was found for {_joined(equal)}."
+                f"No significant difference from {label} was found for {_join_with_and(equal)}."
             )
         return [" ".join(sentences)] if sentences else []
 
@@ -369,7 +373,9 @@ class _Verdict:
             score = self._named_score(recommended.score, recommended.method)
             inputs = "out-of-distribution inputs"
             if len(detected) < len(sentences):
-                inputs = f"inputs like those of {_joined([f'“{name}”' for name in detected])}"
+                inputs = (
+                    f"inputs like those of {_join_with_and([f'“{name}”' for name in detected])}"
+                )
             verdict.insert(0, f"To detect {inputs}, use {score}.")
         return [" ".join(verdict)]
 
@@ -461,7 +467,7 @@ def _confidence(gap: MetricValue) -> str:
 
 
 def _names(criteria: Sequence[str] | Mapping[str, MetricValue]) -> str:
-    return _joined([_CRITERIA[metric][0] for metric in criteria])
+    return _join_with_and([_CRITERIA[metric][0] for metric in criteria])
 
 
 def _amounts(rows: Mapping[str, MetricValue]) -> str:
@@ -471,10 +477,11 @@ def _amounts(rows: Mapping[str, MetricValue]) -> str:
         name, unit = _CRITERIA[metric]
         amount, interval = _in_words(row, points if metric == "overconfidence" else brief)
         amounts.append(f"the {name} by {unit.format(amount)} ({interval})")
-    return _joined(amounts)
+    return _join_with_and(amounts)
 
 
-def _joined(texts: Sequence[str]) -> str:
+def _join_with_and(texts: Sequence[str]) -> str:
+    """Join texts as in `a, b and c`."""
     if len(texts) < 2:
         return "".join(texts)
     return f"{', '.join(texts[:-1])} and {texts[-1]}"

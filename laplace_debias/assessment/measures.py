@@ -159,10 +159,12 @@ class Comparison:
         test = common(self._tables[method, TEST], self._tables[reference, TEST])
         key = (method, set_name, len(table["index"]), len(test["index"]))
         if key not in self._cached_reports:
-            self._cached_reports[key] = self._evaluated(table, test, self._roles[set_name])
+            self._cached_reports[key] = self._reports_by_score(table, test, self._roles[set_name])
         return self._cached_reports[key]
 
-    def _evaluated(self, table: Columns, test: Columns, role: str) -> dict[str, metrics.Report]:
+    def _reports_by_score(
+        self, table: Columns, test: Columns, role: str
+    ) -> dict[str, metrics.Report]:
         """Compute reports on a table of predictions; an OOD set is compared with the test set."""
         if role == "ood":
             inside = scores_of(test, self._likelihood)

@@ -88,7 +88,7 @@ def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
     if has_classes and loaded.classes is not None:
         return {"label": [loaded.classes[label] for label in y.tolist()]}
     name = "target" if loaded.likelihood.predicts_numbers else "label"
-    return {column: values.numpy() for column, values in _numbered(name, y).items()}
+    return {column: values.numpy() for column, values in _numbered_columns(name, y).items()}
 
 
 def _batch_columns(
@@ -132,7 +132,7 @@ def _has_one_logit(loaded: Loaded) -> bool:
 def _probability_columns(probs: Tensor, loaded: Loaded) -> dict[str, Tensor]:
     """Compute the columns of probabilities, the decision and the entropy."""
     if loaded.likelihood.targets == "labels":
-        return {**_numbered("probability", probs), "entropy": label_entropy(probs)}
+        return {**_numbered_columns("probability", probs), "entropy": label_entropy(probs)}
     entropy = metrics.entropy(probs)
     if _has_one_logit(loaded):
         return {"probability": probs[:, 1], "entropy": entropy}
@@ -164,15 +164,15 @@ def _number_columns(
     else:
         lower, upper = predictions.lower, predictions.upper
     return {
-        **_numbered("mean", mean),
-        **_numbered("standard_deviation", deviation),
-        **_numbered("lower", lower),
-        **_numbered("upper", upper),
-        **_numbered("epistemic", predictions.epistemic),
+        **_numbered_columns("mean", mean),
+        **_numbered_columns("standard_deviation", deviation),
+        **_numbered_columns("lower", lower),
+        **_numbered_columns("upper", upper),
+        **_numbered_columns("epistemic", predictions.epistemic),
     }
 
 
-def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:
+def _numbered_columns(name: str, values: Tensor) -> dict[str, Tensor]:
     """Return the columns of `[N]` or `[N, K]`; several columns have numbered names."""
     if values.ndim == 1 or values.shape[1] == 1:
         return {name: values.flatten()}

@@ -80,7 +80,7 @@ class ClassPredictions(Predictions):
                 name: torch.cat([batch.scores[name] for batch in batches])
                 for name in batches[0].scores
             },
-            logits=_concatenated([batch.logits for batch in batches]),
+            logits=_concatenate([batch.logits for batch in batches]),
         )
 
     @classmethod
@@ -169,10 +169,10 @@ class NumberPredictions(Predictions):
         return cls(
             mean=torch.cat([batch.mean for batch in batches]),
             standard_deviation=torch.cat([batch.standard_deviation for batch in batches]),
-            lower=_concatenated([batch.lower for batch in batches]),
-            upper=_concatenated([batch.upper for batch in batches]),
-            log_prob=_concatenated([batch.log_prob for batch in batches]),
-            interval_level=_concatenated([batch.interval_level for batch in batches]),
+            lower=_concatenate([batch.lower for batch in batches]),
+            upper=_concatenate([batch.upper for batch in batches]),
+            log_prob=_concatenate([batch.log_prob for batch in batches]),
+            interval_level=_concatenate([batch.interval_level for batch in batches]),
             epistemic=torch.cat([batch.epistemic for batch in batches]),
         )
 
@@ -210,7 +210,7 @@ class NumberPredictions(Predictions):
         columns = {name: part for name, part in vars(self).items() if part is not None}
         if targets is not None:
             columns = {"target": targets.double().reshape(self.mean.shape), **columns}
-        return {name: _squeezed(column) for name, column in columns.items()}
+        return {name: _squeeze_single_column(column) for name, column in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,7 @@ def labels_like(
     return targets.long().reshape(shape)
 
 
-def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _concatenate(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Concatenate a part of all batches, or return None if no batch has this part."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
@@ -274,6 +274,6 @@ def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors)
 
 
-def _squeezed(values: Tensor) -> Tensor:
+def _squeeze_single_column(values: Tensor) -> Tensor:
     """Return values `[n, 1]` as `[n]`, and other values unchanged."""
     return values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values

@@ -307,7 +307,7 @@ def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
                 if is_network and by_network is not None:
                     predicted = by_network
                 else:
-                    predicted = _predicted(run, method, dataset.name, members[method.key])
+                    predicted = _raw_predictions(run, method, dataset.name, members[method.key])
                 if is_network:
                     by_network = predicted
                 _write_predictions(
@@ -348,7 +348,9 @@ def _write_predictions(
     )
 
 
-def _predicted(run: Run, method: Method, set_name: str, members: Sequence[Member]) -> PredictedSet:
+def _raw_predictions(
+    run: Run, method: Method, set_name: str, members: Sequence[Member]
+) -> PredictedSet:
     """Return a method's predictions for a set before its recalibration or temperature."""
     positions = None
     limit = run.method_record(method).examples

@@ -146,7 +146,7 @@ class CommandLine(Generic[Settings]):
         if "--help" in arguments or "-h" in arguments:
             print(self._parser().format_help(), end="")
             return None
-        on_line = vars(self._parsed(arguments))
+        on_line = vars(self._parse(arguments))
         paths = on_line.pop("config")
         only_prints = on_line.pop("print_config")
         values: dict[str, Any] = {}
@@ -219,7 +219,7 @@ class CommandLine(Generic[Settings]):
         )
         return parser
 
-    def _parsed(self, arguments: Sequence[str]) -> argparse.Namespace:
+    def _parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return `config`, `print_config` and, for each field on the command line, its values."""
         parser = self._parser()
         # The keys of dictionaries are not known in advance. Add the keys in the arguments as

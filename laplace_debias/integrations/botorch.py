@@ -203,11 +203,11 @@ class ConditionedModel(LaplaceModel):
     ) -> "ConditionedModel":
         """Add more observations to the model; see `LaplaceModel`."""
         added = super().condition_on_observations(X, Y, noise, **kwargs)
-        points = _joined(self._X, added._X)
-        return ConditionedModel(self._la, points, _joined(self._Y, added._Y))
+        points = _join_rows(self._X, added._X)
+        return ConditionedModel(self._la, points, _join_rows(self._Y, added._Y))
 
     def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        mean, covariance = joint_moments(self._la, _joined(X, self._X))
+        mean, covariance = joint_moments(self._la, _join_rows(X, self._X))
         num_rows = X.shape[-2] * self._num_outputs
         K = covariance[..., :num_rows, :num_rows]
         K_cross = covariance[..., :num_rows, num_rows:]
@@ -226,7 +226,7 @@ class ConditionedModel(LaplaceModel):
         return mean_at_points, conditional.expand(*batch, *conditional.shape[-2:])
 
 
-def _joined(first: Tensor, second: Tensor) -> Tensor:
+def _join_rows(first: Tensor, second: Tensor) -> Tensor:
     """Join the rows of two batches of matrices, whose batch dimensions are broadcast."""
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     first = first.expand(*batch, *first.shape[-2:])

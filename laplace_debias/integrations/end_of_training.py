@@ -37,7 +37,7 @@ def copy_in_eval_mode(network: nn.Module) -> nn.Module:
     return copied
 
 
-def _shared(loader: Any) -> Any:
+def _shared_loader(loader: Any) -> Any:
     """Return a loader with which the processes together read every example of the run once.
 
     The samplers of training repeat examples, so that all processes have the same number of
@@ -188,13 +188,13 @@ class PosteriorAtEnd:
             Numbers to log by name, and the evaluation on the validation data that were used for
             tuning. Without tuning, there are no numbers and no evaluation.
         """
-        shared_loader = _shared(train_loader)
+        shared_loader = _shared_loader(train_loader)
         # The shared loader has only the draws of a weighted sampler, not the whole data set.
         sized_loader = train_loader if _is_weighted(train_loader) else shared_loader
         la.fit(shared_loader, mode=self.mode, num_data=_num_data(sized_loader, self.mode))
         if not self.tune:
             return {}, None
-        validation_loader = _shared(validation_loader)
+        validation_loader = _shared_loader(validation_loader)
         network_report = la.evaluate(validation_loader, method="map", intervals=False)
         tuning = la.tune(validation_loader)
         report = la.evaluate(validation_loader)

@@ -126,7 +126,7 @@ class LaplaceCallback(Callback):
 def _training_loader(trainer: Trainer) -> Any:
     """Return the only training loader, whose batches are converted to the precision of the run."""
     loader = _single_loader(trainer.train_dataloader, "training")
-    return _converted(loader, trainer.precision_plugin.convert_input)
+    return _converting_loader(loader, trainer.precision_plugin.convert_input)
 
 
 def _validation_loader(trainer: Trainer) -> Any:
@@ -141,7 +141,7 @@ def _validation_loader(trainer: Trainer) -> Any:
         # Lightning creates the loader for the first validation. If there was none, create it here.
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
     loader = _single_loader(trainer.val_dataloaders, "validation")
-    return _converted(loader, trainer.precision_plugin.convert_input)
+    return _converting_loader(loader, trainer.precision_plugin.convert_input)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _ConvertedCollation:
         return self.convert(self.collate(examples))
 
 
-def _converted(loader: Any, convert: Callable[[Any], Any]) -> Any:
+def _converting_loader(loader: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a loader of the same examples that yields batches in the dtype of the run.
 
     Lightning also converts the batches of a run with `precision="bf16-true"` or `"64-true"`.

@@ -82,7 +82,7 @@ class LaplaceCallback(TrainerCallback):
             )
         self._trainer = trainer
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
-        self._unfitted()
+        self._unfitted_posterior()
 
     def __repr__(self) -> str:
         return self._settings.described(self.folder)
@@ -107,7 +107,7 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         """Fit, tune, log and save the posterior."""
         trainer = self._trainer
-        la = self._unfitted()
+        la = self._unfitted_posterior()
         evaluation_loader = trainer.get_eval_dataloader() if self._settings.tune else None
         numbers, report = self._settings.fit(la, trainer.get_train_dataloader(), evaluation_loader)
         trainer.log({f"eval_{name}": number for name, number in numbers.items()})
@@ -115,7 +115,7 @@ class LaplaceCallback(TrainerCallback):
         la.save_pretrained(self.folder, evaluation=report)
         self.laplace = la
 
-    def _unfitted(self) -> Laplace:
+    def _unfitted_posterior(self) -> Laplace:
         """Return a posterior of the trainer's model that is not fitted yet."""
         model: Any = self._trainer.model
         return self._settings.unfitted(copy_in_eval_mode(model))

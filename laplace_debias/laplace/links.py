@@ -43,7 +43,7 @@ def tempered_probit(
     """
     is_matrix = covariance.ndim > mean.ndim
     variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-    squares = _stacked(temperatures, mean).square()
+    squares = _stack_numbers(temperatures, mean).square()
     return mean / (squares + math.pi / 8 * variances).sqrt_()
 
 
@@ -144,14 +144,14 @@ def at_temperatures(
     def logits(
         mean: Logits, covariance: Float[Tensor, "..."], temperatures: Sequence[float]
     ) -> Float[Tensor, "temperatures *batch classes"]:
-        means = mean / _stacked(temperatures, mean)
-        squares = _stacked([T * T for T in temperatures], covariance)
+        means = mean / _stack_numbers(temperatures, mean)
+        squares = _stack_numbers([T * T for T in temperatures], covariance)
         return formula(means, covariance / squares)
 
     return logits
 
 
-def _stacked(numbers: Sequence[float], like: Tensor) -> Float[Tensor, "numbers ..."]:
+def _stack_numbers(numbers: Sequence[float], like: Tensor) -> Float[Tensor, "numbers ..."]:
     """Return numbers along a new first dimension that broadcasts against a tensor."""
     # The tensors are filled on the device, because copies from the host would wait for the device,
     # and would become constants of an exported program.

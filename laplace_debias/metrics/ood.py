@@ -46,7 +46,7 @@ def auroc(
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
         in neural networks. ICLR, 2017.
     """
-    ranks, target = _ranked(scores_id, scores_ood)
+    ranks, target = _ranks_and_labels(scores_id, scores_ood)
     ranks_id = ranks[target == 0].sort().values
     ranks_ood = ranks[target == 1]
     num_below = torch.searchsorted(ranks_id, ranks_ood)
@@ -66,7 +66,7 @@ def aupr(
     without information, it is the fraction of OOD examples, so compare only sets of equal sizes.
     Scores and errors are the same as for `auroc`.
     """
-    ranks, target = _ranked(scores_id, scores_ood)
+    ranks, target = _ranks_and_labels(scores_id, scores_ood)
     return _average_precision(ranks, target)
 
 
@@ -79,7 +79,7 @@ def aupr_in(
     without information, it is the fraction of ID examples. Scores and errors are the same as for
     `auroc`.
     """
-    ranks, target = _ranked(scores_id, scores_ood)
+    ranks, target = _ranks_and_labels(scores_id, scores_ood)
     return _average_precision(1 - ranks, 1 - target)
 
 
@@ -98,7 +98,7 @@ def fpr95(
     # torchmetrics is imported here, because the import takes seconds.
     from torchmetrics.functional.classification import binary_specificity_at_sensitivity
 
-    ranks, target = _ranked(scores_id, scores_ood)
+    ranks, target = _ranks_and_labels(scores_id, scores_ood)
     specificity, _ = binary_specificity_at_sensitivity(
         ranks, target, min_sensitivity=0.95, validate_args=False
     )
@@ -115,7 +115,7 @@ def _average_precision(ranks: Float[Tensor, " n"], target: Integer[Tensor, " n"]
     return precision.to(torch.get_default_dtype())
 
 
-def _ranked(
+def _ranks_and_labels(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
     """Return scores as ranks in [0, 1], and labels: 1 for OOD examples and 0 for ID examples.

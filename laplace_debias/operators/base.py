@@ -315,7 +315,7 @@ class LinearOperator(ABC):
         # check.
         converted = copy(self)
         for field in fields(self):
-            value = _converted(getattr(self, field.name), target.dtype, target.device)
+            value = _convert_field(getattr(self, field.name), target.dtype, target.device)
             setattr(converted, field.name, value)
         return converted
 
@@ -324,14 +324,14 @@ class LinearOperator(ABC):
         return self
 
 
-def _converted(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _convert_field(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Convert every tensor and operator in a field, at any depth; indices keep their dtype."""
     if isinstance(value, Tensor):
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
     if isinstance(value, Mapping):
-        return {key: _converted(entry, dtype, device) for key, entry in value.items()}
+        return {key: _convert_field(entry, dtype, device) for key, entry in value.items()}
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_converted(entry, dtype, device) for entry in value)
+        return tuple(_convert_field(entry, dtype, device) for entry in value)
     return value.to(dtype=dtype, device=device) if hasattr(value, "to") else value
 
 

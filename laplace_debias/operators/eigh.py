@@ -42,7 +42,7 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
     """
     if matrix.numel() == 0:
         return torch.linalg.eigh(matrix)
-    scaled, exponent = _scaled(matrix, name)
+    scaled, exponent = _scale_by_powers_of_two(matrix, name)
     if matrix.shape[-1] == 1:
         return matrix.squeeze(-1), torch.ones_like(matrix)
     cpu = torch.device("cpu")
@@ -73,7 +73,7 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
     )
 
 
-def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+def _scale_by_powers_of_two(matrix: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
     """Divide matrices by powers of two, so that their largest entries lie in [½, 1).
 
     LAPACK may not converge if entries are close to the smallest or largest number of a dtype.

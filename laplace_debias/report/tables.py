@@ -43,7 +43,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         is_numeric = kinds and kinds <= {bool, int, float}
         table.add_column(Text(column), justify="right" if is_numeric else "left")
     for line in lines:
-        table.add_row(*(Text(_formatted(cell)) for cell in line))
+        table.add_row(*(Text(_format_entry(cell)) for cell in line))
     # In a file or a pipe, a row is one line, however long.
     width = None if sys.stdout.isatty() else _MOST_COLUMNS
     Console(width=width).print(table)
@@ -83,7 +83,7 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     ]
 
 
-def _formatted(value: str | bool | int | float | None) -> str:
+def _format_entry(value: str | bool | int | float | None) -> str:
     if value is None:
         return "–"
     if not isinstance(value, float) or not math.isfinite(value):

@@ -149,7 +149,7 @@ class RunFolder:
 
     def read_measurements(self) -> Measurements:
         """Read `metrics.json`."""
-        return self._read(Measurements, self._measurements)
+        return self._read_record_file(Measurements, self._measurements)
 
     def read_sweep(self, name: str) -> Sweep:
         """Read the search for a prior precision, which may be empty."""
@@ -159,13 +159,13 @@ class RunFolder:
         """Read the groups of notable examples, which may be empty."""
         return self._read_or_empty(ExampleGroups, self._examples)
 
-    def _read(self, kind: type[Record], path: Path) -> Record:
+    def _read_record_file(self, kind: type[Record], path: Path) -> Record:
         content = read_json(path)
         with _naming_damaged_file(path):
             return from_json(kind, content)
 
     def _read_or_empty(self, kind: type[Record], path: Path) -> Record:
-        return self._read(kind, path) if path.is_file() else kind()
+        return self._read_record_file(kind, path) if path.is_file() else kind()
 
     def read_predictions(self, method: str, set_name: str, *columns: str) -> dict[str, np.ndarray]:
         """Read the named columns of a table of predictions, or all of them; nulls become NaN.

@@ -1,6 +1,7 @@
 """Data from a name or a path, which is found before the network is loaded."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import nn
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 from laplace_debias.sources.arrays import archive_splits
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
-from laplace_debias.sources.imports import called, imported, is_import_path
+from laplace_debias.sources.imports import call_function, import_object, is_import_path
 from laplace_debias.sources.likelihoods import likelihood_from_settings
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
@@ -22,28 +23,42 @@ _KINDS = (
 _OF_TABLES = ("target", "features", "standardise")
 
 
-def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Splits]]:
-    """Find the data of the settings without reading the images of a folder.
+@dataclass(frozen=True)
+class FoundData:
+    """Data that was found before the network is built; images are not read yet.
 
-    Returns the number of outputs of a network for this data (None if it is not known), and a
-    function that makes the splits for a network.
+    Attributes:
+        num_outputs: The number of outputs of a network for this data; None if it is not known.
+        splits_for: A function that returns the splits in the form that a network takes.
     """
+
+    num_outputs: int | None
+    splits_for: Callable[[nn.Module], Splits]
+
+    @classmethod
+    def from_splits(cls, splits: Splits) -> "FoundData":
+        """Use splits that are the same for every network."""
+        return cls(splits.num_outputs, lambda _: splits)
+
+
+def find_data(settings: SourceSettings) -> FoundData:
+    """Find the data of the settings without reading the images of a folder."""
     if settings.data is None:
         raise ValueError(f"No data was specified. Pass --data with {_KINDS}.")
     text = str(settings.data)
     path = Path(text)
     if is_import_path(text):
         _check_options(settings, "your own data", *_OF_TABLES, "image_size")
-        return _read(own_splits(text, settings))
+        return FoundData.from_splits(own_splits(text, settings))
     if not path.exists():
         raise ValueError(f"The path {path} of --data does not exist. Check the path.")
     files = table_files(path)
     if path.suffix == ".npz":
         _check_options(settings, "a .npz file", *_OF_TABLES, "image_size")
-        return _read(archive_splits(path, settings))
+        return FoundData.from_splits(archive_splits(path, settings))
     if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
-        return _read(table_splits(files, settings))
+        return FoundData.from_splits(table_splits(files, settings))
     if path.is_dir():
         _check_options(settings, "a folder of images", *_OF_TABLES)
         classes, image_files = find_image_folder(path)
@@ -53,13 +68,9 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
                 f"`task` is {settings.task}, but a folder of images with one subfolder per class "
                 "is classification data. Remove `task`."
             )
-        num_outputs = likelihood.num_outputs(len(classes))
-        return num_outputs, partial(_opened, path, classes, image_files, settings, likelihood)
+        splits_for = partial(_open_image_folder, path, classes, image_files, settings, likelihood)
+        return FoundData(likelihood.num_outputs(len(classes)), splits_for)
     raise ValueError(f"The data {path} has an unknown format. Pass {_KINDS}.")
-
-
-def _read(splits: Splits) -> tuple[int | None, Callable[[nn.Module], Splits]]:
-    return splits.num_outputs, lambda _: splits
 
 
 def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
@@ -79,7 +90,7 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
     part is a data set, a `DataLoader` or a list of batches `(x, y)`; the batches of `ood` need no
     targets. A data set, or a plain `DataLoader` of a data set, is read in the same order each time.
     """
-    content = called(path, imported(path, "data"), {}, "data")
+    content = call_function(path, import_object(path, "data"), {}, "data")
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):
         keys = f" of {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
         raise ValueError(
@@ -100,7 +111,7 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
     )
 
 
-def _opened(
+def _open_image_folder(
     root: Path,
     classes: tuple[str, ...],
     files: dict[str, list[tuple[Path, int]]],
@@ -145,7 +156,7 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
         if folder is not None:
             folders[split] = folder
     if not folders:
-        classes, images = _classes_in(root)
+        classes, images = _find_classes(root)
         return classes, {"all": images}
     for split in ("train", "test"):
         if split not in folders:
@@ -154,10 +165,10 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
                 f"but no {split}/. Use the folders train/CLASS/NAME.jpg, test/CLASS/NAME.jpg, "
                 "and optionally val/CLASS/NAME.jpg."
             )
-    classes, _ = _classes_in(folders["train"])
+    classes, _ = _find_classes(folders["train"])
     files = {}
     for split, folder in folders.items():
-        names, files[split] = _classes_in(folder)
+        names, files[split] = _find_classes(folder)
         missing = sorted(set(classes) - set(names))
         unknown = sorted(set(names) - set(classes))
         problems = []
@@ -177,7 +188,7 @@ def _first_names(names: list[str]) -> str:
     return f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
 
 
-def _classes_in(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
+def _find_classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
     """Return the class folders, and all images with their labels, sorted by class and path."""
     folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     files: list[tuple[Path, int]] = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace_debias.sources.arrays import as_inputs, read_archive
 from laplace_debias.sources.image_files import ImageFiles, View, header, images_below, unchanged
-from laplace_debias.sources.imports import called, imported, is_import_path
+from laplace_debias.sources.imports import call_function, import_object, is_import_path
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.splits import Examples, ExampleSource, Splits
 from laplace_debias.sources.table_files import SUFFIXES, read_table
@@ -33,7 +33,7 @@ def read_further_inputs(
     The inputs must have the shape `shape`, and the network was trained on `splits`.
     """
     if is_import_path(str(source)):
-        examples = called(str(source), imported(str(source), option), {}, option)
+        examples = call_function(str(source), import_object(str(source), option), {}, option)
         if isinstance(examples, Mapping):
             raise ValueError(
                 f"{option} {source}: got a {type(examples).__name__} with the entries "
@@ -52,7 +52,9 @@ def read_further_inputs(
                 f"{option}: {path} is a table, but the network was not trained on a table. Pass "
                 "inputs in the form of the training inputs."
             )
-        return FurtherInputs(_unlabelled(splits.columns.inputs(read_table(path), str(path))))
+        return FurtherInputs(
+            _unlabelled_examples(splits.columns.inputs(read_table(path), str(path)))
+        )
     if path.is_dir():
         return _from_folder(splits, shape, path, option)
     raise ValueError(
@@ -117,8 +119,8 @@ def _from_archive(
             f"{option}: the columns of {path} are assumed to be those of the training table, in "
             "the same units.",
         )
-    return FurtherInputs(_unlabelled(x, pixels), notes=notes)
+    return FurtherInputs(_unlabelled_examples(x, pixels), notes=notes)
 
 
-def _unlabelled(x: Tensor, pixels: Pixels | None = None) -> Examples:
+def _unlabelled_examples(x: Tensor, pixels: Pixels | None = None) -> Examples:
     return Examples(x, torch.zeros(len(x), dtype=torch.int64), pixels)

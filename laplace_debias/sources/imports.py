@@ -54,7 +54,7 @@ def _no_module(path: str, option: str, module: str) -> str:
     )
 
 
-def imported(path: str, option: str) -> Any:
+def import_object(path: str, option: str) -> Any:
     """Import the object at `module:attribute`, possibly from the working directory."""
     if _PATH.fullmatch(path) is None:
         raise ValueError(
@@ -70,8 +70,8 @@ def imported(path: str, option: str) -> Any:
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ValueError(_no_module(path, option, missing)) from error
         raise ValueError(
-            f"{option} {path}: importing {module_name} raised {described(error)}. To see where, "
-            "add --traceback."
+            f"{option} {path}: importing {module_name} raised {describe_error(error)}. To see "
+            "where, add --traceback."
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
@@ -84,7 +84,7 @@ def imported(path: str, option: str) -> Any:
     return value
 
 
-def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
+def call_function(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
     """Call a user's function, and return its result."""
     if not callable(function):
         raise ValueError(
@@ -96,12 +96,12 @@ def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) 
     except Exception as error:
         names = f" with {', '.join(arguments)}" if arguments else " without arguments"
         raise ValueError(
-            f"{option}: calling {path}{names} raised {described(error)}. To see where, add "
+            f"{option}: calling {path}{names} raised {describe_error(error)}. To see where, add "
             "--traceback."
         ) from error
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error in one line that has its type and the beginning of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

@@ -11,7 +11,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
     MultiLabel,
 )
-from laplace_debias.sources.imports import called, imported
+from laplace_debias.sources.imports import call_function, import_object
 from laplace_debias.sources.settings import SourceSettings
 
 
@@ -34,9 +34,9 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
         return None
     if task in LIKELIHOODS:
         return LIKELIHOODS[task]()
-    likelihood = imported(task, "task")
+    likelihood = import_object(task, "task")
     if not isinstance(likelihood, Likelihood):
-        likelihood = called(task, likelihood, {}, "task")
+        likelihood = call_function(task, likelihood, {}, "task")
     if not isinstance(likelihood, Likelihood):
         raise ValueError(
             f"The task {task} is of type {type(likelihood).__name__}, which is not a "

@@ -13,7 +13,7 @@ from laplace_debias.curvature.network.calling import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further_inputs import FurtherInputs, read_further_inputs
-from laplace_debias.sources.imports import described
+from laplace_debias.sources.imports import describe_error
 from laplace_debias.sources.likelihoods import (
     likelihood_from_settings,
     likelihood_of_batch,
@@ -39,9 +39,9 @@ def load(settings: SourceSettings) -> Loaded:
     device = _device_from(settings.device)
     # Creating a network draws initial weights, but must not change torch's global generator.
     with torch.random.fork_rng(devices=[]):
-        num_outputs, open_data = find_data(settings)
-        model, notes = build(settings, num_outputs)
-        splits = open_data(model)
+        data = find_data(settings)
+        model, notes = build(settings, data.num_outputs)
+        splits = data.splits_for(model)
     model = model.eval().to(device)
     train, num_train = batches_of(splits.train, settings, "train_examples", mixed=True)
     if num_train is None:
@@ -70,7 +70,7 @@ def load(settings: SourceSettings) -> Loaded:
     ood_sets = _ood_sets(settings, splits, shape)
     shifts = {
         level: Changed(
-            test, Corruption(_images(splits, shape, "corruptions"), level, settings.seed)
+            test, Corruption(_pixels_of_images(splits, shape, "corruptions"), level, settings.seed)
         )
         for level in sorted(set(settings.corruptions))
     }
@@ -121,13 +121,13 @@ def _ood_sets(
         if name in ood_sets:
             raise ValueError(f"Two OOD sets have the name {name}. Use different names.")
         if source == "builtin:patches":
-            _images(splits, shape, f"ood {name}")
+            _pixels_of_images(splits, shape, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
             batches, _ = batches_of(splits.test, settings, limit)
             ood_sets[name] = Changed(batches, partial(shuffled_patches, seed=settings.seed)), ()
             continue
         if source == "builtin:digits":
-            pixels = _images(splits, shape, f"ood {name}")
+            pixels = _pixels_of_images(splits, shape, f"ood {name}")
             inputs = FurtherInputs(drawn_digits(shape or (), pixels))
         else:
             inputs = read_further_inputs(splits, shape, source, f"ood {name}")
@@ -136,7 +136,7 @@ def _ood_sets(
     return ood_sets
 
 
-def _images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixels:
+def _pixels_of_images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixels:
     """Return the normalisation of pixels; the inputs must be images of one or three channels."""
     if splits.pixels is None or shape is None:
         raise ValueError(
@@ -197,13 +197,14 @@ def _likelihood(
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
+    """Return the outputs `[B, C]` for a batch, or None if the network does not return a tensor."""
     try:
         outputs = model(x.to(next(model.parameters(), x).device))
     except Exception as error:
         raise ValueError(
             f"The network does not accept inputs of shape {list(x.shape)} and dtype {x.dtype} "
-            f"({described(error)}). For images, pass the --image_size that it was trained with, "
-            "and one number per channel in --mean. If only the dtype differs, return "
+            f"({describe_error(error)}). For images, pass the --image_size that it was trained "
+            "with, and one number per channel in --mean. If only the dtype differs, return "
             "model.float() from the function that creates the network."
         ) from error
     if not isinstance(outputs, Tensor):

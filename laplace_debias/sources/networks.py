@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from laplace_debias.sources.imports import called, described, imported
+from laplace_debias.sources.imports import call_function, describe_error, import_object
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.weights import load_weights
 
@@ -14,14 +14,14 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
     """Build the trained network of the settings, and return it with notes."""
     notes: tuple[str, ...] = ()
     if settings.model is not None:
-        model = imported(settings.model, "model")
+        model = import_object(settings.model, "model")
         if isinstance(model, nn.Module) and settings.model_args:
             raise ValueError(
                 f"The model {settings.model} is already a network, so model_args have no effect. "
                 "Remove them."
             )
         if not isinstance(model, nn.Module):
-            model = called(settings.model, model, settings.model_args, "model")
+            model = call_function(settings.model, model, settings.model_args, "model")
         if not isinstance(model, nn.Module):
             raise ValueError(
                 f"The function {settings.model} of --model returned {type(model).__name__}. "
@@ -30,13 +30,13 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
         if settings.checkpoint is None:
             notes = (f"No checkpoint was specified, so the weights are those of {settings.model}.",)
     else:
-        model = _published(settings, num_outputs)
+        model = _build_published(settings, num_outputs)
     if settings.checkpoint is not None:
         load_weights(model, settings.checkpoint)
     return model.eval(), notes
 
 
-def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
+def _build_published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     """Build an architecture of timm or torchvision."""
     name = settings.timm or settings.torchvision or ""
     pretrained = settings.pretrained
@@ -71,10 +71,11 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     except Exception as error:
         if pretrained and not isinstance(error, TypeError):
             raise ConnectionError(
-                f"The published weights of {name} could not be downloaded ({described(error)}). "
-                "Check the internet connection and the name, or pass --checkpoint."
+                f"The published weights of {name} could not be downloaded "
+                f"({describe_error(error)}). Check the internet connection and the name, or pass "
+                "--checkpoint."
             ) from error
         raise ValueError(
-            f"{library} could not create {name} with {arguments} ({described(error)}). Check "
+            f"{library} could not create {name} with {arguments} ({describe_error(error)}). Check "
             "--model_args."
         ) from error

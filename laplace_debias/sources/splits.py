@@ -209,13 +209,13 @@ def batches_of(
     dataset: Any = examples
     if isinstance(examples, DataLoader):
         if not _is_reorderable(examples):
-            return _unchanged(examples, settings, limit, name)
+            return _batches_of_user(examples, settings, limit, name)
         dataset = examples.dataset
         options = {"collate_fn": examples.collate_fn, "worker_init_fn": examples.worker_init_fn}
         size = size or examples.batch_size
         workers = workers or examples.num_workers
     elif not (hasattr(examples, "__getitem__") and isinstance(examples, Dataset)):
-        return _unchanged(examples, settings, limit, name)
+        return _batches_of_user(examples, settings, limit, name)
     number = len(dataset)
     if number == 0:
         raise ValueError(f"The {name} is empty. Add at least one example.")
@@ -268,7 +268,7 @@ def _number_of_examples(loader: DataLoader[Any]) -> int | None:
     return number
 
 
-def _unchanged(
+def _batches_of_user(
     batches: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
     """Return batches of the user, which cannot be reordered."""

@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
                 "it again."
             ) from error
     elif path.suffix in _PICKLED:
-        tensors = _unwrapped(_pickled(path), path)
+        tensors = _find_state_dict(_load_pickle(path), path)
     else:
         raise ValueError(
             f"The checkpoint {path} ends with {path.suffix or 'nothing'}. Use a file that ends "
@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     return split
 
 
-def _pickled(path: Path) -> Any:
+def _load_pickle(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     # If the file is not a pickle, torch's reader may raise errors of any type, so every exception
@@ -85,7 +85,7 @@ def _pickled(path: Path) -> Any:
         ) from error
 
 
-def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
+def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict in the content of a file."""
     while isinstance(content, Mapping):
         tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}

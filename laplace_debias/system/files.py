@@ -37,7 +37,7 @@ def written_atomically(
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:16]}.partial")
         temporary.touch(exist_ok=False)
     except OSError as error:
-        raise _explained(error, path) from error
+        raise _explained_error(error, path) from error
     try:
         if target.exists():
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
@@ -50,7 +50,7 @@ def written_atomically(
         # unchanged.
         if error.filename not in (None, str(temporary)):
             raise
-        raise _explained(error, path) from error
+        raise _explained_error(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -90,7 +90,7 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
     return target
 
 
-def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
+def _explained_error(error: OSError, path: str | os.PathLike[str]) -> OSError:
     """Return an error of the same type whose message explains the error in sentences."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
@@ -204,14 +204,14 @@ def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
         was = earlier_leaves.get(key)
         is_now = present_leaves.get(key)
         if was != is_now:
-            lines.append(f"{key} was {_shortened(was)}, is now {_shortened(is_now)}")
+            lines.append(f"{key} was {_shorten(was)}, is now {_shorten(is_now)}")
     num_hidden = len(lines) - _MOST_SHOWN_DIFFERENCES
     if num_hidden > 0:
         lines = [*lines[:_MOST_SHOWN_DIFFERENCES], f"and {num_hidden} more"]
     return "; ".join(lines)
 
 
-def _shortened(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 

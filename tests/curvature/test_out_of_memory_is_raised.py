@@ -131,7 +131,7 @@ def test_calls_that_are_run_again_go_on_by_halves(entries, monkeypatch):
     model, x, y = entries
     options = {"curvature": "diag", "backend": "hooks"}
     expected = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
-    original = calls._vectorised
+    original = calls._gradients_in_one_run
     sizes = []
 
     def limited(call, parameters, cotangents, rows):
@@ -140,9 +140,9 @@ def test_calls_that_are_run_again_go_on_by_halves(entries, monkeypatch):
             raise ERROR
         return original(call, parameters, cotangents, rows)
 
-    monkeypatch.setattr(calls, "_vectorised", limited)
+    monkeypatch.setattr(calls, "_gradients_in_one_run", limited)
     # The loop over examples, to which a module without a rule for `vmap` falls back.
-    monkeypatch.setattr(calls, "_one_by_one", None)
+    monkeypatch.setattr(calls, "_gradients_one_by_one", None)
     actual = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
     assert max(sizes) == len(x)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
@@ -152,7 +152,7 @@ def test_a_call_of_one_example_that_does_not_fit_is_refused(entries, monkeypatch
     model, x, y = entries
     la = Laplace(model, curvature="diag", backend="hooks")
     la.fit([(x, y)])
-    monkeypatch.setattr(calls, "_vectorised", exhausted)
-    monkeypatch.setattr(calls, "_one_by_one", None)
+    monkeypatch.setattr(calls, "_gradients_in_one_run", exhausted)
+    monkeypatch.setattr(calls, "_gradients_one_by_one", None)
     with pytest.raises(RuntimeError, match="memory"):
         Laplace(model, curvature="diag", backend="hooks").fit([(x, y)])

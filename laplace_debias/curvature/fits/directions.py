@@ -116,7 +116,7 @@ def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -
     values, vectors = eigh(stacked, description)
     # Negative values are rounding errors, and are replaced by zero.
     values = values.flip(-1).clamp_min(0)
-    return list(map(Eigenpairs, values, _signed(vectors.flip(-1))))
+    return list(map(Eigenpairs, values, _fix_signs(vectors.flip(-1))))
 
 
 def complete_eigenpairs(
@@ -138,7 +138,7 @@ def _complete_eigenpairs(
     directions = (Q[..., :n] @ vectors).flip(-1)
     # Each eigenvector is contiguous in memory, as in the results of torch.
     U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
-    return F.pad(values, (0, d - n)), _signed(U)
+    return F.pad(values, (0, d - n)), _fix_signs(U)
 
 
 def _thin_eigenpairs(
@@ -158,11 +158,11 @@ def _thin_eigenpairs(
         rank = max(1, numerical_rank(factor_values))
         eigenvalues = F.pad(factor_values[:rank], (0, 1))
         eigenvalues[-1] = factor.residual_trace / (d - rank)
-        pairs.append(Eigenpairs(eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
+        pairs.append(Eigenpairs(eigenvalues, _fix_signs(U[:, :rank].mT.contiguous().mT)))
     return pairs
 
 
-def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
+def _fix_signs(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
     """Flip eigenvectors in place so that each has a positive product with a fixed vector."""
     # The entries have no pattern that eigenvectors may have. A vector of ones, for example, would
     # be orthogonal to every [1, -1], and rounding would choose the sign.

@@ -398,7 +398,7 @@ def all_inputs(context: FitContext, data: Iterable[Batch]) -> Inputs:
         if is_weighted.any():
             x = move(batch.inputs, context.device, None)
             batches.append(take(x, is_weighted.to(context.device)))
-    return _joined(_gathered(context.ranks, batches, context.device))
+    return _join_batches(_gather_batches(context.ranks, batches, context.device))
 
 
 def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
@@ -432,7 +432,7 @@ def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: i
             continue
         keys = torch.cat([keys, uniforms(torch.zeros(length))[is_weighted.cpu()]])
         x = take(move(batch.inputs, context.device, None), is_weighted.to(context.device))
-        pool = _joined([*drawn, x])
+        pool = _join_batches([*drawn, x])
         order = keys.argsort()[:size]
         keys = keys[order]
         drawn = [take(pool, order.to(context.device))]
@@ -444,11 +444,11 @@ def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: i
             "Pass a smaller number, or None to use all examples."
         )
     all_keys = torch.cat(ranks.exchange(keys))
-    pool = _joined(_gathered(ranks, drawn, context.device))
+    pool = _join_batches(_gather_batches(ranks, drawn, context.device))
     return take(pool, all_keys.argsort()[:size].to(context.device))
 
 
-def _gathered(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
+def _gather_batches(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
     if ranks.size == 1:
         return batches
     cpu = torch.device("cpu")
@@ -456,7 +456,7 @@ def _gathered(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list
     return [move(batch, device, None) for batches_of_rank in by_rank for batch in batches_of_rank]
 
 
-def _joined(batches: Sequence[Inputs]) -> Inputs:
+def _join_batches(batches: Sequence[Inputs]) -> Inputs:
     try:
         return join(batches)
     except RuntimeError as error:

@@ -109,8 +109,8 @@ def add_earlier_factors(
         earlier_G = _factor(key_G, counts.num_earlier * eigenvalues_G, earlier.U_G, new_G)
         earlier_A = _factor(key_A, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
         sums[block] = (
-            earlier_G + _scaled(new_G, scales),
-            earlier_A + _scaled(new_A, scales_A),
+            earlier_G + _scale_factor(new_G, scales),
+            earlier_A + _scale_factor(new_A, scales_A),
         )
     return all_totals
 
@@ -133,7 +133,7 @@ def factor_eigenvalues(
     return (rows / trace_A).nan_to_num(0.0), (columns / trace_G).nan_to_num(0.0)
 
 
-def _scaled(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
+def _scale_factor(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
     """Multiply the factor of each group by a number; a diagonal factor has no groups."""
     if isinstance(factor, Tensor):
         return factor * scales.view(*scales.shape, *[1] * (factor.ndim - scales.ndim)).to(factor)

@@ -99,7 +99,7 @@ class ConvolutionRule(LayerRule):
         has_mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
         is_flat = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
         if has_mkldnn and is_flat and x.device.type == "cpu" and x.dtype == torch.float32:
-            rows = _correlated(layer, x, g)
+            rows = _correlate(layer, x, g)
             total = self.output_gradients(layer, block, x, g).sum(-1)
             return torch.cat([rows, total], dim=-1) if block.is_joint else rows
         rows_by_slice = []
@@ -381,7 +381,7 @@ def _flatten_patches(
     return patches.permute(0, *positions, 1, *kernels).flatten(1 + dims).flatten(1, dims)
 
 
-def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batch groups d_in"]:
+def _correlate(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batch groups d_in"]:
     """Compute `Σ_t g_t a_t` without patches.
 
     The correlation of an image with a gradient is a convolution whose kernel is the gradient:

@@ -115,7 +115,7 @@ class ReplayedCalls:
             parameters = {n: self._network.get_parameter(n) for n in names}
             read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
             values = {read[n]: parameters[n].detach() for n in read}
-            jacobians = self._differentiated(module_call, values, gradients, examples)
+            jacobians = self._gradients_of_call(module_call, values, gradients, examples)
             for name, inner_name in read.items():
                 # Rows are flattened after the first dimensions, because a parameter may be a number
                 # without dimensions.
@@ -124,7 +124,7 @@ class ReplayedCalls:
                 total[name] = total[name] + rows if name in total else rows
         return total
 
-    def _differentiated(
+    def _gradients_of_call(
         self,
         call: ModuleCall,
         parameters: Parameters,
@@ -139,19 +139,19 @@ class ReplayedCalls:
                 selected = g.narrow(dim + 1, examples.start, size).movedim(dim + 1, 1)
                 cotangents[index] = selected.unsqueeze(dim + 2)
         if call.path in self._loops:
-            return _one_by_one(call, parameters, cotangents, examples)
+            return _gradients_one_by_one(call, parameters, cotangents, examples)
         try:
-            return _vectorised(call, parameters, cotangents, examples)
+            return _gradients_in_one_run(call, parameters, cotangents, examples)
         # A forward pass may raise any error under `vmap`, because of a branch on the data or an
         # operation without a rule. The loop raises errors of the pass itself again.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
         self._loops.add(call.path)
-        return _one_by_one(call, parameters, cotangents, examples)
+        return _gradients_one_by_one(call, parameters, cotangents, examples)
 
 
-def _vectorised(
+def _gradients_in_one_run(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
     """Compute gradients of the given examples, `[K, b, ...]`, with one run for all examples.
@@ -180,7 +180,7 @@ def _vectorised(
     return gradients
 
 
-def _one_by_one(
+def _gradients_one_by_one(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
     """Compute gradients of the given examples, `[K, b, ...]`, one example and column at a time."""

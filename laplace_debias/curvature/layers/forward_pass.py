@@ -205,12 +205,12 @@ class ForwardPass:
                 records[site] = BlockRecord(
                     first_block, layer, inputs[site], output_gradients[site]
                 )
-            replayed = self._replayed(site, gradients)
+            replayed = self._replayed_calls(site, gradients)
             if replayed is not None:
                 records[site] = BlockRecord(first_block, layer, replayed=replayed)
         return records
 
-    def _replayed(self, site: Site, gradients: dict[int, Tensor]) -> ReplayedCalls | None:
+    def _replayed_calls(self, site: Site, gradients: dict[int, Tensor]) -> ReplayedCalls | None:
         """Return the module calls at a site with the gradients at their outputs, or None.
 
         A call is left out if the outputs of the network do not depend on it.

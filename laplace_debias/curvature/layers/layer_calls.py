@@ -199,7 +199,7 @@ class OperandRecorder(TorchFunctionMode):
                     normalised = func(*args[:2], eps=named["eps"])
                 operands = [(named["weight"], normalised), (named.get("bias"), None)]
         parameters = [pair for pair in operands if self._is_parameter(pair[0], output)]
-        return self._recorded(parameters, output) if parameters else output
+        return self._record_operands(parameters, output) if parameters else output
 
     def _is_parameter(self, operand: Any, output: Tensor) -> bool:
         """Whether an operand is a whole parameter in its own order that all examples share."""
@@ -210,7 +210,7 @@ class OperandRecorder(TorchFunctionMode):
         is_common = operand.ndim < output.ndim or operand.shape[0] == 1
         return id(parameter) in self._names and is_all and is_common
 
-    def _recorded(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
+    def _record_operands(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
         like = operands[0][0]
         lead = output.ndim - like.ndim
         parameter_dims = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]

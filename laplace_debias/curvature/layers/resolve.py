@@ -242,7 +242,7 @@ def _deviations(
             if block not in compared:
                 continue
             try:
-                expected = _expected(network, block, reference)
+                expected = _reference_gradients(network, block, reference)
                 deviations[block] = _deviation(record, expected)
             # A layer that does not behave like its class, or a replayed module, may raise any
             # error.
@@ -252,12 +252,12 @@ def _deviations(
                 errors[block] = error
     for block in compared:
         if block not in deviations and block not in errors:
-            norms = _expected(network, block, reference).norm(dim=1)
+            norms = _reference_gradients(network, block, reference).norm(dim=1)
             deviations[block] = torch.stack([norms, norms])
     return deviations, errors
 
 
-def _expected(
+def _reference_gradients(
     network: nn.Module, block: Block, reference: Reference
 ) -> Float[Tensor, "batch size"]:
     """Return a reference's gradients in a block's parameters, ordered like the block's entries."""

@@ -98,14 +98,14 @@ def vmapped_or_stacked(
     `torch.vmap` does not support such hooks.
     """
     try:
-        return _vmapped(differentiate, columns)
+        return _differentiate_together(differentiate, columns)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-    return _stacked([differentiate(column) for column in columns])
+    return _stack_columns([differentiate(column) for column in columns])
 
 
-def _vmapped(
+def _differentiate_together(
     differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
 ) -> list[Tensor | None]:
     """Differentiate for all columns together.
@@ -123,7 +123,7 @@ def _vmapped(
     return [next(reached) if is_tensor else None for is_tensor in is_reached]
 
 
-def _stacked(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+def _stack_columns(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """Stack the gradients of all columns; None stands for targets without influence."""
     return [
         None if gradients[0] is None else torch.stack(gradients)

@@ -238,7 +238,7 @@ class NegativeLogLikelihood(OutputLoss):
         """Compute ∇ ℓ at every position that counts."""
         outputs = outputs.movedim(self.class_dim, -1)
         gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels.targets)
-        placed = _placed(gradient.unsqueeze(0), outputs, labels)[0]
+        placed = _place_columns(gradient.unsqueeze(0), outputs, labels)[0]
         return placed.movedim(-1, self.class_dim)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -262,7 +262,8 @@ class NegativeLogLikelihood(OutputLoss):
             return signs_from(uniforms(entries, labels.counted)).flatten(0, -2)
 
         total = self.likelihood.signed_root(outputs.flatten(0, -2), draw_signs)
-        return _weighted(total.unsqueeze(0), outputs, labels)[0].movedim(-1, self.class_dim)
+        weighted = _weight_columns(total.unsqueeze(0), outputs, labels)[0]
+        return weighted.movedim(-1, self.class_dim)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Compute the Hessian from its root, position by position."""
@@ -294,12 +295,13 @@ class NegativeLogLikelihood(OutputLoss):
         terms = outputs.flatten(0, -2)
         numbers = uniforms(outputs, labels.counted).reshape(terms.shape)
         gradient = self.likelihood.drawn_gradient(terms, numbers)
-        weighted = _weighted(gradient.unsqueeze(0), outputs, labels)[0]
+        weighted = _weight_columns(gradient.unsqueeze(0), outputs, labels)[0]
         return weighted.movedim(-1, self.class_dim)
 
     def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute the likelihood's columns of all terms, `[K, B, ..., C]`."""
-        return _weighted(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
+        columns = self.likelihood.hessian_root(outputs.flatten(0, -2))
+        return _weight_columns(columns, outputs, labels)
 
 
 def signs_from(uniforms: Tensor) -> Tensor:
@@ -307,15 +309,15 @@ def signs_from(uniforms: Tensor) -> Tensor:
     return torch.where(uniforms < 0.5, -1.0, 1.0)
 
 
-def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
+def _place_columns(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
     """Reshape columns `[K, terms, C]` like the outputs, with zeros for terms that do not count."""
     columns = columns.unflatten(1, outputs.shape[:-1])
     return columns if labels.counted is None else columns * labels.counted
 
 
-def _weighted(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
+def _weight_columns(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
     """Place columns whose outer products are Hessians, and multiply them by √ω."""
-    columns = _placed(columns, outputs, labels)
+    columns = _place_columns(columns, outputs, labels)
     weights = labels.curvature_weights
     return columns if weights is None else columns * weights.to(columns.dtype).sqrt()
 

@@ -266,8 +266,8 @@ class BinaryCrossEntropy(OutputLoss):
         # Compute in float64 if targets are in half precision: torch does not round the weights to
         # half precision either.
         targets = targets.double()
-        weight = _expanded(self._weight, targets)
-        positive = weight * _expanded(self._pos_weight, targets)
+        weight = _expand_weight(self._weight, targets)
+        positive = weight * _expand_weight(self._pos_weight, targets)
         total = weight + (positive - weight) * targets
         return total.to(dtype), positive.to(dtype)
 
@@ -409,7 +409,7 @@ def _each_alone(values: Tensor) -> Tensor:
     return columns.unflatten(2, values.shape[1:])
 
 
-def _expanded(weight: Tensor | None, targets: Tensor) -> Tensor:
+def _expand_weight(weight: Tensor | None, targets: Tensor) -> Tensor:
     """Return the weight of every entry of the targets, 1 by default."""
     return torch.ones_like(targets) if weight is None else weight.to(targets).expand(targets.shape)
 

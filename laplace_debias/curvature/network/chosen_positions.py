@@ -105,8 +105,9 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     if outputs.ndim != 3:
         shape = ", ".join(["batch", *map(str, outputs.shape[1:])])
         raise ValueError(
-            f"`positions={_shown(positions)}` applies only to models with outputs [batch, "
-            f"positions, classes]. This model returns [{shape}]. Remove `positions=`."
+            f"`positions={_describe_positions(positions)}` applies only to models with "
+            f"outputs [batch, positions, classes]. This model returns [{shape}]. Remove "
+            "`positions=`."
         )
     mask = _attention_mask(model, x, outputs.shape[1])
     requested = requested.to(outputs.device)
@@ -120,11 +121,13 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
 
 
 def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
+    """Convert positions to a tensor of integers, `[]`, `[p]` or `[batch, p]`."""
     try:
         requested = torch.as_tensor(positions)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"`positions` must be integers, got {_shown(positions)}. Pass an integer or a tensor."
+            f"`positions` must be integers, got {_describe_positions(positions)}. Pass an integer "
+            "or a tensor."
         ) from error
     if requested.ndim > 2 or requested.numel() == 0:
         raise ValueError(
@@ -139,7 +142,8 @@ def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
     return requested.long()
 
 
-def _shown(positions: Positions) -> str:
+def _describe_positions(positions: Positions) -> str:
+    """Return positions for an error message; a tensor is described by its shape."""
     return f"a tensor {tuple(positions.shape)}" if isinstance(positions, Tensor) else f"{positions}"
 
 

@@ -79,7 +79,7 @@ def _is_differentiated(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[An
     first = [cotangent for passed in cotangents.values() for cotangent in passed]
     first = [cotangent for cotangent in first if cotangent.requires_grad]
     if first:
-        weights = [_drawn(cotangent) for cotangent in first]
+        weights = [_draw_like(cotangent) for cotangent in first]
         torch.autograd.grad(first, leaves, weights, retain_graph=True, allow_unused=True)
     for handle in handles:
         handle.remove()
@@ -101,7 +101,9 @@ def _inject_at(node: Any, norms: Tensor) -> None:
     chosen = norms.expand_as(vectors)
 
     def inject(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if g is None else torch.where(chosen, _drawn(g), 0) for g in gradients)
+        return tuple(
+            None if g is None else torch.where(chosen, _draw_like(g), 0) for g in gradients
+        )
 
     node.register_hook(inject)
 
@@ -112,7 +114,7 @@ def _dimensions(node: Any, ndim: int) -> list[int]:
     return [(dim - 2**64 if dim >= 2**63 else dim) % ndim for dim in node._saved_dim]
 
 
-def _drawn(like: Tensor) -> Tensor:
+def _draw_like(like: Tensor) -> Tensor:
     """Draw random numbers in a tensor's shape, because these do not cancel."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)

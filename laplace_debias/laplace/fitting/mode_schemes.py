@@ -51,7 +51,7 @@ def scheme_of_mode(
     if resume is not None:
         check_resumable(resume, setup.config.fisher, generator, [loader])
     with randomness(loader, generator):
-        batches = [_copied(batch) for batch in itertools.islice(loader, num_batches)]
+        batches = [_copy_batch(batch) for batch in itertools.islice(loader, num_batches)]
     num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(
@@ -86,12 +86,12 @@ def auto(loader: Batches, _: int | None) -> Auto:
     return Auto(loader)
 
 
-def _copied(batch: Any) -> Any:
+def _copy_batch(batch: Any) -> Any:
     """Copy a batch, since a loader may write the next one into the same memory."""
-    return pytree.tree_map(_copied_leaf, batch)
+    return pytree.tree_map(_copy_leaf, batch)
 
 
-def _copied_leaf(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     """Copy a tensor, or an object that may contain tensors, such as a graph batch."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()

@@ -288,7 +288,7 @@ def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequenc
     """Run the passes of a fit over one batch, and drop their results."""
     trial = _Trial(seconds=0.0)
     for run in structure.trial_passes(context, data):
-        peak, seconds, result = _measured(run, context.device)
+        peak, seconds, result = _measure(run, context.device)
         assert trial.seconds is not None
         trial = _Trial(
             max(trial.working_bytes, peak - result.sum_bytes),
@@ -323,11 +323,11 @@ def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
     # The matrix is drawn on the CPU, because only the CPU's random state is restored after a plan.
     columns = torch.randn(timed_size, timed_size, dtype=context.factor_dtype).to(context.device)
     matrix = columns @ columns.mT
-    _, seconds, _ = _measured(partial(eigh, matrix), context.device)
+    _, seconds, _ = _measure(partial(eigh, matrix), context.device)
     return seconds * sum((size / timed_size) ** 3 for size in sizes)
 
 
-def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
+def _measure(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
     """Run a function twice, first for its memory, then for its time.
 
     Returns:

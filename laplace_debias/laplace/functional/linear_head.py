@@ -66,7 +66,7 @@ class HeadOutputs:
         """The number of `input_gradients`: the smallest number that determines all outputs."""
         return min(self.num_outputs, self.h[0].numel())
 
-    def narrowed(self, columns: slice) -> "HeadOutputs":
+    def select_columns(self, columns: slice) -> "HeadOutputs":
         """Return the selected columns of each example's outputs."""
         return replace(self, positions=self.positions[:, columns], classes=self.classes[:, columns])
 
@@ -76,7 +76,7 @@ class HeadOutputs:
         if self.exceeds_inputs:
             units = torch.eye(p * d, dtype=self.h.dtype, device=self.h.device)[columns]
             return units.unflatten(1, (p, d)).unsqueeze(1).expand(-1, batch, -1, -1)
-        outputs = self.narrowed(columns)
+        outputs = self.select_columns(columns)
         vectors = self.h.new_zeros(outputs.num_outputs, batch, p, d)
         index = outputs.positions.T[:, :, None, None].expand(-1, -1, 1, d)
         return vectors.scatter_(2, index, self.weight[outputs.classes.T].unsqueeze(2))

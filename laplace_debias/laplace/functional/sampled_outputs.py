@@ -35,7 +35,7 @@ def network_outputs(
     for samples in _chunks(parameters, shapes):
         with torch.no_grad(), quiet():
             outputs.append(_for_each_sample(_outputs_as_function(network, names, x), samples))
-    return _joined(outputs)
+    return _join_samples(outputs)
 
 
 def linearised_outputs(
@@ -79,7 +79,7 @@ def linearised_outputs(
             tangents = [values - trained_value for values, trained_value in pairs]
             (products,) = linearisation.maps[0](tangents, True)
             outputs.append(linearisation.outputs + products)
-    return _joined(outputs)
+    return _join_samples(outputs)
 
 
 def _outputs_as_function(
@@ -142,7 +142,7 @@ def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor])
     return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
 
 
-def _joined(
+def _join_samples(
     chunks: Sequence[Tensor],
 ) -> Float[Tensor, "samples batch *outputs"]:
     """Join the outputs at chunks of samples, and require that they are finite."""

@@ -146,7 +146,9 @@ class FitWithLink:
         """Compute the outputs of the trained network, and divide logits by its temperature."""
         with self._context(x, method.positions) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
-        return outputs if self.link is None else _divided(outputs, self.link.network_temperature)
+        if self.link is None:
+            return outputs
+        return _divide_by_temperature(outputs, self.link.network_temperature)
 
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
@@ -160,14 +162,14 @@ class FitWithLink:
             sampled = linearised_outputs if method.name == "glm-mc" else network_outputs
             draws = sampled(context.network, names, context.x, parameters)
             outputs = context.by_position(draws, None)
-        return _divided(outputs, self.draw_temperature)
+        return _divide_by_temperature(outputs, self.draw_temperature)
 
     def draws_of_outputs(
         self, outputs: GaussianOutputs, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of Gaussian outputs, and divide logits by the temperature of draws."""
         draws = outputs.draws(method.num_samples, method.generator)
-        return _divided(draws, self.draw_temperature)
+        return _divide_by_temperature(draws, self.draw_temperature)
 
     def predictive_of_outputs(self, outputs: GaussianOutputs) -> Distribution:
         """Compute the predictive distribution in closed form."""
@@ -224,7 +226,9 @@ class FitWithLink:
             return self.likelihood.marginal_mixture(self.draws(x, method))
 
 
-def _divided(logits: Float[Tensor, "..."], temperature: float) -> Float[Tensor, "..."]:
+def _divide_by_temperature(
+    logits: Float[Tensor, "..."], temperature: float
+) -> Float[Tensor, "..."]:
     return logits if temperature == 1 else logits / temperature
 
 

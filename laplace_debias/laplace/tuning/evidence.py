@@ -55,7 +55,7 @@ def maximise_evidence(fitted: FittedPosterior, sigma: bool | None, per: str | No
         )
     if not tunes_noise(fitted, sigma):
         tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
-        return TunedFit.apply(tuning, fitted).noted(note_on_assumed_sigma(fitted, sigma))
+        return TunedFit.apply(tuning, fitted).with_notes(note_on_assumed_sigma(fitted, sigma))
     tuned = tune_noise(fitted)
     if per is None:
         return tuned

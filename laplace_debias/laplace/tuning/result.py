@@ -260,7 +260,7 @@ class TunedFit:
         link = tuning.link or fitted.link
         return cls(tuning, fitted.with_prior(prior).with_link(link))
 
-    def noted(self, *notes: str | None) -> "TunedFit":
-        """Add notes to the result; None stands for no note."""
+    def with_notes(self, *notes: str | None) -> "TunedFit":
+        """Return the result with further notes; None stands for no note."""
         added = [note for note in notes if note is not None]
         return replace(self, tuning=replace(self.tuning, notes=(*self.tuning.notes, *added)))

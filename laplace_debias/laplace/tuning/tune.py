@@ -107,7 +107,7 @@ def tune_on_data(
             tuned = _with_noise_per_output(tuned, stream)
     else:
         tuned = _tune_with_links(fitted, stream, metric, points, link)
-    return tuned.noted(
+    return tuned.with_notes(
         note_on_assumed_sigma(tuned.fitted, sigma),
         tuned.fitted.note_on_thinning(float(tuned.tuning)),
     )
@@ -229,7 +229,7 @@ def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
         replace(tuning, sigma=noise.sigma.tolist(), value=noise.nll),
         fitted.with_likelihood(likelihood),
     )
-    return tuned_per_output.noted(*notes)
+    return tuned_per_output.with_notes(*notes)
 
 
 def _ascending(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:

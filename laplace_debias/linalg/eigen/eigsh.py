@@ -101,7 +101,7 @@ def lanczos_eigenpairs(
     message = "converged"
     if not result.has_converged:
         status = Status.MAX_ITER
-        message = _unconverged(result.pairs.residuals[:k], result.goal, products.count)
+        message = _unconverged_message(result.pairs.residuals[:k], result.goal, products.count)
     elif not result.was_verified:
         status = Status.UNVERIFIED
         message = (
@@ -122,7 +122,7 @@ def lanczos_eigenpairs(
     )
 
 
-def _unconverged(residuals: Tensor, goal: float, count: int) -> str:
+def _unconverged_message(residuals: Tensor, goal: float, count: int) -> str:
     num_converged = int((residuals <= goal).sum())
     return (
         f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (largest "
@@ -241,7 +241,7 @@ def subspace_iteration(
             message = "converged"
         elif products.count + width > max_matvecs:
             status = Status.MAX_ITER
-            message = _unconverged(selected_residuals, goal, products.count)
+            message = _unconverged_message(selected_residuals, goal, products.count)
         if status is not None:
             return selected_pairs(
                 values,

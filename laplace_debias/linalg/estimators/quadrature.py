@@ -137,7 +137,7 @@ def _images(
     basis: Float[Tensor, "probes steps n"],
 ) -> Float[Tensor, "n probes"]:
     """Approximate f(A) ω / ‖ω‖ for each probe ω, the start of a Lanczos process."""
-    nodes, vectors = _decomposed(alphas, betas)
+    nodes, vectors = _decompose_tridiagonal(alphas, betas)
     first_entries = vectors[:, 0]
     values = values_at(nodes, first_entries**2, function) * first_entries
     return ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
@@ -211,12 +211,12 @@ def _tridiagonal(
     return alphas, betas, basis
 
 
-def _decomposed(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+def _decompose_tridiagonal(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
     matrices = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
     return eigh(matrices, "the Lanczos matrices")
 
 
 def _gauss(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
-    nodes, vectors = _decomposed(alphas, betas)
+    nodes, vectors = _decompose_tridiagonal(alphas, betas)
     weights = vectors[:, 0] ** 2
     return nodes, weights / weights.sum(dim=1, keepdim=True)

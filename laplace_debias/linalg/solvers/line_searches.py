@@ -77,8 +77,8 @@ class LineSearches:
         self._num_iterations = torch.zeros_like(self._codes)
         value = -((b + self.residual) * self._x).sum(0) / 2
         self._history: dict[str, list[Tensor]] = {
-            "residual_norms": [self._shaped(norms * self._unit)],
-            "values": [self._shaped(value * self._unit * self._unit)],
+            "residual_norms": [self._like_b(norms * self._unit)],
+            "values": [self._like_b(value * self._unit * self._unit)],
             "slopes": [],
             "curvatures": [],
             "step_sizes": [],
@@ -149,8 +149,8 @@ class LineSearches:
             "step_sizes": torch.where(moved, step, 0),
         }
         for name, entry in entries.items():
-            self._history[name].append(self._shaped(entry))
-        self._direction = self._shaped(torch.where(moved, direction / length, 0))
+            self._history[name].append(self._like_b(entry))
+        self._direction = self._like_b(torch.where(moved, direction / length, 0))
         if self._directions is not None:
             self._directions.append(self._direction)
         self.end(moved & (residual_norm <= self._tolerance), Status.CONVERGED)
@@ -159,30 +159,30 @@ class LineSearches:
     def iterate(self) -> Iterate:
         """Return the current iterate."""
         iteration = len(self._history["step_sizes"])
-        x = self._shaped(self._x * self._unit)
+        x = self._like_b(self._x * self._unit)
         return Iterate(iteration, x, self._direction, **self._history)
 
     def solution(self, otherwise: Status) -> Solution:
         """Return the solution so far; running right-hand sides get the status `otherwise`."""
         self.end(True, otherwise)
-        no_step = self._shaped(self._x[:0])
+        no_step = self._like_b(self._x[:0])
         history: dict[str, Any] = {
             name: torch.stack(entries) if entries else no_step
             for name, entries in self._history.items()
         }
         directions = None
         if self._directions is not None:
-            empty = self._shaped(self._x[:, None][:, :0])
+            empty = self._like_b(self._x[:, None][:, :0])
             directions = torch.cat([empty, *(d[:, None] for d in self._directions)], dim=1)
         negative_direction = None
         negative_curvature = None
         if self._bad_direction is not None:
-            negative_direction = self._shaped(self._bad_direction)
-            negative_curvature = self._shaped(self._bad_curvature)
+            negative_direction = self._like_b(self._bad_direction)
+            negative_curvature = self._like_b(self._bad_curvature)
         return Solution(
-            x=self._shaped(self._x * self._unit),
+            x=self._like_b(self._x * self._unit),
             statuses=tuple(_STATUSES[code] for code in self._codes.tolist()),
-            num_iterations=self._shaped(self._num_iterations),
+            num_iterations=self._like_b(self._num_iterations),
             num_matvecs=self._num_matvecs,
             negative_direction=negative_direction,
             negative_curvature=negative_curvature,
@@ -214,5 +214,6 @@ class LineSearches:
         self._bad_direction = torch.where(flat, direction, last)
         self._bad_curvature = torch.where(flat, curvature, self._bad_curvature)
 
-    def _shaped(self, tensor: Tensor) -> Tensor:
+    def _like_b(self, tensor: Tensor) -> Tensor:
+        """Return values per column, `[..., columns]`, without the last dimension for a vector b."""
         return tensor[..., 0] if self._is_vector else tensor

@@ -215,7 +215,7 @@ class EigenKronecker(Symmetric):
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
 
 
-def _combined(
+def _combine_magnitudes(
     combine: Callable[[Tensor, Tensor], Tensor], left: EigenKronecker, right: EigenKronecker
 ) -> LinearOperator | None:
     """Combine the magnitudes of two operators if both have the same directions."""
@@ -226,8 +226,8 @@ def _combined(
     return EigenKronecker(left.U_G, left.U_A, combine(left.magnitudes, right.magnitudes))
 
 
-add.register(EigenKronecker, EigenKronecker)(partial(_combined, torch.add))
-multiply.register(EigenKronecker, EigenKronecker)(partial(_combined, torch.mul))
+add.register(EigenKronecker, EigenKronecker)(partial(_combine_magnitudes, torch.add))
+multiply.register(EigenKronecker, EigenKronecker)(partial(_combine_magnitudes, torch.mul))
 
 
 @scale.register

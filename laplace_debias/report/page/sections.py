@@ -25,7 +25,7 @@ _UNCERTAINTIES = {
 _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "reliability-test-")
 
 
-def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
+def pictures_by_section(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
     """Return the pictures for which the run has data, keyed by the ids of the page's sections."""
     test = run.test.name
     shifts = run.sets("shift")

@@ -14,7 +14,7 @@ from laplace_debias.report.page.example_cards import example_groups
 from laplace_debias.report.page.metric_tables import difference_tables, full_tables, main_table
 from laplace_debias.report.page.panel import SETTINGS, Look, Picture, looks
 from laplace_debias.report.page.run import Run, read_run
-from laplace_debias.report.page.sections import drawn, first_picture
+from laplace_debias.report.page.sections import first_picture, pictures_by_section
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
 from laplace_debias.runs.wording import duration, size
 from laplace_debias.system.files import written_atomically
@@ -56,7 +56,7 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         # Missing glyphs only make text widths inexact, because the browser has its own fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        shown = drawn(run, by_key)
+        shown = pictures_by_section(run, by_key)
         text = _page(run, by_key, shown)
     for picture in itertools.chain(*shown.values()):
         with written_atomically(run.folder.figure(picture.name)) as temporary:
@@ -110,7 +110,7 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
 def _swatch(look: Look) -> dict[str, str]:
     """Return the colour, dashes and marker of a method for a small SVG of the legend, 32 × 12."""
     dashes = "" if look.dashes == "-" else " ".join(str(2 * length) for length in look.dashes[1])
-    return {"colour": _themed(look.colour), "dashes": dashes, "marker": _MARKERS[look.marker]}
+    return {"colour": _theme_colour(look.colour), "dashes": dashes, "marker": _MARKERS[look.marker]}
 
 
 def _inline(picture: Picture) -> Markup:
@@ -136,13 +136,13 @@ def _inline(picture: Picture) -> Markup:
     body = re.sub(refers, lambda match: f"{match[1]}{picture.name}-{match[2]}", body)
     body = body.replace("xlink:href", "href")
     body = re.sub(r"font: (\d[\d.]*px) [^;\"]*", r"font-size: \1", body)
-    body = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: _themed(match[0]), body)
+    body = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: _theme_colour(match[0]), body)
     body = re.sub(r">\s*\n\s*<", ">\n<", body)
     start = Markup('<svg {} role="img" aria-label="{}" tabindex="0">')
     # Matplotlib has already escaped the strings in the body.
     return start.format(Markup(box[0]), picture.alt) + Markup(body)
 
 
-def _themed(colour: str) -> str:
+def _theme_colour(colour: str) -> str:
     name = _THEME.get(colour.upper())
     return f"var(--{name}, {colour})" if name else colour
