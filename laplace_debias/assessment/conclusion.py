@@ -221,6 +221,7 @@ class _Verdict:
         )
 
     def _on_bias(self) -> str:
+        """Return a sentence on the mean error of a regression."""
         bias = self._metric("bias")
         if not bias.sign():
             return f"It has no significant bias ({_with_interval(bias)})."

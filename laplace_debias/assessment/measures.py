@@ -135,6 +135,10 @@ class Comparison:
     def _differences_from(
         self, reference: str, method: str, set_name: str
     ) -> Iterator[DifferenceRow]:
+        """Yield the differences of a method from a reference on a set, metric by metric.
+
+        With several OOD scores, each score is compared with the first score of the reference.
+        """
         reports = self._reports(method, set_name, reference)
         reference_reports = self._reports(reference, set_name, method)
         reference_score, reference_report = next(iter(reference_reports.items()))

@@ -52,10 +52,14 @@ def chosen_examples(
     mistakes with the largest probability (for a regression, the largest errors in units of the
     standard deviation).
     """
-    spread = "epistemic" if likelihood.predicts_numbers else "variance"
-    with_spread = (key for key, table in tables.items() if (table[spread] > 0).any())
-    posterior = next(with_spread, network)
-    uncertainty = "standard_deviation" if likelihood.predicts_numbers else "entropy"
+    # Only a posterior has an uncertainty of the parameters, by which it is recognised.
+    epistemic = "variance"
+    uncertainty = "entropy"
+    if likelihood.predicts_numbers:
+        epistemic = "epistemic"
+        uncertainty = "standard_deviation"
+    posteriors = (key for key, table in tables.items() if (table[epistemic] > 0).any())
+    posterior = next(posteriors, network)
     uncertainties = per_example(tables[posterior][uncertainty])
     return ExampleGroups(
         most_uncertain=_highest(tables, posterior, uncertainties, likelihood),

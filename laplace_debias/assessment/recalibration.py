@@ -66,6 +66,11 @@ def fit_recalibration(
 
 
 def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
+    """Fit a weight and an offset of each class to logits `[N, C]` and labels `[N]`.
+
+    A penalty draws the weights to 1 / temperature and the offsets to 0, so that classes with few
+    examples change little.
+    """
     # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import minimize
 
@@ -90,6 +95,11 @@ def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
 
 
 def _fit_platt(z: Tensor, y: Tensor) -> Recalibration:
+    """Fit a weight and an offset to logits `[N, 1]` and labels 0 and 1.
+
+    As proposed by Platt, the targets are slightly inside of 0 and 1, so that the fit stays finite
+    for separable data.
+    """
     with imports_of_extra("sklearn", "sklearn"):
         from sklearn.linear_model import LogisticRegression
     num_positive = int(y.sum())
@@ -107,6 +117,10 @@ def _fit_platt(z: Tensor, y: Tensor) -> Recalibration:
 
 
 def _fit_isotonic(z: Tensor, y: Tensor) -> Recalibration:
+    """Fit an increasing function from probabilities to frequencies, one per class.
+
+    With several classes, each class is fitted against all others, and the results are normalised.
+    """
     if z.shape[1] == 1:
         probability = _isotonic_regression(z[:, 0], y == 1)
         return lambda logits: probability(logits[:, 0]).logit().unsqueeze(1)

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,23 @@ def print_results(path: Path, has_page: bool = True) -> None:
     measurements = folder.read_measurements()
     rows = _rows(record, measurements)
     title = f"{record.test.num_examples:,} test {record.input_name}s, 95 % intervals"
-    columns: dict[str, list[str]] = {}
-    for row in rows:
-        for name, text in row.items():
-            columns.setdefault(name, name.split("\n")).append(text)
-    width = 2 + sum(2 + max(map(len, texts)) for texts in columns.values())
-    if sys.stdout.isatty() and width > shutil.get_terminal_size().columns:
+    if sys.stdout.isatty() and _table_width(rows) > shutil.get_terminal_size().columns:
         rows = _rows(record, measurements, with_intervals=False)
         title += " on the page or in a wider terminal" if has_page else " in a wider terminal"
     print_table(rows, title)
     for sentence in [*record.conclusion, *record.notes]:
         print(sentence)
+
+
+def _table_width(rows: Sequence[Mapping[str, str]]) -> int:
+    """Compute the width of a printed table, whose headings may have several lines."""
+    columns: dict[str, list[str]] = {}
+    for row in rows:
+        for name, text in row.items():
+            if name not in columns:
+                columns[name] = name.split("\n")
+            columns[name].append(text)
+    return 2 + sum(2 + max(map(len, texts)) for texts in columns.values())
 
 
 def _rows(

@@ -297,6 +297,7 @@ class CommandLine(Generic[Settings]):
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
     def _check_required(self, values: Mapping[str, Any]) -> None:
+        """Require every option without a default."""
         missing = [
             f"--{option.name}"
             for option in self._options

@@ -147,6 +147,7 @@ def as_json(settings: Settings, spectrum: "Spectrum") -> dict[str, Any]:
 
 
 def _print(spectrum: "Spectrum") -> None:
+    """Print the eigenvalues, the trace and the time."""
     pairs = spectrum.eigenpairs
     trace = spectrum.trace
     density = spectrum.density

@@ -57,6 +57,11 @@ def converted(value: Any, kind: Any) -> Any:
 
 
 def _as_member(value: Any, kinds: Sequence[Any]) -> Any:
+    """Convert a value to the first type of a union that accepts it.
+
+    Raises:
+        UnexpectedValueError: If no type accepts it. The error names what all of them expect.
+    """
     if NoneType in kinds and value in (None, "null"):
         return None
     expected = []
@@ -93,6 +98,7 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def _as_dataclass(value: Any, kind: Any) -> Any:
+    """Convert a mapping to a dataclass, each entry to the type of its field."""
     content = _as_mapping(value)
     kinds = get_type_hints(kind)
     unknown = [str(name) for name in content if name not in kinds]

@@ -207,6 +207,7 @@ class ConditionedModel(LaplaceModel):
         return ConditionedModel(self._la, points, _join_rows(self._Y, added._Y))
 
     def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
+        """Compute the moments at points `[..., n, d]`, conditional on the added observations."""
         mean, covariance = joint_moments(self._la, _join_rows(X, self._X))
         num_rows = X.shape[-2] * self._num_outputs
         K = covariance[..., :num_rows, :num_rows]

@@ -46,6 +46,7 @@ def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
 
 
 def _described_prior(prior: Prior) -> dict[str, str]:
+    """Return the lines that describe a prior, by their titles."""
     lowest, highest = (f"{delta:g}" for delta in torch.aminmax(prior.precision))
     is_per_block = prior.precision.ndim > 0
     lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}

@@ -55,6 +55,7 @@ class Products:
         return self._multiply(self.operator.T, matrix)
 
     def _multiply(self, operator: LinearOperator, matrix: Tensor) -> Tensor:
+        """Multiply in chunks of columns; count each product, and require that it is finite."""
         if matrix.ndim == 1:
             return self._multiply(operator, matrix[:, None])[:, 0]
         products = []

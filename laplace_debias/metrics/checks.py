@@ -135,6 +135,7 @@ def check_tensor(values: object, name: str) -> None:
 
 
 def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
+    """Require a floating-point tensor with at least one entry."""
     check_tensor(values, name)
     if not values.is_floating_point():
         raise ValueError(

@@ -148,6 +148,7 @@ class LinearOperator(ABC):
         return (self.T @ other.mT).mT if is_matrix else self.T @ other
 
     def _multiply_parameters(self, parameters: Parameters) -> Any:
+        """Multiply named parameters; the result is named if the rows correspond to parameters."""
         if self.layout is None:
             raise TypeError(
                 f"{type(self).__name__} has no parameter layout, so named parameters cannot be "
@@ -232,6 +233,7 @@ class LinearOperator(ABC):
         return submatrix(self, self._indices(rows, 0), self._indices(columns, 1))
 
     def _indices(self, index: Any, side: int) -> Tensor:
+        """Return the selected indices of rows (side 0) or columns (side 1)."""
         if isinstance(index, str):
             side_operator = self if side == 1 else self.T
             if side_operator.layout is None and self.layout is not None:

@@ -13,7 +13,7 @@ from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.quantised import is_kept
+from laplace_debias.curvature.network.quantised import is_never_copied
 from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -108,7 +108,7 @@ def _copy_of_values(model: nn.Module) -> nn.Module:
         copied_module.training = module.training
     for parameter, copied_parameter in zip(plain.parameters(), copied.parameters(), strict=True):
         copied_parameter.requires_grad_(parameter.requires_grad)
-        if not (is_kept(parameter) or is_sharded(parameter)):
+        if not (is_never_copied(parameter) or is_sharded(parameter)):
             copied_parameter.data = copied_parameter.detach().clone()
     return copied
 

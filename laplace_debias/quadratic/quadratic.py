@@ -375,6 +375,7 @@ class Quadratic:
         return theta - _columns(self.position, theta)
 
     def _unit(self, direction: Tensor) -> Tensor:
+        """Scale directions to length 1; they must be finite and not zero."""
         self._check(direction, "direction")
         norm = direction.norm(dim=0)
         if not (norm.isfinite() & (norm > 0)).all():

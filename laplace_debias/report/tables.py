@@ -84,6 +84,7 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def _format_entry(value: str | bool | int | float | None) -> str:
+    """Return an entry of a table as text; very small and large numbers get an exponent."""
     if value is None:
         return "–"
     if not isinstance(value, float) or not math.isfinite(value):

@@ -66,6 +66,7 @@ def read_further_inputs(
 def _from_folder(
     splits: Splits, shape: tuple[int, ...] | None, path: Path, option: str
 ) -> FurtherInputs:
+    """Read the images below a folder, resized to the inputs of the network if necessary."""
     files = images_below(path)
     if not files:
         raise ValueError(f"{option}: {path} has no images (.jpg, .png, …). Check the path.")
@@ -91,6 +92,7 @@ def _from_folder(
 def _from_archive(
     splits: Splits, shape: tuple[int, ...] | None, path: Path, option: str
 ) -> FurtherInputs:
+    """Read the array `x` or `x_test` of a `.npz` file, prepared like the training data."""
     arrays = read_archive(path)
     name = next((name for name in ("x", "x_test") if name in arrays), None)
     if name is None:
@@ -123,4 +125,5 @@ def _from_archive(
 
 
 def _unlabelled_examples(x: Tensor, pixels: Pixels | None = None) -> Examples:
+    """Return examples of unlabelled inputs, with the unused label 0."""
     return Examples(x, torch.zeros(len(x), dtype=torch.int64), pixels)

@@ -169,6 +169,7 @@ def view_of(
 
 
 def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
+    """Return the view with which timm evaluates the network."""
     from timm.data import create_transform, resolve_data_config
     from torchvision.transforms import Compose
 
@@ -181,6 +182,7 @@ def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
 
 
 def _torchvision_view(name: str) -> View:
+    """Return the view with which torchvision evaluates the published weights of a network."""
     from torchvision.models import get_model_weights
     from torchvision.transforms import v2
 

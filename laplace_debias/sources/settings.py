@@ -151,6 +151,7 @@ class SourceSettings(CommandSettings):
             raise ValueError(f"std is {self.std}. Pass positive numbers, one per channel.")
 
     def _check_network(self) -> None:
+        """Require exactly one network, and options that apply to it."""
         options = [
             f"--{name}"
             for name in ("model", "timm", "torchvision")

@@ -139,6 +139,7 @@ def _columns(
 
 
 def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSettings) -> str:
+    """Return the name of the target column, which every table must have."""
     names = list(next(iter(tables.values())).columns)
     if settings.target is None:
         raise ValueError(
@@ -196,6 +197,7 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
 
 
 def _targets(column: Any, classes: list[Any] | None, likelihood: Likelihood, source: str) -> Tensor:
+    """Convert the target column; labels get the indices of their classes."""
     if classes is None:
         return as_targets(column.to_numpy(dtype=np.float64), likelihood, source)
     number = {value: label for label, value in enumerate(classes)}

@@ -37,6 +37,7 @@ def as_targets(array: np.ndarray, likelihood: Likelihood, source: str) -> Tensor
 
 
 def _classes(array: np.ndarray, task: str, source: str) -> Tensor:
+    """Convert class numbers `[N]` or `[N, 1]` to int64 `[N]`."""
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or (array != np.rint(array)).any() or array.min(initial=0) < 0:

@@ -68,6 +68,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
 
 
 def _load_pickle(path: Path) -> Any:
+    """Load a file of `torch.save` without running code in it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     # If the file is not a pickle, torch's reader may raise errors of any type, so every exception
@@ -106,6 +107,7 @@ def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor], names: list[str]) -> Mapping[str, Tensor]:
+    """Remove prefixes of wrappers that all names have, and that the network's names do not have."""
     common = next(
         (
             prefix

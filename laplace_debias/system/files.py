@@ -212,6 +212,7 @@ def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
 
 
 def _shorten(value: Any) -> str:
+    """Return at most 60 characters of a value."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 

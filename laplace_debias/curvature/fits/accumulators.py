@@ -86,7 +86,7 @@ class Accumulator(ABC):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums as tensors by name."""
+        """Return the sums as tensors, under the names `TABLE/KEY`, or `TABLE//KEY` for a list."""
         state: dict[str, Tensor] = {}
         for table, values in self.tables.items():
             for key, value in values.items():
@@ -109,10 +109,7 @@ class Accumulator(ABC):
             is_list = key.startswith("/")
             key = key.removeprefix("/")
             value = saved.to(self.context.device)
-            if is_list:
-                tables[table].setdefault(blocks.get(key, key), [])[:] = [value]
-            else:
-                tables[table][blocks.get(key, key)] = value
+            tables[table][blocks.get(key, key)] = [value] if is_list else value
 
     @abstractmethod
     def reduce(self) -> None:

@@ -194,6 +194,7 @@ class SavedPass:
             )
 
     def _raise_different_batches(self, difference: str) -> None:
+        """Raise the error for data whose batches differ from the batches of the saved fit."""
         raise ValueError(
             f"{self._path.parent} contains the state of an earlier fit, which read "
             f"different batches (in pass {self._number} over the data, {difference}). "

@@ -114,28 +114,32 @@ class SideSums:
 def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]:
     """Check that sums are finite, and add the sums of all processes at each block's owner.
 
+    All processes receive the factors that remain rows, because rows are few. Matrices are summed
+    only at the owner.
+
     Returns:
         The sums of all processes, for the blocks that this process owns.
     """
-    few_rows = _join_few_rows(context, sums)
-    factors: dict[Block, Factor] = {**sums.sums, **few_rows}
+    factors_of_rows = _join_rows_of_all(context, sums)
+    factors: dict[Block, Factor] = {**sums.sums, **factors_of_rows}
     factors = {block: factors[block] for block in context.blocks if block in factors}
     check_finite(factors)
     if context.ranks.size == 1:
         return factors
     owners = owners_of_blocks(context)
+    # Each process passes the same blocks, with zeros for blocks that it has no sum of.
     matrices = with_all_blocks(context, sums.sums)
-    factors = {**few_rows, **context.ranks.sum_to_owners(matrices, owners)}
+    factors = {**factors_of_rows, **context.ranks.sum_to_owners(matrices, owners)}
     own_blocks = [b for b in context.blocks if b in factors and owners[b] == context.ranks.rank]
     return {block: factors[block] for block in own_blocks}
 
 
-def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFactor]:
+def _join_rows_of_all(context: FitContext, sums: SideSums) -> dict[Block, GramFactor]:
     """Return the rows of all processes for factors with so few rows that no matrix is formed.
 
     The other rows are added to the matrices.
     """
-    traces = _traces_of_few_rows(context, sums)
+    traces = _traces_of_rows(context, sums)
     own_rows: list[Tensor] = []
     for block in traces:
         size = FactorKey(block, sums.side).size
@@ -154,7 +158,7 @@ def _join_few_rows(context: FitContext, sums: SideSums) -> dict[Block, GramFacto
     return factors
 
 
-def _traces_of_few_rows(context: FitContext, sums: SideSums) -> dict[Block, float]:
+def _traces_of_rows(context: FitContext, sums: SideSums) -> dict[Block, float]:
     """Find the factors that remain rows, and add up their residual traces over all processes.
 
     A streamed factor always remains rows. Another factor does if no process has formed a matrix,

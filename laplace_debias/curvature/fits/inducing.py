@@ -107,6 +107,10 @@ class InducingInputs:
     def _computed_rows(
         self, max_rows: int, output_columns: range
     ) -> Iterator[tuple[slice, BlockRows]]:
+        """Compute the rows of some outputs, at most `max_rows` at a time, with their indices.
+
+        The index of the row of output c of input m is m times the number of these outputs, plus c.
+        """
         size = num_examples(self.inputs)
         num_columns = len(output_columns)
         examples_at_once = max(1, max_rows // num_columns)
@@ -449,6 +453,7 @@ def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: i
 
 
 def _gather_batches(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
+    """Return the inputs of all processes, in the order of their ranks."""
     if ranks.size == 1:
         return batches
     cpu = torch.device("cpu")
@@ -457,6 +462,7 @@ def _gather_batches(ranks: Ranks, batches: list[Inputs], device: torch.device) -
 
 
 def _join_batches(batches: Sequence[Inputs]) -> Inputs:
+    """Join inputs into one batch; they must have the same shape."""
     try:
         return join(batches)
     except RuntimeError as error:

@@ -165,6 +165,7 @@ class _ProductCounts:
 
 @cache
 def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
+    """Count the products that `patch_moments` forms for these offsets, without forming any."""
     num_pairs = 0
     num_border_products = 0
     displaced_pixels = 0

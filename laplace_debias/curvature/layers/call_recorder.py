@@ -161,6 +161,7 @@ class CallRecorder:
         args: tuple[Any, ...],
         named: dict[str, Any],
     ) -> None:
+        """Record the arguments of a call that begins."""
         leaves, structure = pytree.tree_flatten((args, named))
         # The arguments are copied because the call may overwrite them.
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
@@ -170,6 +171,11 @@ class CallRecorder:
         forward_pass.num_calls[path] += 1
 
     def _end(self, forward_pass: _RunningPass, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
+        """Record the outputs of a call that ends, as leaves of a graph if they need no gradient.
+
+        Returns:
+            The output with which the forward pass continues.
+        """
         # The innermost call ends first, so the ended call is the last unfinished call.
         key = forward_pass.unfinished.pop()
         call = forward_pass.calls[key]

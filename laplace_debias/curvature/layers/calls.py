@@ -131,6 +131,14 @@ class ReplayedCalls:
         gradients: Sequence[Tensor | None],
         examples: slice,
     ) -> dict[str, Tensor]:
+        """Compute gradients of a call's parameters for the given examples, `[K, b, *shape]`.
+
+        Args:
+            call: The call.
+            parameters: The parameters, by their names in the called module.
+            gradients: The output gradients of all examples, `[K, *output]`; None without influence.
+            examples: The examples.
+        """
         size = examples.stop - examples.start
         cotangents = {}
         for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):

@@ -56,7 +56,7 @@ def rotated_jacobians(
             yield Rotated(examples, coordinates.movedim(0, 1).unsqueeze(-1))
         return
     if block.is_one_hot:
-        yield from _looked_up(record, output_directions, input_directions)
+        yield from _one_hot_jacobians(record, output_directions, input_directions)
         return
     jacobian_size = record.num_columns * block.size
     for examples in block.rule.slices(record.layer, block, record.inputs[0], extra=jacobian_size):
@@ -238,10 +238,14 @@ def joint_jacobians(
     yield Rotated(slice(0, 1), J.flatten(0, 1).unsqueeze(0), columns)
 
 
-def _looked_up(
+def _one_hot_jacobians(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
-    """Yield the Jacobian for one-hot activations: sums of gradients by index, else zeros."""
+    """Yield the Jacobian of a layer with one-hot activations, such as an embedding.
+
+    A column of the Jacobian belongs to an index. It is the sum of the output gradients at the
+    positions where this index is looked up. Only columns of indices that occur are computed.
+    """
     assert isinstance(input_directions, Axes), "One-hot inputs have the coordinate axes."
     block = record.block
     rule = block.rule
@@ -253,6 +257,7 @@ def _looked_up(
     for start in range(0, record.num_examples, step):
         examples = slice(start, min(start + step, record.num_examples))
         ids = torch.cat([by_call[examples] for by_call in indices], dim=1)
+        # The output gradients, and their coordinates, are [K, b, d_out, positions].
         g = _coordinates_of_columns(torch.cat(record.columns(examples), dim=3), output_directions)
         columns, places = _distinct(ids, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))

@@ -211,6 +211,15 @@ class OperandRecorder(TorchFunctionMode):
         return id(parameter) in self._names and is_all and is_common
 
     def _record_operands(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
+        """Record an operation for each parameter in it; return the output to continue with.
+
+        In the recorded tensors `[B, positions, size]`, the last dimension joins the dimensions that
+        the parameters have.
+
+        Args:
+            operands: Parameters with the factors that multiply them; the factor None stands for 1.
+            output: The output of the operation.
+        """
         like = operands[0][0]
         lead = output.ndim - like.ndim
         parameter_dims = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]

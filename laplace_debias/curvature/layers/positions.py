@@ -328,6 +328,7 @@ class _Pass:
     def _record(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> Any:
+        """Record the call of a layer without blocks; return the tensor to continue with."""
         if not isinstance(output, Tensor):
             return output
         if not output.requires_grad:

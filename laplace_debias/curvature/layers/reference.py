@@ -251,6 +251,7 @@ def _only(cotangent: Tensor, example: int) -> Tensor:
 def _gradients(
     outputs: Tensor, parameters: Sequence[Tensor], cotangent: Tensor
 ) -> Sequence[Tensor | None]:
+    """Compute the gradients of parameters, with None for parameters without influence."""
     if not outputs.requires_grad:
         return [None] * len(parameters)
     try:

@@ -119,6 +119,7 @@ class Tap:
         return forward_pass
 
     def _run(self, x: Inputs, graph: bool) -> "_Recording":
+        """Run the network once with hooks on all sites, and restore the attributes it changes."""
         batch = num_examples(x)
         saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         handles: list[RemovableHandle] = []

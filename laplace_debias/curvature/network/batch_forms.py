@@ -163,6 +163,7 @@ def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batc
 
 
 def _named_batch(named: dict[str, Any], needs_targets: bool) -> NamedBatch:
+    """Find the targets among the entries of a batch by their names."""
     if not needs_targets:
         named = {
             key: value for key, value in named.items() if value is not None or key not in TARGETS

@@ -127,6 +127,7 @@ class BatchReader:
         return moved
 
     def _from_names(self, batch: NamedBatch) -> tuple[Inputs, Tensor | None]:
+        """Split a batch with named entries into the inputs and the targets."""
         model = unwrapped(self.model)
         forward = ForwardArguments.of(model)
         named = with_decoder_inputs(model, batch.entries)

@@ -176,6 +176,7 @@ class Stream:
             num_read += batch.num_examples
 
     def _read_batches(self, source: Batches) -> Iterator[Batch]:
+        """Read and number the batches of one pass; the loader draws from its own random state."""
         with self._randomness:
             steps = iter(source)
         for number in count(1):

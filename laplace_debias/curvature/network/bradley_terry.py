@@ -53,6 +53,7 @@ class BradleyTerry(nn.Module):
         return rewards if second is None else rewards - self._rewards(second)
 
     def _rewards(self, x: Any) -> Tensor:
+        """Return the rewards of inputs, `[B, 1]`."""
         rewards = self.model(x)
         if rewards.ndim == 1:
             rewards = rewards.unsqueeze(1)

@@ -141,6 +141,7 @@ def quiet() -> Iterator[None]:
 @SharedSetting
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
+    """Turn off cuDNN and oneDNN, and with them the fused kernels of recurrent layers."""
     with ExitStack() as stack:
         # These switches also set the TF32 flag, for which torch shows a warning.
         with quiet():

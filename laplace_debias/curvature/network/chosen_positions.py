@@ -61,6 +61,7 @@ class ChosenPositions:
         columns = torch.empty(0)
 
         def take_out(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            """Remove the positions from the arguments, and keep them for the hooks of the head."""
             nonlocal columns
             if _NAME in named:
                 columns = named[_NAME]

@@ -64,6 +64,7 @@ class FunctionModel(nn.Module):
 
 
 def _check_parameters(parameters: object) -> None:
+    """Require a dict of floating-point tensors whose names can be the names of parameters."""
     if not isinstance(parameters, Mapping):
         raise TypeError(
             f"`parameters` is a {type(parameters).__name__}. Pass a dict from names to tensors."

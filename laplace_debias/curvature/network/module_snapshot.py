@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.frozen_tensors import place
-from laplace_debias.curvature.network.quantised import is_kept
+from laplace_debias.curvature.network.quantised import is_never_copied
 
 # Values of these types never change, and `copy.deepcopy` returns them unchanged.
 _CONSTANTS = (
@@ -143,7 +143,7 @@ class Entries:
 def _check_comparable(tensor: Tensor) -> None:
     """Require a plain tensor, whose changes are visible in its place or its values."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_leaf
-    if not is_plain or tensor.layout != torch.strided or is_kept(tensor):
+    if not is_plain or tensor.layout != torch.strided or is_never_copied(tensor):
         raise _UncomparableAttributeError
 
 

@@ -18,7 +18,7 @@ from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.module_snapshot import numbers_of
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import wide
-from laplace_debias.curvature.network.quantised import device_of_model, is_kept
+from laplace_debias.curvature.network.quantised import device_of_model, is_never_copied
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     LAST_LAYER,
@@ -94,16 +94,16 @@ class Network:
         return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
-        """Make a new copy of the model."""
+        """Copy the model's current parameters, buffers and numbers."""
         model = self.working_copy()
         self._numbers = numbers_of(unwrapped(self._user_model))
         copies: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # New copies are made, because linearisations that are kept refer to the earlier copies.
-            if not is_kept(tensor):
+            if not is_never_copied(tensor):
                 copies[name] = tensor.detach().clone()
         self._copied_state = tuple(copies.values())
-        self._kept_sums = [sum_of_bits(tensor) for tensor in self._user_state if is_kept(tensor)]
+        self._sums_of_uncopied = self._sum_uncopied()
         self.parameters = tuple(copies[name] for name in self.names)
         self._fixed_names = tuple(name for name in copies if name not in self.names)
         self.fixed = tuple(copies[name] for name in self._fixed_names)
@@ -122,14 +122,19 @@ class Network:
         """
         if numbers_of(unwrapped(self._user_model)) != self._numbers:
             return False
-        state = [tensor for tensor in self._user_state if not is_kept(tensor)]
-        kept_sums = [sum_of_bits(tensor) for tensor in self._user_state if is_kept(tensor)]
-        if len(state) != len(self._copied_state) or kept_sums != self._kept_sums:
+        state = [tensor for tensor in self._user_state if not is_never_copied(tensor)]
+        if len(state) != len(self._copied_state):
+            return False
+        if self._sum_uncopied() != self._sums_of_uncopied:
             return False
         return all(
             tensor.detach().to(copy.dtype).equal(copy)
             for tensor, copy in zip(state, self._copied_state, strict=True)
         )
+
+    def _sum_uncopied(self) -> list[int]:
+        """Sum the bits of each tensor that is not copied, so that a change is noticed."""
+        return [sum_of_bits(tensor) for tensor in self._user_state if is_never_copied(tensor)]
 
     @property
     def _user_state(self) -> list[Tensor]:

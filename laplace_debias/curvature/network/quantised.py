@@ -23,14 +23,14 @@ def is_quantised(tensor: Tensor) -> bool:
     return is_subclass and not tensor.is_floating_point()
 
 
-def is_kept(tensor: Tensor) -> bool:
-    """Whether a copy of the network keeps a parameter or buffer in its original form."""
+def is_never_copied(tensor: Tensor) -> bool:
+    """Whether copies of a network share a tensor, because it is quantised or has no values."""
     return tensor.is_meta or is_quantised(tensor)
 
 
 def can_require_grad(parameter: Tensor) -> bool:
     """Return whether a parameter of a working copy can require a gradient."""
-    return not is_kept(parameter) and parameter.is_floating_point()
+    return not is_never_copied(parameter) and parameter.is_floating_point()
 
 
 def shared_parameter(parameter: nn.Parameter) -> Tensor:
@@ -104,6 +104,7 @@ class _RecomputedForward:
         return recomputed(self._forward, *args, **kwargs)
 
     def _is_recomputable(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether a call may be recomputed in the backward pass instead of keeping its tensors."""
         if not torch.is_grad_enabled():
             return False
         if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):

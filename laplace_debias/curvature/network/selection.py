@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.quantised import (
     can_require_grad,
     check_can_be_bayesian,
-    is_kept,
+    is_never_copied,
 )
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
@@ -299,7 +299,7 @@ def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
     # The Bayesian parameters come first, so that all other parameters are compared with them.
     parameters = sorted(model.named_parameters(), key=lambda item: id(item[1]) not in bayesian)
     for name, parameter in parameters:
-        if is_kept(parameter) or parameter.numel() == 0:
+        if is_never_copied(parameter) or parameter.numel() == 0:
             continue
         address = parameter.data_ptr()
         if not address:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.module_snapshot import Entries
 from laplace_debias.curvature.network.quantised import (
-    is_kept,
+    is_never_copied,
     keep_differentiable,
     quantised_state,
     recompute_weights,
@@ -72,7 +72,7 @@ def _copies_made_apart(model: nn.Module) -> dict[int, object]:
         memo[id(parameter)] = shared_parameter(parameter)
     for buffer in model.buffers():
         # Buffers are small, and some forward passes write to them.
-        memo[id(buffer)] = buffer if is_kept(buffer) else buffer.detach().clone()
+        memo[id(buffer)] = buffer if is_never_copied(buffer) else buffer.detach().clone()
     for module in model.modules():
         for tensor in quantised_state(module):
             memo[id(tensor)] = tensor

@@ -5,7 +5,7 @@ from torch import nn
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.quantised import (
-    is_kept,
+    is_never_copied,
     offloaded_parameters,
     split_over_processes,
 )
@@ -77,7 +77,7 @@ def _check_tensors(model: nn.Module, sharded: set[int]) -> None:
                 "model.load_state_dict(...)."
             )
         # The tensor is detached because threads that use it under autograd can block each other.
-        is_checked = isinstance(tensor, nn.Parameter) and not is_kept(tensor)
+        is_checked = isinstance(tensor, nn.Parameter) and not is_never_copied(tensor)
         if is_checked and not tensor.detach().isfinite().all():
             raise ValueError(
                 f"{name} contains NaN or Inf, so the model has diverged or its checkpoint is "

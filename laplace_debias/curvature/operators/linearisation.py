@@ -55,6 +55,7 @@ class Lineariser:
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
+            """Compute the outputs, and the products of the Jacobian and its adjoint."""
             parameters, forward = self._unpack_points(iter(points), inputs)
             outputs, tangent = jvp(forward, parameters, tuple(tangents))  # type: ignore[misc]
             _, pull = vjp(forward, *parameters)  # type: ignore[misc]
@@ -80,6 +81,7 @@ class Lineariser:
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
+            """Compute the outputs, and the Hessian's product with the tangents."""
             tensors = iter(points)
             parameters, forward = self._unpack_points(tensors, inputs)
             point_labels = Labels(**with_tensors(vars(labels), tensors))
@@ -145,6 +147,13 @@ class Lineariser:
         vectors: Callable[[], Sequence[Tensors]],
     ) -> Program | None:
         """Return the program with the given key (see `_program_key`); record it the first time.
+
+        Args:
+            key: The key.
+            function: The outputs and the products at points, as a function of the points and of one
+                vector per linear map.
+            points: The tensors that the linearisation depends on, as in `_points`.
+            vectors: A function that returns example vectors for the linear maps.
 
         Returns:
             The program, or None if the network cannot be recorded.

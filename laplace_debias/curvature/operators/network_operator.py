@@ -213,6 +213,7 @@ class NetworkOperator(LinearOperator):
         return (function(self._item(index, batch)) for index, batch in enumerate(self._data))
 
     def _item(self, index: int, batch: Batch) -> Item:
+        """Return the linearised batch of an index; keep it if the memory bound allows."""
         with self._lock:
             if index < len(self._items):
                 return self._items[index]

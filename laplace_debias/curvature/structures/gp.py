@@ -231,6 +231,7 @@ class GpCurvature(DenseCurvature):
         return InducingInputs(network, context.blocks, inputs, context.memory_bound)
 
     def _inputs(self, context: FitContext, data: Iterable[Batch]) -> Inputs:
+        """Return the inducing inputs: all, the user's tensor, or inputs chosen from candidates."""
         if self.inducing is None:
             return all_inputs(context, data)
         if isinstance(self.inducing, Tensor):
@@ -409,6 +410,7 @@ def _assemble(
     values: Float[Tensor, " k"],
     U: InducingDirections,
 ) -> LowRankPlusDiagonal:
+    """Build the operator of directions and magnitudes; the mean of all others is the diagonal."""
     values = values.clamp_min(0)
     remainder = projected.remainder(values, U.shape[0])
     magnitudes = (values - remainder).to(context.dtype)

@@ -161,6 +161,7 @@ def _assemble(
     U: Float[Tensor, "parameters k"],
     totals: DataTotals,
 ) -> CurvatureFit:
+    """Build the fit of directions and their magnitudes, in the dtype of the posterior."""
     U = U.to(context.dtype)
     magnitudes = magnitudes.to(context.dtype).clamp_min(0)
     block = LowRankPlusDiagonal(U, magnitudes, 0.0)

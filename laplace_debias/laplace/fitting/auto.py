@@ -321,6 +321,7 @@ def _report(last_round: Round, progress: _Progress, stop_reason: StopReason) -> 
 
 
 def _warn_of_error(report: FitReport, tolerance: float) -> None:
+    """Warn that a fit ended before its tolerance, with the error that is left."""
     reasons = {
         StopReason.SECONDS: "Stopped by the time budget",
         StopReason.EXAMPLES: "Stopped by the budget of examples",

@@ -415,6 +415,7 @@ class Conformal:
         return state.spec.stream(loader, state.device, generator, None)
 
     def _predict(self, x: Inputs | Record, generator: torch.Generator | None) -> Distribution:
+        """Predict; the predictive must be over classes or normal."""
         predictive = self._predictor.predict(x, generator=generator, **self._options)
         is_exclusive = isinstance(
             predictive, torch.distributions.Categorical | torch.distributions.Bernoulli
@@ -449,6 +450,7 @@ class Conformal:
         return mass_above(probs, self._penalty, self._free_rank)
 
     def _groups_of(self, x: Inputs | Record, size: int) -> Int[Tensor, " n"]:
+        """Return the group of each input; without groups, all inputs are in group 0."""
         if self._groups is None:
             return torch.zeros(size, dtype=torch.long)
         groups = self._groups(x)
@@ -466,6 +468,7 @@ class Conformal:
         return self._groups_of(x, len(checked.counted))[checked.counted.cpu()]
 
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:
+        """Return the calibrated quantile of each input's group."""
         missing = sorted(set(groups.tolist()) - set(self.quantiles))
         if missing:
             raise ValueError(

@@ -156,6 +156,7 @@ class Predictor(ABC):
     def _differentiable_predictive(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
+        """Predict in closed form, so that gradients with respect to the inputs can be computed."""
         if not method.is_closed_form or method.positions is not None:
             raise ValueError(
                 '`differentiable=True` supports only the closed form of `method="glm"`. Use '
@@ -315,6 +316,7 @@ class Predictor(ABC):
             return self._predict(x, prediction, checked_link)
 
         def score_inputs(x: Inputs) -> Tensor:
+            """Return the requested score of each input."""
             scores = self._uncertainty(x, prediction, checked_link).scores
             if score is None or score not in scores:
                 advice = "Remove `score=`."

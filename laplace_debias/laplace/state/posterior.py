@@ -345,6 +345,7 @@ def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
 
 
 def _largest_curvature(name: str, block: CurvatureBlock) -> float:
+    """Return the largest eigenvalue of a block; all of them must be finite and not negative."""
     directions = (block.U_G, block.U_A) if isinstance(block, EigenKronecker) else (block.U,)
     for U in directions:
         if isinstance(U, Tensor):

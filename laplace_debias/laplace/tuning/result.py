@@ -148,6 +148,7 @@ class Tuning:
 
     @property
     def _summary(self) -> str:
+        """Return a sentence with the chosen values and the metric."""
         metric = self.metric.replace("_", " ")
         sigma = ""
         if self.sigma is not None:

@@ -178,6 +178,7 @@ class TemperatureSearch:
         self._batches = batches
         self._prior_precisions = prior_precisions
         self._links = links
+        # The number of terms of each example that has any, over all batches and processes.
         counts = [[batch.counts[batch.counts > 0]] for batch in batches]
         (self._counts,) = concatenate_batches(counts, "tune on")
         # For each setting, the metric's sum over the terms of each example, and its mean over all

@@ -213,7 +213,8 @@ def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
     """Choose the noise of each output, but keep the posterior at the common factor."""
     fitted = tuned.fitted
     tuning = tuned.tuning
-    noise = tune_output_noise(fitted, data, float(tuning))
+    assert isinstance(tuning.prior_precision, float)
+    noise = tune_output_noise(fitted, data, tuning.prior_precision)
     assert isinstance(fitted.likelihood, Gaussian)
     likelihood = fitted.likelihood.with_predictive_sigma(noise.sigma)
     notes = [

@@ -123,6 +123,7 @@ def lanczos_eigenpairs(
 
 
 def _unconverged_message(residuals: Tensor, goal: float, count: int) -> str:
+    """Describe the eigenpairs that converged, and how to make the others converge."""
     num_converged = int((residuals <= goal).sum())
     return (
         f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (largest "

@@ -84,6 +84,7 @@ class CompletenessCheck:
         rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
 
         def is_sure(gap: float, width: float, best: int) -> bool:
+            """Whether the probability of a missed eigenvalue beyond the gap is negligible."""
             if gap <= 0:
                 return False
             epsilon = min(1.0, gap / width) if width > 0 else 1.0

@@ -69,6 +69,7 @@ def diagonal(
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
+    """Average v ⊙ Av over probes v of ±1."""
     # Keep the mean and the squared deviations only, because the samples would be `[n, m]`.
     moments = RunningMoments()
     for size in products.chunks(total):

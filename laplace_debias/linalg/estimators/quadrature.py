@@ -159,6 +159,7 @@ def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tenso
 
 
 def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
+    """Return the rule whose nodes are all eigenvalues, with equal weights."""
     nodes = eigenvalues[None]
     return Quadrature(
         nodes=nodes,
@@ -212,6 +213,7 @@ def _tridiagonal(
 
 
 def _decompose_tridiagonal(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose the symmetric matrices with these diagonals and off-diagonals."""
     matrices = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
     return eigh(matrices, "the Lanczos matrices")
 

@@ -90,6 +90,7 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
 def _hutch_plus_plus(
     products: Products, total: int, generator: torch.Generator | None
 ) -> ValueAndError:
+    """Compute the trace on the range of a sketch, and estimate the rest by probes."""
     A = products.operator
     probes = draw(A, total // 3, "rademacher", generator)
     Q = torch.linalg.qr(products(probes)).Q

@@ -56,6 +56,7 @@ def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
 
 
 def _trace(operator: LinearOperator) -> Tensor:
+    """Compute the trace by the structure, or raise `NoClosedFormError`."""
     match operator:
         case EigenKronecker():
             return (operator.magnitudes * operator.multiplicities).sum()
@@ -67,6 +68,7 @@ def _trace(operator: LinearOperator) -> Tensor:
 
 
 def _diagonal(operator: LinearOperator) -> Tensor:
+    """Compute the diagonal by the structure, or raise `NoClosedFormError`."""
     match operator:
         case Identity():
             return torch.ones(operator.n, dtype=operator.dtype, device=operator.device)

@@ -44,18 +44,25 @@ def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
 
 
 def _inverse(operator: LinearOperator) -> LinearOperator:
+    """Invert by the structure, or raise `NoClosedFormError`.
+
+    An eigenvalue counts as zero if it is below the rounding error of the largest eigenvalue, except
+    in structures whose small eigenvalues are as precise as the large ones.
+    """
     match operator:
         case Identity():
             return operator
         case Diagonal():
             # The entries of a diagonal are its eigenvalues, so even the smallest are precise.
-            return Diagonal(_checked_reciprocal(operator.values))
+            return Diagonal(_reciprocal_of_nonzero(operator.values))
         case EigenKronecker():
             # If a weak prior was added to the curvature, the smallest eigenvalues are about as
             # large as the prior precision, and just as precise.
             added = operator.added
             is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
-            return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)
+            if is_damped:
+                return operator.apply(_reciprocal_of_nonzero)
+            return operator.apply(_reciprocal_above_rounding)
         case Dense():
             return _inverse_of_matrix(operator)
         case Kronecker():
@@ -65,16 +72,17 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
         case LowRankPlusDiagonal():
             return _inverse_of_low_rank(operator)
         case Scaled():
-            _checked_reciprocal(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
+            _reciprocal_of_nonzero(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
             return scale(_inverse(operator.operator), 1 / operator.scalar)
         case Assumed():
             return assume(_inverse(operator.operator), True, operator.positive_semidefinite)
         case Permuted():
             return operator.replaced(_inverse(operator.operator))
-    return apply_function(operator, _resolved_reciprocal)
+    return apply_function(operator, _reciprocal_above_rounding)
 
 
 def _inverse_of_matrix(operator: Dense) -> LinearOperator:
+    """Invert a matrix by its LU factorisation; its condition number must be below 1 / eps."""
     matrix = operator.matrix
     if not len(matrix):
         return operator
@@ -91,11 +99,15 @@ def _inverse_of_matrix(operator: Dense) -> LinearOperator:
 
 
 def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
+    """Invert U diag(m) Uᵀ + D, or raise `NoClosedFormError` if D has an entry that is not positive.
+
+    If D is a multiple of the identity, any D is possible.
+    """
     magnitudes = operator.magnitudes
     diagonal = operator.diagonal
     # If no magnitude is negative, the eigenvalues are sums without cancellation.
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
-    reciprocal = _checked_reciprocal if is_positive else _resolved_reciprocal
+    reciprocal = _reciprocal_of_nonzero if is_positive else _reciprocal_above_rounding
     if diagonal.ndim == 0:
         return apply_function(operator, reciprocal)
     if not bool((diagonal > 0).all()):
@@ -110,6 +122,7 @@ def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
 
 
 def _logdet(operator: LinearOperator) -> Tensor:
+    """Compute the log-determinant by the structure, or raise `NoClosedFormError`."""
     match operator:
         case Dense():
             root, info = torch.linalg.cholesky_ex(symmetric_matrix(operator))
@@ -129,6 +142,7 @@ def _logdet(operator: LinearOperator) -> Tensor:
 
 
 def _checked_log(values: Tensor) -> Tensor:
+    """Take logarithms of eigenvalues, which must be positive."""
     if not bool((values > 0).all()):
         raise ValueError(
             "The operator is not positive definite, because its smallest eigenvalue is about "
@@ -138,13 +152,14 @@ def _checked_log(values: Tensor) -> Tensor:
     return values.log()
 
 
-def _checked_reciprocal(values: Tensor) -> Tensor:
+def _reciprocal_of_nonzero(values: Tensor) -> Tensor:
+    """Take reciprocals of eigenvalues that are all precise, so that only zero is singular."""
     if bool((values == 0).any()):
         raise ValueError(_singular("because an eigenvalue is zero"))
     return values.reciprocal()
 
 
-def _resolved_reciprocal(values: Tensor) -> Tensor:
+def _reciprocal_above_rounding(values: Tensor) -> Tensor:
     """Take reciprocals of eigenvalues whose error is the rounding error of the largest eigenvalue.
 
     The largest allowed condition number is the same as for a dense matrix.

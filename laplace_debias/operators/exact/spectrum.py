@@ -127,6 +127,7 @@ def symmetric_matrix(operator: Dense) -> Tensor:
 
 
 def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
+    """Decompose by the structure, or raise `NoClosedFormError`."""
     eigenvectors: LinearOperator
     match operator:
         case Identity():

@@ -82,6 +82,7 @@ def _bins(probs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
 
 
 def _draw_accuracy(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
+    """Draw the accuracy of each bin; bins with few examples have hollow markers."""
     many = bins[bins.examples >= _MANY]
     few = bins[bins.examples < _MANY]
     draw_diagonal(ax)

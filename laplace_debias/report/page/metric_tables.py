@@ -122,6 +122,14 @@ def _cells(
     methods: Sequence[str],
     is_difference: bool,
 ) -> list[Cell]:
+    """Return a row's cells, with the same number of decimals.
+
+    Args:
+        rows: The value and the interval of each method, by its key.
+        verdicts: The verdict on each method's difference from the reference, by its key.
+        methods: The methods of the columns.
+        is_difference: Whether the values are differences, which are written with a sign.
+    """
     shown = rows[["value", "low", "high"]]
     max_places = most_decimals(shown.abs().max(axis=None))
     row_places = [decimals(low, high, value) for value, low, high in shown.to_numpy()]

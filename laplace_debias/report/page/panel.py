@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -167,21 +168,22 @@ class Panel:
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
     """Make an axis logarithmic with at most six labels: numbers, or powers of ten if too long."""
-    step = max(1, int(np.ceil(np.log10(high / low) / 6))) if high > low > 0 else 1
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
-    few = high > low > 0 and high / low < 30
-    axis.set_major_locator(
-        LogLocator(subs=(1, 2, 5)) if few else LogLocator(base=10.0**step, subs=(1,))
-    )
+    ratio = high / low if high > low > 0 else math.inf
+    has_powers = False
+    if ratio < 30:
+        locator = LogLocator(subs=(1, 2, 5))
+    else:
+        num_decades = math.log10(ratio) if ratio < math.inf else 1
+        locator = LogLocator(base=10.0 ** max(1, math.ceil(num_decades / 6)), subs=(1,))
+        has_powers = low < 1e-3 or high > 1e4
+    axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
-    as_power = not few and (low < 1e-3 or high > 1e4)
-    axis.set_major_formatter(
-        FuncFormatter(
-            lambda value, _: (
-                power_of_ten(round(float(np.log10(value)))) if as_power else f"{value:,.10g}"
-            )
-        )
-    )
+
+    def label(value: float, _: int | None) -> str:
+        return power_of_ten(round(math.log10(value))) if has_powers else f"{value:,.10g}"
+
+    axis.set_major_formatter(FuncFormatter(label))
 
 
 def percent_axes(*axes: Axis) -> None:

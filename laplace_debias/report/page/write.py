@@ -67,6 +67,7 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
 
 
 def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) -> str:
+    """Render the page from its template."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -144,5 +145,6 @@ def _inline(picture: Picture) -> Markup:
 
 
 def _theme_colour(colour: str) -> str:
+    """Return a colour as a CSS variable of the page's theme, if it has one."""
     name = _THEME.get(colour.upper())
     return f"var(--{name}, {colour})" if name else colour

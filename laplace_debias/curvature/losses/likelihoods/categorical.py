@@ -156,6 +156,7 @@ class Categorical(Likelihood):
         self.check(values, targets)
 
     def _check_probabilities(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require targets that are class probabilities, except where they are ignored."""
         probabilities = targets.double()
         sums = probabilities.sum(-1)
         rounding = max(_ROUNDING, torch.finfo(targets.dtype).eps)
