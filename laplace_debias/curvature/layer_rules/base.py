@@ -155,6 +155,10 @@ class Block:
 
 
 ModuleTypes = tuple[type[nn.Module] | str, ...]
+# The arguments x and g of the methods of a rule: inputs of a layer, and gradients at its outputs,
+# with one column per cotangent.
+LayerInputs = Shaped[Tensor, "batch *input"]
+OutputGradients = Float[Tensor, "columns batch *output"]
 
 
 class LayerRule:
@@ -163,8 +167,7 @@ class LayerRule:
     The defaults are for a layer with a weight matrix W, and optionally a bias b. The output at each
     position t is $W a_t + b$, and the gradient of the weight along one cotangent is
     $\sum_t g_t a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods
-    that differ. In these methods, x are inputs of a layer, `[B, ...]`, and g are gradients at its
-    outputs, `[K, B, ...]`, with one column per cotangent.
+    that differ. The shapes of their arguments x and g are `LayerInputs` and `OutputGradients`.
 
     Attributes:
         module_types: The layer types, as classes or, to avoid an import, as names that include the
@@ -286,44 +289,46 @@ class LayerRule:
 
     # Activations and output gradients.
 
-    def unfold(self, layer: nn.Module, x: Tensor) -> Float[Tensor, "batch positions features"]:
+    def unfold(self, layer: nn.Module, x: LayerInputs) -> Float[Tensor, "batch positions features"]:
         """Reshape inputs to the rows that the weight multiplies, group by group.
 
         T is the product of all dimensions between the first and the last.
         """
         return x.reshape(x.shape[0], -1, x.shape[-1])
 
-    def num_positions(self, layer: nn.Module, x: Tensor) -> int:
+    def num_positions(self, layer: nn.Module, x: LayerInputs) -> int:
         """Count the rows of `unfold` for one example, T."""
         return x.shape[1:-1].numel()
 
-    def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
+    def unfolded_size(self, layer: nn.Module, block: Block, x: LayerInputs) -> int:
         """Return an upper bound of the entries in one example's rows of `unfold`."""
         return x[0].numel()
 
     def activations(
-        self, layer: nn.Module, block: Block, x: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs
     ) -> Float[Tensor, "batch positions *groups d_in"]:
         """Compute the rows that the weight multiplies, followed by a 1 in a joint block."""
         rows = self.unfold(layer, x).unflatten(2, (*block.groups, -1))
         return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
 
     def activation_rows(
-        self, layer: nn.Module, block: Block, x: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs
     ) -> Float[Tensor, "n *groups d_in"]:
         """Compute the activations of all examples and positions as rows of any memory layout."""
         return self.activations(layer, block, x).flatten(0, 1)
 
-    def activation_indices(self, layer: nn.Module, x: Tensor) -> Int[Tensor, "batch positions"]:
+    def activation_indices(
+        self, layer: nn.Module, x: LayerInputs
+    ) -> Int[Tensor, "batch positions"]:
         """Return the indices of the ones in one-hot activations."""
         return x.reshape(x.shape[0], -1)
 
-    def padding(self, layer: nn.Module, x: Tensor) -> Bool[Tensor, "batch positions"] | None:
+    def padding(self, layer: nn.Module, x: LayerInputs) -> Bool[Tensor, "batch positions"] | None:
         """Return a mask of the positions whose inputs are padding; None if there is no padding."""
         return None
 
     def output_gradients(
-        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns batch *groups d_out positions"]:
         """Reshape the gradients at the layer's output to columns.
 
@@ -344,12 +349,14 @@ class LayerRule:
         return (g != 0).any(1 if self.channels_first else -1).flatten(1)
 
     def jacobian_rows(
-        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns batch *groups d_out"]:
         """Compute the Jacobian rows of an exact block for one call; for a bias, `Σ_t g_t`."""
         return self.output_gradients(layer, block, x, g).sum(-1)
 
-    def slices(self, layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
+    def slices(
+        self, layer: nn.Module, block: Block, x: LayerInputs, extra: int = 0
+    ) -> Iterator[slice]:
         """Yield ranges of examples whose unfolded activations stay below a fixed size.
 
         The caller computes `extra` numbers for each example, in addition to the activations.
@@ -362,7 +369,7 @@ class LayerRule:
     # Methods that compute the same numbers in less time.
 
     def summed_products(
-        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "batch rows d_in"] | None:
         """Compute `Σ_t g_t a_tᵀ` of each example, with the columns stacked.
 
@@ -371,7 +378,7 @@ class LayerRule:
         return None
 
     def weight_gradients(
-        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns *groups d_out d_in"]:
         """Compute `Σ_n Σ_t g_t a_tᵀ` of each column."""
         total = g.new_zeros(len(g), *block.groups, *block.shape)
@@ -384,7 +391,7 @@ class LayerRule:
         return total
 
     def activations_along(
-        self, layer: nn.Module, block: Block, x: Tensor, directions: Directions
+        self, layer: nn.Module, block: Block, x: LayerInputs, directions: Directions
     ) -> Float[Tensor, "batch positions *groups coordinates"]:
         """Compute the coordinates of activations along directions."""
         return directions.coordinates(self.activations(layer, block, x))

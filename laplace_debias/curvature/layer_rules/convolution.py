@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
+from laplace_debias.curvature.layer_rules.base import (
+    Block,
+    LayerInputs,
+    LayerRule,
+    ModuleTypes,
+    OutputGradients,
+)
 from laplace_debias.curvature.layer_rules.patches import fastest_moments
 from laplace_debias.operators.structures.directions import Basis, Directions
 
@@ -81,12 +87,12 @@ class ConvolutionRule(LayerRule):
             number *= (padded_size - reach - 1) // layer.stride[-dim] + 1
         return number
 
-    def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
+    def unfolded_size(self, layer: nn.Module, block: Block, x: LayerInputs) -> int:
         """Return an upper bound, for which each pixel counts as an output position."""
         return x[0, 0].numel() * _patch_size(block)
 
     def jacobian_rows(
-        self, layer: Any, block: Block, x: Tensor, g: Tensor
+        self, layer: Any, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns batch *groups d_out"]:
         """Compute the rows of depthwise kernels, `Σ_t g_t a_t`, or of a bias, `Σ_t g_t`.
 
@@ -112,7 +118,7 @@ class ConvolutionRule(LayerRule):
         return torch.cat(rows_by_slice, dim=1)
 
     def summed_products(
-        self, layer: Any, block: Block, x: Tensor, g: Tensor
+        self, layer: Any, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "batch rows d_in"] | None:
         """Compute `Σ_t g_t a_tᵀ` without patches, as the gradient of the convolution's kernel.
 
@@ -133,7 +139,7 @@ class ConvolutionRule(LayerRule):
         return torch.cat([rows, gradients.flatten(2).sum(-1, keepdim=True)], -1)
 
     def weight_gradients(
-        self, layer: Any, block: Block, x: Tensor, g: Tensor
+        self, layer: Any, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns *groups d_out d_in"]:
         """Compute `Σ_n Σ_t g_t a_tᵀ`, without patches if this takes less time."""
         if not _convolves_faster(layer, block):
@@ -146,7 +152,7 @@ class ConvolutionRule(LayerRule):
         return rows.unflatten(0, (len(g), -1))
 
     def activations_along(
-        self, layer: Any, block: Block, x: Tensor, directions: Directions
+        self, layer: Any, block: Block, x: LayerInputs, directions: Directions
     ) -> Float[Tensor, "batch positions *groups coordinates"]:
         """Compute the coordinates of patches along the directions.
 
@@ -178,7 +184,7 @@ class ConvolutionRule(LayerRule):
         return moments_by_call
 
     def _moments_of_groups(
-        self, layer: Any, block: Block, x: Tensor, moments: Callable[[Any, Tensor], Tensor]
+        self, layer: Any, block: Block, x: LayerInputs, moments: Callable[[Any, Tensor], Tensor]
     ) -> Tensor:
         """Compute A group by group, including the row and the column of a joint bias."""
         factors = [moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
@@ -245,7 +251,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         return _flatten_patches(patches.flip(tuple(range(2 + dims, 2 + 2 * dims))))
 
     def activation_rows(
-        self, layer: nn.Module, block: Block, x: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs
     ) -> Float[Tensor, "n *groups d_in"]:
         """Compute the patches of all examples as rows."""
         return self.activations(layer, block, x).flatten(0, 1)
@@ -260,7 +266,7 @@ class TransposedConvolutionRule(ConvolutionRule):
             number *= stuffed_size + margins
         return number
 
-    def unfolded_size(self, layer: Any, block: Block, x: Tensor) -> int:
+    def unfolded_size(self, layer: Any, block: Block, x: LayerInputs) -> int:
         """Return an upper bound, for which each pixel counts as the product of the strides."""
         return x[0, 0].numel() * torch.Size(layer.stride).numel() * _patch_size(block)
 
@@ -381,7 +387,9 @@ def _flatten_patches(
     return patches.permute(0, *positions, 1, *kernels).flatten(1 + dims).flatten(1, dims)
 
 
-def _correlate(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batch groups d_in"]:
+def _correlate(
+    layer: Any, x: LayerInputs, g: OutputGradients
+) -> Float[Tensor, "columns batch groups d_in"]:
     """Compute `Σ_t g_t a_t` without patches.
 
     The correlation of an image with a gradient is a convolution whose kernel is the gradient:

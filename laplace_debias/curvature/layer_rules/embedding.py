@@ -6,7 +6,12 @@ from typing import Any
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layer_rules.base import Block, LayerRule
+from laplace_debias.curvature.layer_rules.base import (
+    Block,
+    LayerInputs,
+    LayerRule,
+    OutputGradients,
+)
 from laplace_debias.curvature.layer_rules.generic import GenericRule
 
 
@@ -30,14 +35,14 @@ class EmbeddingRule(LayerRule):
         """Transpose the table."""
         return weight.T
 
-    def padding(self, layer: Any, x: Tensor) -> Bool[Tensor, "batch positions"] | None:
+    def padding(self, layer: Any, x: LayerInputs) -> Bool[Tensor, "batch positions"] | None:
         """Return a mask of the positions whose token is the layer's `padding_idx`."""
         if layer.padding_idx is None:
             return None
         return self.activation_indices(layer, x).eq(layer.padding_idx)
 
     def output_gradients(
-        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns batch d_out positions"]:
         """Reshape the gradients, and set the gradients at padding to zero.
 

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
+from laplace_debias.curvature.layer_rules.base import (
+    Block,
+    LayerInputs,
+    LayerRule,
+    ModuleTypes,
+    OutputGradients,
+)
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -34,13 +40,13 @@ class NormRule(LayerRule):
         """Flatten the parameter."""
         return values[0].flatten().unsqueeze(-1)
 
-    def normalise(self, layer: Any, x: Tensor) -> Tensor:
+    def normalise(self, layer: Any, x: LayerInputs) -> Tensor:
         """Normalise the input without scale and shift."""
         normalise = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
         return normalise(x, layer.normalized_shape, eps=layer.eps)
 
     def jacobian_rows(
-        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+        self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns batch size"]:
         """Compute `Σ_t g_t ⊙ x̂_t` for the scale, with the normalised input x̂; else `Σ_t g_t`."""
         if block.parameters[0].rpartition(".")[2] == "weight":
@@ -71,7 +77,7 @@ class ChannelNormRule(NormRule):
         has_rule = isinstance(layer, (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
         return has_rule and super().owns(layer, key)
 
-    def normalise(self, layer: Any, x: Tensor) -> Tensor:
+    def normalise(self, layer: Any, x: LayerInputs) -> Tensor:
         """Normalise the input without scale and shift."""
         if isinstance(layer, nn.GroupNorm):
             return F.group_norm(x, layer.num_groups, eps=layer.eps)

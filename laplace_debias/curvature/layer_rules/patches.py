@@ -184,8 +184,8 @@ def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
         width = columns.num_pixels(first[1])
         displaced_pixels += num_displacements * height * width
         # One product for each row and each column, and for each pixel where they cross.
-        confined_rows = rows.confined(row_pairs)
-        confined_columns = columns.confined(column_pairs)
+        confined_rows = rows.confined_displacements(row_pairs)
+        confined_columns = columns.confined_displacements(column_pairs)
         unconfined = len(set(row_pairs.values())) * len(set(column_pairs.values()))
         num_products = len(confined_rows) * len(confined_columns) - unconfined
         num_border_products += num_products
@@ -257,7 +257,7 @@ class _Offsets:
         with_zero = [0, *displacements]
         return range(min(with_zero), max(with_zero) + 1, self.step)
 
-    def excluded(self, i: int, k: int) -> list[int]:
+    def excluded_pixels(self, i: int, k: int) -> list[int]:
         """Return the pixels of offset i's phase that a pair of offsets must not count.
 
         These pixels and their displaced partners lie in the image, but there is no output position
@@ -270,12 +270,14 @@ class _Offsets:
         inside = range(max(0, -shift), min(num_pixels, num_partners - shift))
         return [r for r in inside if not first <= r < first + self.num_positions]
 
-    def confined(self, pairs: dict[tuple[int, int], int]) -> set[tuple[int, int | None]]:
+    def confined_displacements(
+        self, pairs: dict[tuple[int, int], int]
+    ) -> set[tuple[int, int | None]]:
         """Return pairs of a displacement with None and with each pixel that its offsets exclude."""
         confined: set[tuple[int, int | None]] = set()
         for (i, k), displacement in pairs.items():
             confined.add((displacement, None))
-            confined.update((displacement, pixel) for pixel in self.excluded(i, k))
+            confined.update((displacement, pixel) for pixel in self.excluded_pixels(i, k))
         return confined
 
 
@@ -309,7 +311,7 @@ def _write(
     products = products.permute(2, 3, 0, 1).contiguous()
 
     @cache
-    def confined(dy: int, dx: int, row: int | None, column: int | None) -> Tensor:
+    def confined_product(dy: int, dx: int, row: int | None, column: int | None) -> Tensor:
         """Compute the product at a displacement within one row, one column, or where they cross."""
         y, partner_y = _slices(row, dy, image.shape[2], partner.shape[2])
         z, partner_z = _slices(column, dx, image.shape[3], partner.shape[3])
@@ -319,9 +321,13 @@ def _write(
     for ((i, k), dy), ((j, m), dx) in all_pairs:
         total = products[down.index(dy), right.index(dx)].clone()
         # Subtract the products at the border by inclusion and exclusion.
-        border = itertools.product((None, *rows.excluded(i, k)), (None, *columns.excluded(j, m)))
+        border = itertools.product(
+            (None, *rows.excluded_pixels(i, k)), (None, *columns.excluded_pixels(j, m))
+        )
         for row, column in list(border)[1:]:
-            total.add_(confined(dy, dx, row, column), alpha=-1 if None in (row, column) else 1)
+            total.add_(
+                confined_product(dy, dx, row, column), alpha=-1 if None in (row, column) else 1
+            )
         A[i, j, k, m] = total
         A[k, m, i, j] = total.T
 
