@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 from laplace_debias.commands.values import (
     UnexpectedValueError,
-    converted,
+    convert,
     members,
     parsed_yaml,
     plain,
@@ -110,7 +110,7 @@ class Option:
                 raise argparse.ArgumentTypeError(f"expected {self.metavar}, got {text!r}")
             content = {key: entry}
         try:
-            return converted(content, self.kind)
+            return convert(content, self.kind)
         except UnexpectedValueError as error:
             raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from error
 
@@ -228,8 +228,8 @@ class CommandLine(Generic[Settings]):
             name, _, key = flag[2:].partition(".")
             option = self._by_name.get(name)
             if key and option is not None and option.container is dict:
-                convert = partial(option.value, key=key)
-                parser.add_argument(flag, dest=option.field, action="append", type=convert)
+                convert_entry = partial(option.value, key=key)
+                parser.add_argument(flag, dest=option.field, action="append", type=convert_entry)
         try:
             parsed, unknown = parser.parse_known_args(_with_joined_values(arguments))
         except argparse.ArgumentError as error:
@@ -278,7 +278,7 @@ class CommandLine(Generic[Settings]):
             if option is None:
                 raise ValueError(f"{path}: {self._unknown(str(name), '')}")
             try:
-                values[option.field] = converted(value, option.kind)
+                values[option.field] = convert(value, option.kind)
             except UnexpectedValueError as error:
                 raise ValueError(
                     f"`{name}: {value}` in {path} is not valid. Pass {error}."

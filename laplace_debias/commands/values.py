@@ -30,7 +30,7 @@ def members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def converted(value: Any, kind: Any) -> Any:
+def convert(value: Any, kind: Any) -> Any:
     """Convert a string of the command line, or a value from a file, to a type.
 
     Raises:
@@ -49,7 +49,7 @@ def converted(value: Any, kind: Any) -> Any:
     if origin is dict:
         _, kind_of_values = get_args(kind)
         return {
-            str(key): converted(entry, kind_of_values) for key, entry in _as_mapping(value).items()
+            str(key): convert(entry, kind_of_values) for key, entry in _as_mapping(value).items()
         }
     if dataclasses.is_dataclass(kind):
         return _as_dataclass(value, kind)
@@ -69,7 +69,7 @@ def _as_member(value: Any, kinds: Sequence[Any]) -> Any:
         if kind is NoneType:
             continue
         try:
-            return converted(value, kind)
+            return convert(value, kind)
         except UnexpectedValueError as error:
             expected.append(str(error))
     raise UnexpectedValueError(" or ".join(dict.fromkeys(expected)))
@@ -84,10 +84,10 @@ def _as_sequence(value: Any, kind: Any) -> list[Any]:
         entries = [value]
     kinds = get_args(kind)
     if Ellipsis in kinds or len(kinds) == 1:
-        return [converted(entry, kinds[0]) for entry in entries]
+        return [convert(entry, kinds[0]) for entry in entries]
     if len(entries) != len(kinds):
         raise UnexpectedValueError(f"{len(kinds)} values")
-    return [converted(entry, each) for entry, each in zip(entries, kinds, strict=True)]
+    return [convert(entry, each) for entry, each in zip(entries, kinds, strict=True)]
 
 
 def _as_mapping(value: Any) -> Mapping[Any, Any]:
@@ -111,7 +111,7 @@ def _as_dataclass(value: Any, kind: Any) -> Any:
     values = {}
     for name, entry in content.items():
         try:
-            values[name] = converted(entry, kinds[name])
+            values[name] = convert(entry, kinds[name])
         except UnexpectedValueError as error:
             raise UnexpectedValueError(f"{error} for {name}") from error
     return kind(**values)

@@ -38,7 +38,7 @@ def accuracy(
             unknown.
     """
     probs, labels = check_classification(probs, labels)
-    return reduced((probs.argmax(dim=1) == labels).to(probs.dtype), reduction)
+    return reduce_examples((probs.argmax(dim=1) == labels).to(probs.dtype), reduction)
 
 
 def nll(
@@ -58,7 +58,7 @@ def nll(
     log_probs = likelihoods.clamp(min=finfo(probs.dtype).tiny).log()[:, 0]
     # Take the mean before the negation. Negation does not round, and the order of the terms in
     # memory does not change.
-    return -reduced(log_probs, reduction)
+    return -reduce_examples(log_probs, reduction)
 
 
 def brier(
@@ -77,7 +77,7 @@ def brier(
         1950.
     """
     probs, labels = check_classification(probs, labels)
-    return reduced((probs - one_hot(labels, probs.shape[1])).square().sum(dim=1), reduction)
+    return reduce_examples((probs - one_hot(labels, probs.shape[1])).square().sum(dim=1), reduction)
 
 
 def overconfidence(
@@ -94,10 +94,10 @@ def overconfidence(
     `accuracy`.
     """
     confidences, right = confidence_and_right(probs, labels)
-    return reduced(confidences - right, reduction)
+    return reduce_examples(confidences - right, reduction)
 
 
-def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
+def reduce_examples(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
     """Return the mean of the examples' values, or the values unchanged."""
     if reduction not in ("mean", "none"):
         raise ValueError(f'`reduction` is {reduction!r}. Use "mean" or "none".')

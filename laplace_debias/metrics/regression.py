@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.special import ndtr, ndtri
 
 from laplace_debias.metrics.checks import check_level, check_real
-from laplace_debias.metrics.classification import Reduction, reduced
+from laplace_debias.metrics.classification import Reduction, reduce_examples
 from laplace_debias.system.checks import whole
 
 Real = Float[Tensor, "n *outputs"]
@@ -43,7 +43,7 @@ def gaussian_nll(
     mean, standard_deviation, targets = _at_least_float32(mean, standard_deviation, targets)
     scaled = (targets - mean) / standard_deviation
     terms = scaled.square() / 2 + standard_deviation.log() + math.log(2 * math.pi) / 2
-    return reduced(terms, reduction)
+    return reduce_examples(terms, reduction)
 
 
 def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
@@ -80,7 +80,7 @@ def crps(
     z = (targets - mean) / standard_deviation
     density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
     terms = z * (2 * ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi)
-    return reduced(standard_deviation * terms, reduction)
+    return reduce_examples(standard_deviation * terms, reduction)
 
 
 def gaussian_interval(
@@ -125,7 +125,7 @@ def interval_coverage(
     """
     check_intervals(low, high, targets)
     low, high, targets = _at_least_float32(low, high, targets)
-    return reduced(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
+    return reduce_examples(((low <= targets) & (targets <= high)).to(targets.dtype), reduction)
 
 
 def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
@@ -136,7 +136,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
     """
     check_intervals(low, high)
     low, high = _at_least_float32(low, high)
-    return reduced(high - low, reduction)
+    return reduce_examples(high - low, reduction)
 
 
 def interval_score(
@@ -168,7 +168,7 @@ def interval_score(
     check_intervals(low, high, targets)
     low, high, targets = _at_least_float32(low, high, targets)
     distance_outside = (low - targets).clamp(min=0) + (targets - high).clamp(min=0)
-    return reduced(high - low + 2 / (1 - level) * distance_outside, reduction)
+    return reduce_examples(high - low + 2 / (1 - level) * distance_outside, reduction)
 
 
 def pinball(
@@ -198,7 +198,7 @@ def pinball(
     check_real({"quantile": quantile, "targets": targets})
     quantile, targets = _at_least_float32(quantile, targets)
     error = targets - quantile
-    return reduced(torch.maximum(level * error, (level - 1) * error), reduction)
+    return reduce_examples(torch.maximum(level * error, (level - 1) * error), reduction)
 
 
 def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:

@@ -23,7 +23,7 @@ class LocalModel:
     def __init__(
         self, closure: Closure, parameters: list[Tensor], decay: Tensor, theta: Tensor
     ) -> None:
-        loss, outputs = evaluated(closure)
+        loss, outputs = evaluate_closure(closure)
         if not (loss.requires_grad and outputs.requires_grad):
             raise ValueError(
                 "The closure's loss or outputs do not depend on any parameter. Compute both with "
@@ -96,7 +96,7 @@ class GraphGGN(Symmetric):
         return flat(product)
 
 
-def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
+def evaluate_closure(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
     """Evaluate a closure; return the loss and the outputs.
 
     Raises:
@@ -157,7 +157,7 @@ class LossAlongStep:
         theta = self.move(size)
         try:
             with torch.no_grad():
-                loss, _ = evaluated(self._closure, finite=False)
+                loss, _ = evaluate_closure(self._closure, finite=False)
         finally:
             self.move(0.0)
         return float(loss) + 0.5 * float(self._decay @ theta.square())

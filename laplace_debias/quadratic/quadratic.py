@@ -115,10 +115,8 @@ class Quadratic:
     position: Float[Tensor, " dim"]
 
     def __post_init__(self) -> None:
-        if (
-            self.matrix.shape != 2 * self.gradient.shape
-            or self.position.shape != self.gradient.shape
-        ):
+        shape = self.gradient.shape
+        if self.matrix.shape != (*shape, *shape) or self.position.shape != shape:
             raise ValueError(
                 f"A gradient of shape {tuple(self.gradient.shape)}, a matrix of shape "
                 f"{self.matrix.shape} and a position of shape "

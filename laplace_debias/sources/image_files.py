@@ -61,7 +61,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a normalised image, float32 [C, H, W], and its label."""
         file, label = self.files[index]
-        image = opened(file, self.view.is_grey)
+        image = decode_picture(file, self.view.is_grey)
         if not self.view.any_size and index:
             first_file, _ = self.files[0]
             size, _ = header(first_file)
@@ -83,7 +83,7 @@ def files_of(batches: Any) -> list[tuple[Path, int]] | None:
     return [subset.dataset.files[index] for index in subset.indices]
 
 
-def opened(file: Path, is_grey: bool = False) -> Any:
+def decode_picture(file: Path, is_grey: bool = False) -> Any:
     """Decode a picture."""
     try:
         with PIL.Image.open(file) as picture:

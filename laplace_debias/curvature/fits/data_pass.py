@@ -79,7 +79,7 @@ class _DataPass:
                 self._saved.save(self._checks.read)
         self._checks.read()
         self._saved.end()
-        totals = self._saved.totals.over(self._accumulator.context.ranks)
+        totals = self._saved.totals.sum_over(self._accumulator.context.ranks)
         self._accumulator.reduce()
         return totals
 

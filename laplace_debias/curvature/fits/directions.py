@@ -93,11 +93,14 @@ def descending_eigenpairs(factor: Factor, description: str = "the factor") -> Ei
 def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
     """Compute the eigenpairs of several factors of one shape together.
 
-    The eigenpairs of a diagonal factor are its entries, in their order, and the coordinate axes.
-    The eigenvectors of rows are the eigenvectors that span the rows, followed by a basis of the
-    null space. In double precision, a decomposition of `[n, n]` coordinates loses no digits. Wide
-    rows have thin directions: only the eigenvectors that span the rows, and one more eigenvalue,
-    the mean over the remaining directions.
+    The form of the factors decides what is returned:
+
+    - Matrices have all eigenpairs, in descending order of the eigenvalues.
+    - Rows (`GramFactor`) have the same, computed from the rows: first the eigenvectors that span
+      the rows, then a basis of the null space.
+    - Wide rows have thin directions: only the eigenvectors that span the rows, and one more
+      eigenvalue, the mean over the remaining directions.
+    - Diagonals have their entries, in their order, along the coordinate axes.
 
     LAPACK chooses the sign of an eigenvector, and samples depend on it. Here every eigenvector has
     a positive product with one fixed vector, so that samples are the same on other machines.

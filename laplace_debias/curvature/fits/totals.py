@@ -85,7 +85,7 @@ class DataTotals:
         input_weights = {name: float(weight) for name, weight in self.input_weights.items()}
         return replace(self, nll=float(self.nll), input_weights=input_weights)
 
-    def over(self, ranks: Ranks) -> "DataTotals":
+    def sum_over(self, ranks: Ranks) -> "DataTotals":
         """Return the totals over all processes.
 
         Raises:

@@ -39,7 +39,15 @@ class ExampleDims:
         inputs: Mapping[str, list[torch.Size]],
         doubled: Mapping[str, list[torch.Size]],
     ) -> "ExampleDims":
-        """Compare the shapes of layers' inputs for a batch and for a batch of doubled examples."""
+        """Compare the shapes of layers' inputs for a batch and for a batch of doubled examples.
+
+        Args:
+            network: The network.
+            batch: The number of examples in the first batch; the second batch has twice as many.
+            inputs: For each layer, by its path, the shapes of its inputs in the first batch, call
+                by call.
+            doubled: The same for the second batch.
+        """
         dims = cls(is_known=True)
         for path in inputs.keys() & doubled.keys():
             rule = layer_rule(network.get_submodule(path))

@@ -26,7 +26,7 @@ from laplace_debias.curvature.network.inputs import (
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
 from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.ranks import process_group
+from laplace_debias.system.ranks import Ranks, process_group
 
 FIRST_EXAMPLES = 16
 """Number of examples of the first batch that are run if two examples do not use all of a model."""
@@ -203,23 +203,31 @@ def find_references(
                 break
             search.read(move(inputs, first.outputs.device, None))
     batches = search.batches
+    unused = search.unused
     if ranks.size > 1 and any(ranks.exchange(first.is_partial)):
-        on_host = [move(inputs, torch.device("cpu"), None) for inputs in (first.x, *batches)]
-        by_rank = ranks.exchange((on_host, search.unused))
-        batches = [
-            move(batch, first.outputs.device, None)
-            for rank_batches, _ in by_rank
-            for batch in rank_batches
-        ]
-        unused = set[str].intersection(*(set(unused) for _, unused in by_rank))
-        search.unused = [name for name in names if name in unused]
+        batches, unused = _join_over_processes(
+            ranks, [first.x, *batches], unused, first.outputs.device
+        )
     references: list[Reference] = []
     missing = set(first.without_gradient)
     for inputs in batches:
         reference = Reference.compute(network, names, inputs, missing)
         missing.intersection_update(reference.without_gradient)
         references.append(reference)
-    return references, search.unused
+    return references, unused
+
+
+def _join_over_processes(
+    ranks: Ranks, batches: Sequence[Inputs], unused: Sequence[str], device: torch.device
+) -> tuple[list[Inputs], list[str]]:
+    """Return the batches of all processes, and the parameters that are unused in all of them."""
+    on_host = [move(inputs, torch.device("cpu"), None) for inputs in batches]
+    by_rank = ranks.exchange((on_host, unused))
+    batches_of_all = [
+        move(inputs, device, None) for inputs_of_rank, _ in by_rank for inputs in inputs_of_rank
+    ]
+    unused_in_all = set[str].intersection(*(set(names) for _, names in by_rank))
+    return batches_of_all, [name for name in unused if name in unused_in_all]
 
 
 def _chunks(batches: Iterable[Inputs]) -> Iterator[Inputs]:

@@ -145,8 +145,9 @@ def differing_blocks(
 ) -> list[Block]:
     """Find blocks that do not agree with automatic differentiation on the first two examples.
 
-    The result is empty if two passes give different outputs. Sites that cannot be measured on so
-    few examples are left out; a pass over all examples raises an error.
+    The result is empty if two passes give different outputs, because their gradients cannot be
+    compared then. Sites that cannot be measured on so few examples are left out; a pass over all
+    examples raises an error.
     """
     few = _two_examples(x)
     reference = Reference.compute(network, names, few)

@@ -211,12 +211,16 @@ _ROUNDING = 1e-3
 
 
 def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
-    """Change a `shared_copy` to give outputs `[B, ..., C]`."""
+    """Change a `shared_copy` so that it moves the dimension of the classes to the end.
+
+    A call raises an error if the outputs do not have this dimension, or if it is the dimension of
+    the examples.
+    """
 
     def move(_: nn.Module, __: Any, raw_outputs: Any) -> Tensor:
         outputs = logits_of(raw_outputs)
         has_dim = -outputs.ndim <= class_dim < outputs.ndim
-        if not has_dim or class_dim % max(outputs.ndim, 1) == 0:
+        if not has_dim or class_dim in (0, -outputs.ndim):
             # The message does not state the batch size, because the package may have made up the
             # batch.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])

@@ -23,7 +23,7 @@ from laplace_debias.laplace.prediction.predictive import (
     PredictionMethod,
     check_same_shape,
     equal_mixture,
-    stacked,
+    stack_members,
 )
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics.uncertainties import (
@@ -60,7 +60,7 @@ def _closed_variances(
         means.append(marginals.mean)
         totals.append(total)
         epistemics.append(fit.likelihood.epistemic_variances(mean, variances).to(total.dtype))
-    between = stacked(means).var(0, unbiased=False)
+    between = stack_members(means).var(0, unbiased=False)
     total = torch.stack(totals)
     epistemic = torch.stack(epistemics)
     aleatoric = (total - epistemic).mean(0)
@@ -159,7 +159,7 @@ def scores_of_logits(
     For independent labels, the variance is the mean over the labels, and the instability is the
     largest over the labels.
     """
-    means = stacked([member.mean for member in members])
+    means = stack_members([member.mean for member in members])
     if likelihood.activation == "softmax":
         first, second = leading_classes(means)
         within = torch.stack([member.mean_variance() for member in members]).mean(0)

@@ -88,13 +88,13 @@ class CheckedTargets:
     Attributes:
         labels: The targets, with one row per term.
         counted: Whether each term counts, that is, is not ignored.
-        with_density: The targets in the shape for `predictive.log_prob`, with zeros for ignored
-            targets.
+        targets_with_density: The targets in the shape for `predictive.log_prob`, with zeros for
+            ignored targets.
     """
 
     labels: Tensor
     counted: Bool[Tensor, " terms"]
-    with_density: Tensor
+    targets_with_density: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,11 +294,11 @@ def check_targets(
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
     # An ignored target must still have a density, so it is replaced by zero.
-    with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
-    with_density = with_density.reshape(shape + predictive.event_shape)
+    targets_with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
+    targets_with_density = targets_with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):
-        with_density = with_density.to(values.dtype)
-    return CheckedTargets(labels, counted, with_density)
+        targets_with_density = targets_with_density.to(values.dtype)
+    return CheckedTargets(labels, counted, targets_with_density)
 
 
 def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
@@ -306,14 +306,14 @@ def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
     counted = checked.counted
     kind = kind_of(predictive)
     values = probabilities_or_means(predictive)
-    log_probs = predictive.log_prob(checked.with_density).flatten()
+    log_probs = predictive.log_prob(checked.targets_with_density).flatten()
     deviations = None
     levels = None
     if kind in ("normal", "numbers"):
         with suppress(NotImplementedError):
             deviations = _standard_deviations(predictive)[counted]
     if kind == "numbers" and deviations is not None:
-        levels = interval_levels(single_targets(predictive), checked.with_density)
+        levels = interval_levels(single_targets(predictive), checked.targets_with_density)
         if levels is not None:
             levels = levels.reshape(values.shape)[counted]
     return Scores(

@@ -243,7 +243,7 @@ def equal_mixture(predictives: Sequence[Distribution]) -> Distribution:
     first = predictives[0]
     if len(predictives) == 1:
         return first
-    values = stacked([_logits_or_mean(predictive) for predictive in predictives])
+    values = stack_members([_logits_or_mean(predictive) for predictive in predictives])
     if isinstance(first, MultivariateNormal):
         covariances = torch.stack(
             [predictive.covariance_matrix for predictive in predictives]  # type: ignore[attr-defined]
@@ -274,7 +274,7 @@ def covariance_between(
     return torch.einsum("m...i,m...j->...ij", residuals, residuals) / len(means)
 
 
-def stacked(members: Sequence[Tensor]) -> Float[Tensor, "members ..."]:
+def stack_members(members: Sequence[Tensor]) -> Float[Tensor, "members ..."]:
     """Stack tensors of a mixture's members, which must have the same shape."""
     check_same_shape([tuple(member.shape) for member in members])
     return torch.stack(list(members))

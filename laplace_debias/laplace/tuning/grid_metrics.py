@@ -171,7 +171,7 @@ def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor
     # Class probabilities are not computed: for a thousand classes, the log-probabilities of the
     # targets need a thousandth of the memory.
     log_probs = predicted.log_prob(
-        targets.with_density.expand(predicted.batch_shape + predicted.event_shape)
+        targets.targets_with_density.expand(predicted.batch_shape + predicted.event_shape)
     )
     return -log_probs.flatten(1)[:, targets.counted].double().T
 

@@ -91,11 +91,12 @@ def lanczos_eigenpairs(
     n = A.shape[0]
     num_vectors = capacity(n, k, A.dtype.itemsize)
     basis = KrylovBasis(A, products, size=n, capacity=num_vectors, generator=generator)
-    # If the basis can hold all columns, a long search is stopped after n products, and the operator
-    # is converted to a dense matrix instead.
-    limit = n if basis.capacity == n and 2 * n <= max_matvecs else max_matvecs
+    # A dense matrix needs n more products. If there are enough, and the basis can hold all columns,
+    # a search that takes longer than n products is stopped, and the matrix is decomposed instead.
+    can_be_dense = basis.capacity == n and 2 * n <= max_matvecs
+    limit = n if can_be_dense else max_matvecs
     result = search(basis, products, k=k, end=end, tol=tol, max_matvecs=limit)
-    if limit < max_matvecs and not result.was_verified:
+    if can_be_dense and not result.was_verified:
         return dense_eigenpairs(products, k, end)
     status = Status.CONVERGED
     message = "converged"

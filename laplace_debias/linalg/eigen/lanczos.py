@@ -120,9 +120,13 @@ def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Ritz pairs, the requested pairs first, and whether these converged and no pair was missed.
+    """The result of a search for eigenpairs.
 
-    `goal` is the largest residual of a converged pair.
+    Attributes:
+        pairs: The Ritz pairs, the requested pairs first.
+        goal: The largest residual of a converged pair.
+        has_converged: Whether the requested pairs have converged.
+        was_verified: Whether it was also checked that no pair was missed.
     """
 
     pairs: RitzPairs

@@ -169,18 +169,21 @@ class EigenKronecker(Symmetric):
 
         Args:
             side: 0 for U_G, 1 for U_A. This side must not be None.
-            order: Indices of the directions, beginning with the directions to keep.
+            order: Indices of the columns of U, for each group, beginning with the columns to keep.
             rank: Number of directions to keep; the others get the mean of their magnitudes.
         """
         U = (self.U_G, self.U_A)[side]
         assert U is not None
-        dim = side - 2
+        dim = side - 2  # The dimension of this side in the magnitudes.
+        other_dim = -1 - side
         d, r = U.shape[-2:]
+        # A thin side has one more magnitude, which belongs to all d - r orthogonal directions.
         along, orthogonal = self.magnitudes.tensor_split([r], dim)
-        along = torch.take_along_dim(along, order.unsqueeze(-1 - side), dim)
+        along = torch.take_along_dim(along, order.unsqueeze(other_dim), dim)
         kept_magnitudes, dropped = along.tensor_split([rank], dim)
         pool = dropped.sum(dim, keepdim=True) + (d - r) * orthogonal.sum(dim, keepdim=True)
         magnitudes = torch.cat([kept_magnitudes, pool / (d - rank)], dim)
+        # Columns stay contiguous, as `eigh` returns them.
         U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
         if side == 0:
             return replace(self, U_G=U, magnitudes=magnitudes, added=0.0)

@@ -66,13 +66,15 @@ def example_groups(run: Run) -> list[CardGroup]:
     examples = run.folder.read_examples()
     labels = {method.key: method.label for method in run.methods}
     keys = list(labels)
+    network = keys[0]
     groups = []
+    # The names of the groups are fields of `examples`.
     for name, (title, text) in _GROUPS.items():
-        ranking = examples.chosen_by.get(name, keys[-1])
-        methods = {key: labels[key] for key in (keys[0], ranking)}
+        chosen_by = examples.chosen_by.get(name, keys[-1])
+        methods = {key: labels[key] for key in (network, chosen_by)}
         cards = [_card(run, record, methods) for record in getattr(examples, name)]
         if cards:
-            groups.append(CardGroup(title, text.format(method=labels[ranking]), cards))
+            groups.append(CardGroup(title, text.format(method=labels[chosen_by]), cards))
     return groups
 
 
