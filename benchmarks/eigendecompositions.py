@@ -9,9 +9,9 @@ from benchmarks.ours import fit_context
 from benchmarks.report import Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.network.batch import Batch
 
 TITLE = "Eigendecompositions of all factors"
 UNIT = "s"

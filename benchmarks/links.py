@@ -22,9 +22,9 @@ from torch.distributions import Distribution
 
 from laplace_debias import Laplace
 from laplace_debias.assessment.temperature import fit_temperature
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.losses.likelihoods.base import probit
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments

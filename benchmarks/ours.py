@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_sums import factor_sums
@@ -19,7 +20,6 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.curvature.network.shared_copy import shared_copy
 

@@ -12,10 +12,10 @@ from benchmarks.report import FASTEST_PEER, Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.network.batch import Batch
 
 UNIT = "s"
 REFERENCES = ("gradient",)

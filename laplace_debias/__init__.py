@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from laplace_debias.system.lazy import attributes_from
 
 if TYPE_CHECKING:
+    from laplace_debias.curvature.data.shards import ShardedBatches
     from laplace_debias.curvature.losses.likelihoods import (
         Bernoulli,
         Categorical,
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
         Poisson,
     )
     from laplace_debias.curvature.network.inputs import OneArgument
-    from laplace_debias.curvature.network.shards import ShardedBatches
     from laplace_debias.laplace import (
         Auto,
         Conformal,
@@ -73,7 +73,7 @@ __getattr__ = attributes_from(
             "Poisson",
         ),
         "laplace_debias.curvature.network.inputs": ("OneArgument",),
-        "laplace_debias.curvature.network.shards": ("ShardedBatches",),
+        "laplace_debias.curvature.data.shards": ("ShardedBatches",),
         "laplace_debias.laplace": (
             "Auto",
             "Conformal",

@@ -19,8 +19,8 @@ from laplace_debias.assessment.methods import (
 from laplace_debias.assessment.posteriors import TRAINING_EXAMPLES
 from laplace_debias.assessment.run import Run, evaluation_sets, run_record
 from laplace_debias.assessment.stages import fit, predict
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.laplace.fitting.resuming import likelihood_identity, random_samplers_of
 from laplace_debias.runs.folder import RunFolder

@@ -15,10 +15,10 @@ from laplace_debias.assessment.predicting import (
     selected_batches,
 )
 from laplace_debias.assessment.predictions import labels_like, probabilities
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import join
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace

@@ -19,10 +19,10 @@ from laplace_debias.assessment.predictions import (
     PredictedSet,
     Predictions,
 )
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace import Laplace, links

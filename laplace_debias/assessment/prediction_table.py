@@ -17,8 +17,8 @@ from laplace_debias.assessment.predicting import (
     selected_batches,
 )
 from laplace_debias.assessment.predictions import POSTERIOR_SCORES, probabilities
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import gaussian_interval

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from laplace_debias.assessment.methods import Method
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.runs.folder import NAME, RunFolder
 from laplace_debias.runs.records import (
     FORMAT,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.linalg import (
     EigenPairs,
     Estimate,

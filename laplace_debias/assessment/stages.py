@@ -37,8 +37,8 @@ from laplace_debias.assessment.predictions import (
 from laplace_debias.assessment.recalibration import Recalibration, fit_recalibration
 from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
+from laplace_debias.curvature.data.batches import Batches, total_size
 from laplace_debias.curvature.fits.checkpoint import states_kept
-from laplace_debias.curvature.network.batches import Batches, total_size
 from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
 from laplace_debias.runs.records import PredictionsSummary

@@ -15,9 +15,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from laplace_debias.curvature.data.dataset_size import fault_of_draws, repeated_held_out
+from laplace_debias.curvature.data.shards import ShardedBatches, with_batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.dataset_size import fault_of_draws, repeated_held_out
-from laplace_debias.curvature.network.shards import ShardedBatches, with_batches
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import Report

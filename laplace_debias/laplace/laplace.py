@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.selection import ParameterSelection

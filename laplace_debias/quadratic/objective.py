@@ -8,17 +8,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.curvature.data.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.losses import Loss, output_loss
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.quantised import is_never_copied
-from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.operators import GGN, Hessian
+from laplace_debias.curvature.operators.network import Network
 from laplace_debias.linalg.checks import check_choice
 from laplace_debias.system.gathering import is_sharded
 from laplace_debias.system.ranks import collective, process_group

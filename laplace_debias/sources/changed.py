@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.sources.corruptions import corrupt
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.splits import Examples

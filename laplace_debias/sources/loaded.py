@@ -8,8 +8,8 @@ from typing import Any
 from jaxtyping import UInt8
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.laplace import Laplace
 from laplace_debias.sources.likelihoods import task_name
 

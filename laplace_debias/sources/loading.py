@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, Likelihood
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.calling import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data

@@ -7,11 +7,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.curvature.data.shards import ShardedBatches, with_batches
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.shards import ShardedBatches, with_batches
 from laplace_debias.sources.changed import Changed
 from laplace_debias.system.ranks import process_group
 

@@ -17,9 +17,9 @@ from torch.utils.data import (
     Subset,
 )
 
+from laplace_debias.curvature.data.batches import Batches, total_size
+from laplace_debias.curvature.data.dataset_size import dataset_size
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches, total_size
-from laplace_debias.curvature.network.dataset_size import dataset_size
 from laplace_debias.sources.image_files import View
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.curvature.data.dataset_size import training_size
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.calling import call
-from laplace_debias.curvature.network.dataset_size import training_size
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure

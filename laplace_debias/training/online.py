@@ -8,13 +8,13 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Stream
+from laplace_debias.curvature.data.dataset_size import TrainingSize
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.module_snapshot import numbers_of
 from laplace_debias.curvature.network.selection import ParameterSelection

@@ -7,6 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import consecutive
 from laplace_debias.curvature.fits import crossfit
 from laplace_debias.curvature.fits.crossfit import (
     crossfit_magnitudes,
@@ -15,8 +17,6 @@ from laplace_debias.curvature.fits.crossfit import (
 )
 from laplace_debias.curvature.fits.degenerate import resolution
 from laplace_debias.curvature.fits.directions import Eigenpairs
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.system.ranks import Ranks
 
 ROUNDING = 1e-10

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_keys import Side
@@ -16,7 +17,6 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 PAD = 0

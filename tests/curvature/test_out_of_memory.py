@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import consecutive
 from laplace_debias.curvature.fits import block_tensors, factor_sums
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.state.fitted import FitSetup
 

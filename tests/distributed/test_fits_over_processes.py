@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from laplace_debias import Full
-from laplace_debias.curvature.network.batches import consecutive
-from laplace_debias.curvature.network.shards import FAR
+from laplace_debias.curvature.data.batches import consecutive
+from laplace_debias.curvature.data.shards import FAR
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import ShardedBatches
-from laplace_debias.curvature.network.shards import check_shared, first_indices_of_batches
+from laplace_debias.curvature.data.shards import check_shared, first_indices_of_batches
 from laplace_debias.system.ranks import Ranks
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.laplace.tuning.output_noise import tune_output_noise
 
 NOISES = (0.1, 0.5, 0.2)

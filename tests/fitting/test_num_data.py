@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from laplace_debias import Conformal, Laplace, alone
 from laplace_debias.curvature import GGN
-from laplace_debias.curvature.network.dataset_size import dataset_size
+from laplace_debias.curvature.data.dataset_size import dataset_size
 from laplace_debias.system.checks import whole
 
 SIZE = 24

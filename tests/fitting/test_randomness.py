@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_debias import Laplace, OneArgument, curvature, linalg, metrics, operators
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Stream
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 
 ONES = torch.ones(40, dtype=torch.float64)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from laplace_debias import CrossFit, Full, Laplace, Split
+from laplace_debias.curvature.data.batches import consecutive
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.schemes import Scheme
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
+from laplace_debias.curvature.data.batches import consecutive
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
-from laplace_debias.curvature.network.batches import consecutive
 from laplace_debias.laplace.fitting.modes import MODES, Mode
 from laplace_debias.laplace.fitting.schemes import Scheme, Split
 from laplace_debias.metrics import METRICS, Metric, evaluation

@@ -55,7 +55,8 @@ LAYERS = (
     {"curvature.fits": "factors, directions and magnitudes from data"},
     {"curvature.layers": "the layers of a network: calls, Jacobians, checks of the blocks"},
     {"curvature.losses": "losses and likelihoods as functions of the outputs"},
-    {"curvature.network": "the network and its data: inputs, selection, checks"},
+    {"curvature.data": "batches of inputs and targets, from whatever a loader yields"},
+    {"curvature.network": "the network: inputs, selection, copies, checks"},
     {
         "curvature.layer_rules": "one file per layer type: blocks, activations, output gradients",
         "curvature.fisher": "the types of Fisher matrices, by their names",

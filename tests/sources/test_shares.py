@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.data.batch_reader import BatchReader
 from laplace_debias.sources import shares
 from laplace_debias.system.ranks import Ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.laplace import links, pairwise
 from laplace_debias.laplace.functional.last_layer import recorded_inputs, squared_differences
 from laplace_debias.laplace.prediction import predictive

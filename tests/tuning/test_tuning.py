@@ -12,8 +12,8 @@ from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.tuning.grid_metrics import evaluate_grid
 from laplace_debias.laplace.tuning.tune import DEFAULT_GRID, TEMPERATURES, choose, summarise
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batch_forms import BatchHook
+from laplace_debias.curvature.data.batch_forms import BatchHook
 from laplace_debias.laplace.links import BRIDGES
 
 LIKELIHOODS_BY_NAME = {

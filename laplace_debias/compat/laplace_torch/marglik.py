@@ -18,7 +18,7 @@ from laplace_debias.compat.laplace_torch.arguments import (
     scalar_or_vector,
 )
 from laplace_debias.compat.laplace_torch.posteriors import Laplace
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.training.marginal_likelihood import marginal_likelihood_training
 
 HESSIAN_STRUCTURES = ("kron", "full", "diag")

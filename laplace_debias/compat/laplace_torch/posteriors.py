@@ -42,7 +42,7 @@ from laplace_debias.compat.laplace_torch.saved_states import (
     file_of_posterior,
     posterior_of_file,
 )
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.selection import ParameterSelection

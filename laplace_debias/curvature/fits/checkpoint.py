@@ -19,8 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,

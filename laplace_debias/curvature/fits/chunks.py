@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factors import input_weight
@@ -20,7 +21,6 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import has_python_functions
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import (
     LARGEST_DEFAULT_BYTES,

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.shards import first_indices_of_batches
 from laplace_debias.curvature.fits.block_tensors import BlockTensors, add_to, owners_of_blocks
 from laplace_debias.curvature.fits.context import FactorScales, FitContext
 from laplace_debias.curvature.fits.degenerate import average_degenerate, numerical_rank, resolution
@@ -38,8 +40,6 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, gram
 from laplace_debias.curvature.fits.magnitudes import directional_curvature, ekfac_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.shards import first_indices_of_batches
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 from laplace_debias.system.ranks import Ranks

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.checkpoint import SavedPass, UnsavedPass
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.outputs import DeferredChecks
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
@@ -23,7 +24,6 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.linalg.eigen.eigsh import lanczos_eigenpairs
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Status

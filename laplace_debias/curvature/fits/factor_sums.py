@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.block_tensors import (
     BlockTensors,
@@ -26,7 +27,6 @@ from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, gram
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batch import Batch
 
 # The factors G and A of every block. A diagonal factor is a vector; a factor of few examples is
 # kept as rows.

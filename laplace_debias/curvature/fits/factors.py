@@ -37,11 +37,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import scale_examples
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_gram, gram
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, select_positions
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batch import scale_examples
 
 # Factors with at least this many columns are kept as rows, not as products, if the rows are few.
 _WIDE = 16

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_sums import SideSums
 from laplace_debias.curvature.fits.factors import input_factors, input_weight
@@ -9,7 +10,6 @@ from laplace_debias.curvature.fits.presence import Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import move
 from laplace_debias.curvature.network.outputs import check_outputs
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, RowAccumulator, Rows
@@ -18,7 +19,6 @@ from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import Uniforms
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, checked_memory_bound
 from laplace_debias.curvature.network.shared_copy import shared_copy

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layer_rules import Site
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.positions import PositionFinder, PresentPositions
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batch import Batch
 
 
 class Presence:

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import scale_examples
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.base import Labels, OutputLoss, Uniforms
-from laplace_debias.curvature.network.batch import scale_examples
 from laplace_debias.curvature.network.outputs import targets_classes_last
 
 

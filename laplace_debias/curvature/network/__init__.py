@@ -1,1 +1,1 @@
-"""Networks, their inputs, their parameters and their data."""
+"""The network: its inputs, its parameters and its outputs."""

@@ -9,6 +9,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.curvature.data.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layers.backends import make_backend
@@ -17,16 +21,12 @@ from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, OutputLoss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shared_copy import refuse_calls
 from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.curvature.operators.network import Network
 from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.ekfac import EkfacCurvature

@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.calling import quiet
 from laplace_debias.curvature.network.inputs import Inputs, tensors_of, with_tensors
-from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.operators.network import Network
 from laplace_debias.curvature.operators.tracing import Program, Tensors, UntraceableError, trace
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE

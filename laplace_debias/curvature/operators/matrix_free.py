@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch, scale_examples
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses import Labels, Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batch import Batch, scale_examples
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (

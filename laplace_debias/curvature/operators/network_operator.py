@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.curvature.data.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.losses import OutputLoss, OutputMap
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import checksum
-from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
+from laplace_debias.curvature.operators.network import Network
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import collective, process_group, refuse_ranks

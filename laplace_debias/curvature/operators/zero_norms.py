@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.network import Network
+from laplace_debias.curvature.operators.network import Network
 
 _NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward")
 """Prefixes of the names of those nodes in torch's graphs that belong to a norm."""

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.fits.magnitudes import drop_squares
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # A block of all parameters is low-rank, or has the eigenvectors of the whole matrix.

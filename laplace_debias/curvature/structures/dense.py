@@ -7,6 +7,7 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits import dense
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
@@ -14,7 +15,6 @@ from laplace_debias.curvature.fits.degenerate import average_degenerate
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, CountedRows, SquaresAlong
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import (
     NO_ROWS,
     BlockBytes,

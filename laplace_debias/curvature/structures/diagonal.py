@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
@@ -13,7 +14,6 @@ from laplace_debias.curvature.fits.magnitudes import (
     coordinate_axes,
     ekfac_sums,
 )
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import (
     NO_ROWS,
     BlockBytes,

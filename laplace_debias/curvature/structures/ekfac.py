@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import (
     crossfit_ekfac,
@@ -19,7 +20,6 @@ from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.magnitudes import assemble, ekfac_sums
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import TrialPass, Workload, squares_trial
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
 from laplace_debias.operators import EigenKronecker

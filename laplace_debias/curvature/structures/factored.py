@@ -6,12 +6,12 @@ from math import prod
 
 import torch
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.factor_keys import FactorKey, factor_keys
 from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import (
     EIGH_MATRICES,
     NO_ROWS,

@@ -7,6 +7,7 @@ from itertools import chain
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.data_pass import accumulate
@@ -27,7 +28,6 @@ from laplace_debias.curvature.fits.inducing import (
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     digest_of_examples,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import (
     crossfit_factors,
@@ -23,7 +24,6 @@ from laplace_debias.curvature.fits.magnitudes import (
     assemble_eigenvalues,
     curvature_along,
 )
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import TrialPass, Workload
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
 

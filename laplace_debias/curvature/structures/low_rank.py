@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.data_pass import accumulate
@@ -20,7 +21,6 @@ from laplace_debias.curvature.fits.dense import (
 )
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.structures.base import NO_ROWS, CurvatureBlock, NumRows, Workload
 from laplace_debias.curvature.structures.dense import (
     DenseCurvature,

@@ -10,12 +10,12 @@ from typing import Any, SupportsIndex
 import torch
 from torch.utils.data import SequentialSampler, Subset
 
+from laplace_debias.curvature.data.batches import Batches, Stream
+from laplace_debias.curvature.data.dataset_size import TrainingSize, training_size
+from laplace_debias.curvature.data.shards import ShardedBatches
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches, Stream
-from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.curvature.network.fingerprints import fingerprint
-from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fitting.fit_stream import FitStream

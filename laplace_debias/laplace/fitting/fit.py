@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Stream
+from laplace_debias.curvature.data.dataset_size import TrainingSize
+from laplace_debias.curvature.data.shards import check_all_different, first_indices_of_stream
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import digest_of_examples
-from laplace_debias.curvature.network.shards import check_all_different, first_indices_of_stream
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fitting.fit_stream import FitStream

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Stream
+from laplace_debias.curvature.data.shards import FAR
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.curvature.network.shards import FAR
 from laplace_debias.system.ranks import process_group
 
 

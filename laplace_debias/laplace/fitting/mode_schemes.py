@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from laplace_debias.curvature.network.batches import Batches, check_batches, randomness
-from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
+from laplace_debias.curvature.data.batches import Batches, check_batches, randomness
+from laplace_debias.curvature.data.dataset_size import TrainingSize, training_size
 from laplace_debias.laplace.fitting.auto import Auto
 from laplace_debias.laplace.fitting.modes import MODES, check_mode
 from laplace_debias.laplace.fitting.resuming import check_resumable

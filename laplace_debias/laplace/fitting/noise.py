@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.network.outputs import (

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Batches, consecutive
 from laplace_debias.curvature.fits.chunks import run_example
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches, consecutive
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.structures import STRUCTURES, CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload

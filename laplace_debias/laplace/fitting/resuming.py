@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import digest_of, digests
 from laplace_debias.laplace.fitting.prepared import PreparedFit
 from laplace_debias.laplace.saving.file import likelihood_to_json, tensors_by_block

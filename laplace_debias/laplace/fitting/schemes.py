@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar, SupportsIndex
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Batches, Stream
+from laplace_debias.curvature.data.dataset_size import TrainingSize, check_sampler
+from laplace_debias.curvature.data.shards import check_shared
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches, Stream
-from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sampler
-from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.laplace.fitting.noise import estimate_noise
 from laplace_debias.laplace.fitting.prepared import PreparedFit

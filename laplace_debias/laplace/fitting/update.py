@@ -6,9 +6,9 @@ from typing import SupportsIndex
 
 import torch
 
+from laplace_debias.curvature.data.batches import Batches, check_batches
+from laplace_debias.curvature.data.dataset_size import training_size
 from laplace_debias.curvature.fits.information import Information
-from laplace_debias.curvature.network.batches import Batches, check_batches
-from laplace_debias.curvature.network.dataset_size import training_size
 from laplace_debias.laplace.fitting.fit import fit
 from laplace_debias.laplace.fitting.schemes import Full
 from laplace_debias.laplace.state.fitted import FittedPosterior

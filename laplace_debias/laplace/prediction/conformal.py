@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (

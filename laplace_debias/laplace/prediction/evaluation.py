@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Normal
 
 from laplace_debias import metrics
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.curvature.data.dataset_size import check_held_out_sampler
+from laplace_debias.curvature.data.shards import check_shared
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.dataset_size import check_held_out_sampler
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
-from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.laplace.prediction.intervals import interval_levels, single_targets
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import nll_statistic, rmse_statistic

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.data.batch_forms import BatchHook
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.adapters import unused_originals
-from laplace_debias.curvature.network.batch_forms import BatchHook
 from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
 from laplace_debias.curvature.structures.base import CurvatureBlock

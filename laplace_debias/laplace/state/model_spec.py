@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Batches, Stream
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.outputs import classes_last
 from laplace_debias.curvature.network.quantised import check_can_be_bayesian
 from laplace_debias.curvature.network.shared_copy import shared_copy

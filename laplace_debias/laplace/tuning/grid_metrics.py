@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 from torch.nn.functional import one_hot
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.prediction.evaluation import (
     check_targets,
     concatenate_batches,

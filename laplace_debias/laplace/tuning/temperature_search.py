@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.laplace.functional.last_layer import (
     LastLayerInputs,
     recorded_inputs,

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Batches, Stream
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace.functional.last_layer import recorded_inputs
 from laplace_debias.laplace.links import Link, link_from

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.forward_arguments import ForwardArguments
+from laplace_debias.curvature.data.forward_arguments import ForwardArguments
 from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.quantised import can_require_grad

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
 
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_reader import BatchReader
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_reader import BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, digest_of_examples, move
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.threads import Randomness

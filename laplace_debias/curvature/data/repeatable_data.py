@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
-from laplace_debias.curvature.network.shards import (
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batches import Stream
+from laplace_debias.curvature.data.shards import (
     check_all_different,
     check_shared,
     first_indices_of_batches,
 )
+from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.system.ranks import ALONE, Ranks
 
 _EMPTY = "The data is empty. Pass at least one batch."

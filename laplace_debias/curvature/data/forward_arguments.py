@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from laplace_debias.curvature.network.batch_forms import USE_A_HOOK
+from laplace_debias.curvature.data.batch_forms import USE_A_HOOK
 from laplace_debias.curvature.network.inputs import Inputs
 
 _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

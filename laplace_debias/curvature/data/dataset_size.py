@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
+from laplace_debias.curvature.data.shards import ShardedBatches, check_shared
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 

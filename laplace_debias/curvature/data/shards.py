@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import RandomSampler
 
-from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.data.batches import Stream
 from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness

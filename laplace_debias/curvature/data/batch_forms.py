@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace_debias.curvature.network.batch import Batch
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     OneArgument,

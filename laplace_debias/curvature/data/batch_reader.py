@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batch import Batch
-from laplace_debias.curvature.network.batch_forms import (
+from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch_forms import (
     TARGETS,
     BatchHook,
     NamedBatch,
@@ -18,13 +18,14 @@ from laplace_debias.curvature.network.batch_forms import (
     hook_form,
     named_entries,
 )
-from laplace_debias.curvature.network.forward_arguments import ForwardArguments
-from laplace_debias.curvature.network.hugging_face import (
+from laplace_debias.curvature.data.forward_arguments import ForwardArguments
+from laplace_debias.curvature.data.hugging_face import (
     LabelPositions,
     are_token_labels,
     label_positions,
     with_decoder_inputs,
 )
+from laplace_debias.curvature.data.label_dependence import check_outputs_without_targets
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     dtype_error,
@@ -32,7 +33,6 @@ from laplace_debias.curvature.network.inputs import (
     num_examples,
     tensors_of,
 )
-from laplace_debias.curvature.network.label_dependence import check_outputs_without_targets
 from laplace_debias.curvature.network.unwrapping import unwrapped
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.network.batch_forms import BatchHook
-from laplace_debias.curvature.network.batch_reader import BatchReader
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.batches import Batches, Stream
+from laplace_debias.curvature.data.repeatable_data import first_inputs
 from laplace_debias.curvature.network.calling import call, differentiable, returned_outputs
 from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.curvature.network.inputs import Inputs, move, take
@@ -19,7 +20,6 @@ from laplace_debias.curvature.network.module_snapshot import numbers_of
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.quantised import device_of_model, is_never_copied
-from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     LAST_LAYER,
     ParameterSelection,

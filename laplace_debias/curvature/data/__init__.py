@@ -1,0 +1,1 @@
+"""Data: batches of inputs and targets, read from whatever a loader yields."""
