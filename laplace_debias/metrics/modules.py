@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-class _OverBatches(Metric):
+class _BatchedMetric(Metric):
     """A metric that is a function of the tensors of all batches.
 
     Attributes:
@@ -91,7 +91,7 @@ class _OverBatches(Metric):
         return self._function(*self._examples(), **self._options)
 
 
-class _OfProbabilities(_OverBatches):
+class _ProbabilityMetric(_BatchedMetric):
     _num_inputs = 2
 
     def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
@@ -100,7 +100,7 @@ class _OfProbabilities(_OverBatches):
         self._add(probs, labels)
 
 
-class _OfScores(_OverBatches):
+class _ScoreMetric(_BatchedMetric):
     _num_inputs = 2
 
     def __init__(self, **options: Any) -> None:
@@ -134,7 +134,7 @@ class _OfScores(_OverBatches):
         return self._function(scores[is_ood == 0], scores[is_ood == 1])
 
 
-class _OfGaussians(_OverBatches):
+class _GaussianMetric(_BatchedMetric):
     _num_inputs = 3
 
     def update(self, mean: Real, standard_deviation: Real, targets: Real) -> None:
@@ -143,7 +143,7 @@ class _OfGaussians(_OverBatches):
         self._add(mean, standard_deviation, targets)
 
 
-class _OfIntervalsAndTargets(_OverBatches):
+class _IntervalAndTargetMetric(_BatchedMetric):
     _num_inputs = 3
 
     def update(self, low: Real, high: Real, targets: Real) -> None:
@@ -152,7 +152,7 @@ class _OfIntervalsAndTargets(_OverBatches):
         self._add(low, high, targets)
 
 
-class _OfIntervals(_OverBatches):
+class _IntervalMetric(_BatchedMetric):
     _num_inputs = 2
 
     def update(self, low: Real, high: Real) -> None:
@@ -161,7 +161,7 @@ class _OfIntervals(_OverBatches):
         self._add(low, high)
 
 
-class _OfTransforms(_OverBatches):
+class _TransformMetric(_BatchedMetric):
     _num_inputs = 1
 
     def update(self, pit: Real) -> None:
@@ -171,7 +171,7 @@ class _OfTransforms(_OverBatches):
 
 
 def _metric_class(
-    kind: type[_OverBatches],
+    kind: type[_BatchedMetric],
     metric: str,
     name: str,
     function: Callable[..., Tensor],
@@ -192,9 +192,9 @@ def _metric_class(
     )
 
 
-_classification_class = partial(_metric_class, _OfProbabilities)
-_ood_class = partial(_metric_class, _OfScores)
-_gaussian_class = partial(_metric_class, _OfGaussians)
+_classification_class = partial(_metric_class, _ProbabilityMetric)
+_ood_class = partial(_metric_class, _ScoreMetric)
+_gaussian_class = partial(_metric_class, _GaussianMetric)
 
 Accuracy = _classification_class("accuracy", "Accuracy", classification.accuracy)
 NLL = _classification_class("nll", "NLL", classification.nll)
@@ -218,11 +218,11 @@ FPR95 = _ood_class("fpr95", "FPR95", ood.fpr95)
 GaussianNLL = _gaussian_class("nll", "GaussianNLL", regression.gaussian_nll)
 CRPS = _gaussian_class("crps", "CRPS", regression.crps)
 IntervalCoverage = _metric_class(
-    _OfIntervalsAndTargets, "coverage", "IntervalCoverage", regression.interval_coverage
+    _IntervalAndTargetMetric, "coverage", "IntervalCoverage", regression.interval_coverage
 )
-IntervalWidth = _metric_class(_OfIntervals, "width", "IntervalWidth", regression.interval_width)
+IntervalWidth = _metric_class(_IntervalMetric, "width", "IntervalWidth", regression.interval_width)
 QuantileCalibrationError = _metric_class(
-    _OfTransforms,
+    _TransformMetric,
     "quantile_calibration_error",
     "QuantileCalibrationError",
     regression.quantile_calibration_error,

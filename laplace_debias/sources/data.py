@@ -20,7 +20,7 @@ from laplace_debias.sources.table_files import table_files, table_splits
 _KINDS = (
     "a folder of images, a .npz file, a .csv or .parquet table, or an import path my_pkg.data:make"
 )
-_OF_TABLES = ("target", "features", "standardise")
+_TABLE_OPTIONS = ("target", "features", "standardise")
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ def find_data(settings: SourceSettings) -> FoundData:
     text = str(settings.data)
     path = Path(text)
     if is_import_path(text):
-        _check_options(settings, "your own data", *_OF_TABLES, "image_size")
+        _check_options(settings, "your own data", *_TABLE_OPTIONS, "image_size")
         return FoundData.from_splits(own_splits(text, settings))
     if not path.exists():
         raise ValueError(f"The path {path} of --data does not exist. Check the path.")
     files = table_files(path)
     if path.suffix == ".npz":
-        _check_options(settings, "a .npz file", *_OF_TABLES, "image_size")
+        _check_options(settings, "a .npz file", *_TABLE_OPTIONS, "image_size")
         return FoundData.from_splits(archive_splits(path, settings))
     if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
         return FoundData.from_splits(table_splits(files, settings))
     if path.is_dir():
-        _check_options(settings, "a folder of images", *_OF_TABLES)
+        _check_options(settings, "a folder of images", *_TABLE_OPTIONS)
         classes, image_files = find_image_folder(path)
         likelihood = likelihood_from_settings(settings) or Categorical()
         if likelihood.targets != "class":

@@ -165,7 +165,7 @@ class Stream:
         batches = self._read_batches(source)
         loader = self.source
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-            batches = _of_different_workers(batches, loader.num_workers)
+            batches = _check_different_workers(batches, loader.num_workers)
         num_read = 0
         for batch in batches:
             targets = batch.targets
@@ -187,7 +187,7 @@ class Stream:
             yield replace(self.read(users_batch, f"Batch {number}"), number=number)
 
 
-def _of_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterator[Batch]:
+def _check_different_workers(batches: Iterator[Batch], num_workers: int) -> Iterator[Batch]:
     """Require that the workers that read a stream start with different examples."""
     marks = set[str]()
     for number, batch in enumerate(batches, start=1):

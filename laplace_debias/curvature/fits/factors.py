@@ -120,10 +120,17 @@ def input_factors(
 ) -> Iterable[Factor]:
     """Compute A of one weight block on one batch, summed over its examples.
 
-    `inputs` are the inputs of all calls, each `[B, ...]`, `masks` are the positions that take part,
-    and `weights` are the weights of the examples. The factor is kept as rows if A is wide and has
-    at least twice as many rows. With `as_rows`, the factor is always rows, which come in several
-    slices.
+    Args:
+        layer: The layer.
+        block: The block of the layer's weight.
+        inputs: The inputs of all calls, each `[B, ...]`.
+        masks: For each call, the positions that take part; None for all.
+        weights: The weights of the examples; None for equal weights.
+        as_rows: Whether to return the rows of A in several slices, which have to be added up.
+
+    Returns:
+        The summands of A. Without `as_rows`, a wide A is also rows if there are at most half as
+        many rows as columns.
     """
     masks = _without_padding(layer, block, inputs, masks)
     if block.is_one_hot:

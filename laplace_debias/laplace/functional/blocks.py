@@ -250,17 +250,27 @@ def weighted_gram(
     `Ĵ_ci Ĵ_ki` of each pair of outputs are formed once, and a single matrix product weights them
     for the whole grid. Columns are taken in slices that stay in the processor's cache.
     """
+    if len(deltas) > _PAIRS_FROM:
+        return _weighted_gram_of_pairs(rows, curvature, deltas)
+    batch, num_outputs = rows.shape[:2]
+    width = max(1, _SLICE[rows.device.type] // (batch * num_outputs))
+    split = _SPLIT[rows.device.type]
+    total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
+    for columns, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+        for point, delta in zip(total, deltas, strict=True):
+            add_products(point, columns * (c + delta).reciprocal_(), columns, split)
+    return total
+
+
+def _weighted_gram_of_pairs(
+    rows: Float[Tensor, "batch outputs d"],
+    curvature: Float[Tensor, " d"],
+    deltas: Float[Tensor, " grid"],
+) -> Float[Tensor, "grid batch outputs outputs"]:
+    """Compute `weighted_gram` from the products of each pair of outputs."""
     batch, num_outputs = rows.shape[:2]
     pairs = num_outputs * (num_outputs + 1) // 2
-    as_pairs = len(deltas) > _PAIRS_FROM
-    width = max(1, _SLICE[rows.device.type] // (batch * (pairs if as_pairs else num_outputs)))
-    if not as_pairs:
-        split = _SPLIT[rows.device.type]
-        total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
-        for columns, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
-            for point, delta in zip(total, deltas, strict=True):
-                add_products(point, columns * (c + delta).reciprocal_(), columns, split)
-        return total
+    width = max(1, _SLICE[rows.device.type] // (batch * pairs))
     sums = rows.new_zeros(batch * pairs, len(deltas))
     for columns, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
         products = columns.new_empty(batch, pairs, columns.shape[2])

@@ -163,10 +163,10 @@ def _moments_in_chunks(
     # for all parameters.
     prepared = context.prepared
     tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
-    method: _Differentiation = _OfOutputs(tap, accumulator, request)
+    method: _Differentiation = _OutputDifferentiation(tap, accumulator, request)
     if context.head is not None:
         assert isinstance(accumulator, BlockwiseAccumulator)
-        method = _ThroughHead(tap, accumulator, request, context.head)
+        method = _HeadDifferentiation(tap, accumulator, request, context.head)
     means = []
     covariances = []
     for chunk in _forward_in_chunks(context, tap, method, request):
@@ -279,7 +279,7 @@ class _Differentiation(Protocol):
         """Compute the covariances of a chunk's requested outputs, or their variances."""
 
 
-class _OfOutputs:
+class _OutputDifferentiation:
     """Differentiation of the outputs themselves.
 
     Args:
@@ -344,7 +344,7 @@ class _OfOutputs:
         return total
 
 
-class _ThroughHead:
+class _HeadDifferentiation:
     r"""Differentiation of the inputs h `[B, p, d]` of the linear layer that returns the outputs.
 
     With $f_{tc} = w_c^\top h_t + b_c$, parameters below the head affect the outputs only through h.
