@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(words)
     except (KeyboardInterrupt, Exception) as error:
         if os.environ.get("RANK", "0") != "0":
+            # Only the first process prints the error. torchrun stops it as soon as this one ends.
             time.sleep(_SECONDS_OF_FIRST_RANK)
             return 2
         if len(words) < len(all_words) and isinstance(error, Exception):

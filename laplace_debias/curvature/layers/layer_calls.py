@@ -153,6 +153,7 @@ def _hook_within(
     layer: nn.Module, inside: nn.Module, record: Callable[..., Tensor]
 ) -> list[RemovableHandle]:
     """Record what a normalisation passes to a layer inside it, such as its activation."""
+    # The call of the outer layer that has begun; at most one entry.
     began: list[tuple[Any, ...]] = []
 
     def begin(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

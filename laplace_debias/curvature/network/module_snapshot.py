@@ -105,9 +105,10 @@ class ModuleSnapshot:
         modules = self._modules
         if model is not modules[0] or list(map(type, modules)) != self._types:
             return False
-        if not self._attributes.are_in(list(map(vars, modules))) or any(self._empty):
+        if not self._attributes.are_in(list(map(vars, modules))):
             return False
-        if not self._registries.are_in(self._registries.dictionaries):
+        # The containers are the same objects, so only their contents may have changed.
+        if any(self._empty) or not self._registries.are_in(self._registries.dictionaries):
             return False
         if list(map(place, self._tensors)) != self._places:
             return False
