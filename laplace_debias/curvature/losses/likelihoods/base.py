@@ -365,6 +365,16 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     return mean / (1 + math.pi / 8 * variances).sqrt()
 
 
+def check_quantile_probabilities(probabilities: Tensor) -> None:
+    """Require probabilities strictly between 0 and 1, where quantiles are finite."""
+    if not ((probabilities > 0) & (probabilities < 1)).all():
+        raise ValueError(
+            "Probabilities of quantiles must be greater than 0 and less than 1, got "
+            f"{float(probabilities.min()):g} to {float(probabilities.max()):g}. Remove "
+            "values outside this range."
+        )
+
+
 def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bool = False) -> None:
     """Require one weight per output or, if `single` is true, a single weight."""
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):

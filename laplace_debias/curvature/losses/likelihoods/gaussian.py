@@ -12,6 +12,7 @@ from torch.distributions import Categorical, MixtureSameFamily, MultivariateNorm
 from laplace_debias.curvature.losses.likelihoods.base import (
     RESHAPE_TARGETS,
     Likelihood,
+    check_quantile_probabilities,
     columns_of,
 )
 from laplace_debias.curvature.network.outputs import require
@@ -39,12 +40,7 @@ class NormalMixture(MixtureSameFamily):
         of the components.
         """
         value = torch.as_tensor(value)
-        if not ((value > 0) & (value < 1)).all():
-            raise ValueError(
-                "Probabilities of quantiles must be greater than 0 and less than 1, got "
-                f"{float(value.min()):g} to {float(value.max()):g}. Remove values outside "
-                "this range."
-            )
+        check_quantile_probabilities(value)
         dtype = self._normals.loc.dtype
         means = self._normals.loc.double()
         deviations = self._normals.scale.double()

@@ -22,6 +22,7 @@ from torch.distributions.utils import broadcast_all
 from laplace_debias.curvature.losses.likelihoods.base import (
     RESHAPE_TARGETS,
     Likelihood,
+    check_quantile_probabilities,
     columns_of,
 )
 from laplace_debias.curvature.network.outputs import require
@@ -176,12 +177,7 @@ class _Counts(Distribution):
         neighbouring counts differ by a factor of up to 1.0000001.
         """
         probabilities = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
-        if not ((probabilities > 0) & (probabilities < 1)).all():
-            raise ValueError(
-                "Probabilities of quantiles must be greater than 0 and less than 1, got "
-                f"{float(probabilities.min()):g} to {float(probabilities.max()):g}. Remove "
-                "values outside this range."
-            )
+        check_quantile_probabilities(probabilities)
         shape = torch.broadcast_shapes(probabilities.shape, self.batch_shape)
         counts = smallest_count(self._cdf, probabilities.double().expand(shape))
         rounded = counts.to(self.mean.dtype)
