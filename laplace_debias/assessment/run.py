@@ -185,6 +185,7 @@ def _set_records(loaded: Loaded) -> list[SetRecord]:
 
 
 def _method_record(method: Method) -> MethodRecord:
+    """Return the record of a method that has not been measured yet."""
     return MethodRecord(
         key=method.key,
         label=method.label,

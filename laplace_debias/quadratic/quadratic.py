@@ -384,6 +384,7 @@ class Quadratic:
         return direction / norm
 
     def _check(self, tensor: Tensor, name: str) -> None:
+        """Require a vector `[D]`, or several vectors `[D, k]`."""
         check_no_autocast(self.position.device, self.position.dtype)
         size = self.gradient.shape[0]
         if tensor.ndim not in (1, 2) or tensor.shape[0] != size:

@@ -134,6 +134,7 @@ def zoomed(x: Image, zoom: float) -> Image:
 
 
 def _fog(x: Image, severity: int, rng: Generator) -> Image:
+    """Add a haze of noise at several scales, and reduce the contrast."""
     amount, decay = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))[severity - 1]
     height, width = x.shape[:2]
     haze = np.zeros((height, width))

@@ -67,6 +67,7 @@ def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> 
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:
+    """Return a row of an HTML table whose cells have the given tag."""
     texts = ""
     for cell in cells:
         text = "" if cell is None else str(cell)

@@ -105,6 +105,7 @@ class SharedSetting:
         return threading.get_ident() in self._holders
 
     def _enter(self, thread: int) -> None:
+        """Enter the setting if no thread is within it, and count this thread."""
         with _SETTINGS:
             if self._entered is None:
                 # Another thread may leave the setting. The setting is therefore entered in a copied
@@ -116,6 +117,7 @@ class SharedSetting:
             self._holders[thread] += 1
 
     def _leave(self, thread: int) -> None:
+        """Discount this thread, and leave the setting if no thread remains."""
         with _SETTINGS:
             self._holders[thread] -= 1
             if not self._holders[thread]:

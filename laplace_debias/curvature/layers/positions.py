@@ -459,6 +459,8 @@ def _pass_through(outputs: Tensor) -> None:
 
 
 def _with_slope(slope: float) -> Any:
+    """Return a hook that replaces the gradient of an elementwise operation by a constant slope."""
+
     def hook(into: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...]) -> Any:
         (g,) = out
         if g is None or into[0] is None:

@@ -73,6 +73,7 @@ def unused_originals(model: nn.Module) -> tuple[str, ...]:
 
 
 def _scales(scaling: Any, names: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """Return the scales of adapters that have one, as pairs of name and scale."""
     if not isinstance(scaling, dict):
         return ()
     return tuple(

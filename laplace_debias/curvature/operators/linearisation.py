@@ -244,6 +244,7 @@ def _product(x: Tensors, y: Tensors) -> float:
 
 
 def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
+    """Compute the outputs and the linear maps of a program at points."""
     with torch.no_grad():
         residuals = program.residuals(*points)
     maps = [

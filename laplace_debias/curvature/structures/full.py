@@ -120,5 +120,6 @@ def _assemble(
     U: Float[Tensor, "D D"],
     totals: DataTotals,
 ) -> CurvatureFit:
+    """Build the fit of eigenvectors and their magnitudes, in the dtype of the posterior."""
     block = EigenKronecker(U, None, magnitudes.unsqueeze(1)).to(context.dtype)
     return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)

@@ -128,6 +128,7 @@ class GpCurvature(DenseCurvature):
         def fit_output(
             context: FitContext, output: int | None
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
+            """Fit the posterior of one output, or of all outputs together if it is None."""
             basis = _basis(context, inducing, output)
             accumulator = ProjectedMoments(context, basis)
             totals = accumulate(accumulator, directions)
@@ -156,6 +157,7 @@ class GpCurvature(DenseCurvature):
         def fit_output(
             context: FitContext, output: int | None
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
+            """Fit the posterior of one output, or of all outputs together if it is None."""
             basis = _basis(context, inducing, output)
             sums_by_fold = []
             totals = DataTotals()
@@ -192,6 +194,7 @@ class GpCurvature(DenseCurvature):
         def fit_output(
             context: FitContext, output: int | None
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
+            """Fit the posterior of one output, or of all outputs together if it is None."""
             earlier = information.curvature.blocks[_block_name(output)]
             assert isinstance(earlier, LowRankPlusDiagonal)
             assert isinstance(earlier.U, InducingDirections)

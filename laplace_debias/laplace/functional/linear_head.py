@@ -94,6 +94,7 @@ class HeadOutputs:
     def _covariance_of_example(
         self, example: int, covariance: Float[Tensor, "grid p_d p_d"]
     ) -> Float[Tensor, "grid k k"]:
+        """Compute the covariance of an example's outputs from the covariance of its h."""
         positions = self.positions[example]
         rows = self.weight.new_zeros(len(positions), *self.h.shape[1:])
         index = torch.arange(len(positions), device=positions.device)
@@ -104,6 +105,7 @@ class HeadOutputs:
     def _variances_of_example(
         self, example: int, covariance: Float[Tensor, "grid p_d p_d"]
     ) -> Float[Tensor, "grid k"]:
+        """Compute the variances of an example's outputs, one position after the other."""
         p, d = self.h.shape[1:]
         by_position = covariance.unflatten(-1, (p, d)).unflatten(-3, (p, d))
         variances = covariance.new_zeros(len(covariance), self.num_outputs)
@@ -268,6 +270,7 @@ class LinearHead:
         classes: Int[Tensor, " k"],
         delta: Float[Tensor, ""],
     ) -> Float[Tensor, " k"]:
+        """Compute the variances of the outputs at some positions and classes of an example."""
         if self.U_G is not None:
             along = inputs.square() @ self.variances(delta).mT
             return (self.U_G[classes].square() * along[positions]).sum(-1)
@@ -284,6 +287,7 @@ class LinearHead:
         classes: Int[Tensor, " k"],
         delta: Float[Tensor, ""],
     ) -> Float[Tensor, "k k"]:
+        """Compute the covariance of the outputs at some positions and classes of an example."""
         if self.U_G is None:
             rows = inputs[positions]
             products = (rows * self.variances(delta, classes)) @ rows.mT

@@ -187,6 +187,7 @@ class GaussianPosterior:
         return self._in_model_order(self._blocks(function))
 
     def _in_model_order(self, operator: LinearOperator) -> LinearOperator:
+        """Permute an operator on the blocks to the model's order of the parameters."""
         block_names = tuple(operator.blocks) if isinstance(operator, BlockDiagonal) else ()
         # If each block contains a single parameter, the blocks already have the names of the
         # parameters.

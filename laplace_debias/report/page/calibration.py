@@ -96,6 +96,7 @@ def _draw_accuracy(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
 
 
 def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
+    """Draw the number of examples in each bin, on a logarithmic axis."""
     ax.bar(bins.left, bins.examples, 0.92 / _BINS, align="edge", color=look.colour, alpha=0.85)
     limits = 0.6, bins.examples.max() * 1.5
     ax.set(xlabel="Confidence", ylabel="Examples", yscale="log", ylim=limits)

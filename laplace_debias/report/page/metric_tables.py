@@ -170,6 +170,7 @@ def _verdicts(
 
 
 def _verdict(low: float, high: float, better: str | None) -> str:
+    """Return whether a difference with this interval is clear, and which method it favours."""
     if low <= 0 <= high:
         return "no clear difference"
     direction = "higher" if low > 0 else "lower"

@@ -406,6 +406,7 @@ class HeteroscedasticGaussian(Likelihood):
         self._check_targets(values, targets)
 
     def _check_targets(self, means: Tensor, targets: Tensor) -> None:
+        """Require finite targets in the shape of the means."""
         if columns_of(targets).shape != means.shape:
             raise ValueError(
                 "Targets of heteroscedastic regression must have the shape of the means, "

@@ -96,6 +96,7 @@ class Ordinal(Likelihood):
         self._check_labels(targets, values)
 
     def _check_labels(self, targets: Tensor, outputs: Tensor) -> None:
+        """Require one class label per example, `[B]`."""
         if targets.shape != outputs.shape[:1]:
             raise ValueError(
                 f"Targets must be one class label per example, of shape ({outputs.shape[0]},), "
