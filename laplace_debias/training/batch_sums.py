@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.context import FitContext
@@ -15,7 +16,6 @@ from laplace_debias.curvature.fits.magnitudes import SquaredGradients
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.records import BlockRecord
-from laplace_debias.curvature.network.batch import Batch
 from laplace_debias.curvature.network.outputs import DeferredChecks
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from laplace_debias.compat.laplace_torch.arguments import check_has_layers
 from laplace_debias.compat.laplace_torch.parameterwise import best_precisions
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import Link
 

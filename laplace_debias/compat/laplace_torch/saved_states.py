@@ -9,7 +9,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batch_forms import BatchHook
+from laplace_debias.curvature.data.batch_forms import BatchHook
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.system.ranks import alone
 
