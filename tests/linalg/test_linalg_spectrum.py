@@ -154,6 +154,32 @@ def test_single_precision_is_kept():
     assert abs(value.value - VALUES.log().sum()) < 4 * value.standard_error
 
 
+def near_identity(level, size=1000):
+    """An operator in single precision whose eigenvalues are within 2e-6 of a number."""
+    noise = torch.randn(size, size, dtype=torch.float64, generator=generator())
+    matrix = level * torch.eye(size, dtype=torch.float64) + 1e-6 * (noise + noise.T) / size**0.5
+    return Matrix(matrix.float())
+
+
+@pytest.mark.parametrize("level", [1, 0.7])
+def test_the_error_of_a_log_determinant_includes_rounding(level):
+    """The spread over probes is smaller than the rounding of the eigenvalues."""
+    A = near_identity(level)
+    truth = torch.linalg.slogdet(A.matrix.double()).logabsdet
+    for seed in range(3):
+        estimate = logdet(A, 4, 20, generator=generator(seed))
+        assert abs(estimate.value - truth) < 2 * estimate.standard_error
+        assert estimate.standard_error < 4e-7 * A.shape[0]
+
+
+def test_the_density_of_similar_eigenvalues_has_no_systematic_rounding_error():
+    A = near_identity(0.7)
+    density = spectral_density(A, num_probes=4, generator=generator())
+    values = torch.linalg.eigvalsh(A.matrix.double())
+    expected = smoothed(values, density)
+    assert (density.density - expected).abs().max() < 1e-5 * expected.max()
+
+
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_picture_shows_the_density_and_its_error(scale):
     density = spectral_density(symmetric(VALUES), scale=scale, num_steps=10, generator=generator())

@@ -25,7 +25,7 @@ _BASIS_ELEMENTS = 2**28
 class Quadrature:
     r"""Nodes (Ritz values) and weights `[probes, steps]`: a rule per probe, with weights of sum 1.
 
-    `alphas` and `betas` are the tridiagonal matrices, empty if all eigenvalues are known
+    `alphas` and `betas` are the tridiagonal matrices in float64, empty if all eigenvalues are known
     (`is_exact`); `forms` are $\omega^\top f(A)\,\omega$ of the probes, if f was given.
     """
 
@@ -39,7 +39,7 @@ class Quadrature:
 
     def shorter(self, steps: int) -> tuple[Tensor, Tensor]:
         """Compute the nodes and weights that fewer steps would give, from the same products."""
-        return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1])
+        return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1], self.nodes.dtype)
 
     def averaged(self, steps: int) -> tuple[Tensor, Tensor]:
         """Compute nodes and weights that are about as precise as a Gauss rule of twice the steps.
@@ -53,7 +53,7 @@ class Quadrature:
         betas = self.betas[:, : steps - 1].clone()
         betas[:, -1] *= 2**0.5
         gauss_nodes, gauss_weights = self.shorter(steps - 1)
-        anti_nodes, anti_weights = _gauss(self.alphas[:, :steps], betas)
+        anti_nodes, anti_weights = _gauss(self.alphas[:, :steps], betas, self.nodes.dtype)
         nodes = torch.cat([gauss_nodes, anti_nodes], dim=1)
         return nodes, torch.cat([gauss_weights, anti_weights], dim=1) / 2
 
@@ -109,7 +109,7 @@ def lanczos_quadrature(
             del basis
         alphas = torch.cat(diagonals)
         betas = torch.cat(off_diagonals)
-    nodes, weights = _gauss(alphas, betas)
+    nodes, weights = _gauss(alphas, betas, A.dtype)
     return Quadrature(
         nodes=nodes,
         weights=weights,
@@ -137,7 +137,7 @@ def _images(
     basis: Float[Tensor, "probes steps n"],
 ) -> Float[Tensor, "n probes"]:
     """Approximate f(A) ω / ‖ω‖ for each probe ω, the start of a Lanczos process."""
-    nodes, vectors = _decompose_tridiagonal(alphas, betas)
+    nodes, vectors = _decompose_tridiagonal(alphas, betas, basis.dtype)
     first_entries = vectors[:, 0]
     values = values_at(nodes, first_entries**2, function) * first_entries
     return ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
@@ -179,13 +179,13 @@ def _tridiagonal(
     Once a Krylov space is exhausted, all further entries of its tridiagonal matrix are zero.
 
     Returns:
-        The diagonals `[p, steps]`, the off-diagonals `[p, steps - 1]`, and the bases
-        `[p, steps, n]`.
+        The diagonals `[p, steps]` and the off-diagonals `[p, steps - 1]`, both in float64, and the
+        bases `[p, steps, n]`.
     """
     current = start.T
     basis = start.new_zeros(len(current), num_steps, current.shape[1])
-    alphas = start.new_zeros(len(current), num_steps)
-    betas = start.new_zeros(len(current), num_steps - 1)
+    alphas = start.new_zeros(len(current), num_steps, dtype=torch.float64)
+    betas = start.new_zeros(len(current), num_steps - 1, dtype=torch.float64)
     scale = 0.0
     eps = torch.finfo(start.dtype).eps
     for step in range(num_steps):
@@ -197,7 +197,12 @@ def _tridiagonal(
         if step:
             difference = inside[:, step - 1] - betas[:, step - 1]
             check_symmetric(products.operator, difference.abs(), scale, floor)
-        alphas[:, step] = inside[:, step]
+        # All terms of this sum have the same sign if the eigenvalues are similar. In single
+        # precision, their rounding errors would then add up in the same direction.
+        precise = current.double()
+        squared_lengths = torch.linalg.vecdot(precise, precise)
+        quotients = torch.linalg.vecdot(precise, vectors.double()) / squared_lengths
+        alphas[:, step] = torch.where(squared_lengths > 0, quotients, 0)
         if step == num_steps - 1:
             break
         vectors = vectors - (inside[:, None] @ so_far)[:, 0]
@@ -212,13 +217,20 @@ def _tridiagonal(
     return alphas, betas, basis
 
 
-def _decompose_tridiagonal(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose the symmetric matrices with these diagonals and off-diagonals."""
+def _decompose_tridiagonal(
+    alphas: Tensor, betas: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Decompose the symmetric matrices with these diagonals and off-diagonals.
+
+    Returns:
+        The eigenvalues and eigenvectors in this type.
+    """
     matrices = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
-    return eigh(matrices, "the Lanczos matrices")
+    nodes, vectors = eigh(matrices, "the Lanczos matrices")
+    return nodes.to(dtype), vectors.to(dtype)
 
 
-def _gauss(alphas: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
-    nodes, vectors = _decompose_tridiagonal(alphas, betas)
+def _gauss(alphas: Tensor, betas: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    nodes, vectors = _decompose_tridiagonal(alphas, betas, dtype)
     weights = vectors[:, 0] ** 2
     return nodes, weights / weights.sum(dim=1, keepdim=True)
