@@ -235,7 +235,7 @@ def test_eigenpairs_in_single_precision_at_every_scale(scale, method):
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])
-@pytest.mark.parametrize("scale", [1e-12, 1e-18, 1e12, 1e18])
+@pytest.mark.parametrize("scale", [1e-28, 1e-18, 1e-12, 1e12, 1e18, 1e28])
 def test_spectral_norm_in_single_precision_does_not_depend_on_the_scale(scale, is_symmetric):
     values = SPECTRA["separated"] * scale
     matrix = symmetric(values).matrix.float()

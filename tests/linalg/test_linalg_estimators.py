@@ -7,7 +7,14 @@ import pytest
 import torch
 from spectra import Matrix, generator, symmetric, uniform
 
-from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, products, trace
+from laplace_debias.linalg import (
+    Estimate,
+    diagonal,
+    frobenius_norm,
+    matrix_function_trace,
+    products,
+    trace,
+)
 from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
@@ -76,6 +83,26 @@ def test_the_frobenius_norm_in_single_precision_does_not_depend_on_the_scale(sca
         scaled = frobenius_norm(Matrix(scale * matrix), num_matvecs, generator=generator())
         assert float(scaled.value) == scale * float(plain.value)
         assert float(scaled.standard_error) == pytest.approx(scale * float(plain.standard_error))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options"),
+    [
+        *((parameters.values[0], {"num_matvecs": 24}) for parameters in ESTIMATORS),
+        (partial(matrix_function_trace, function=torch.abs), {"num_probes": 4, "num_steps": 8}),
+    ],
+)
+@pytest.mark.parametrize("scale", [1e-28, 1e-20, 1e20, 1e28])
+def test_estimates_in_single_precision_do_not_depend_on_the_scale(estimator, options, scale):
+    # A power of two changes no digit.
+    scale = 2.0 ** round(math.log2(scale))
+    matrix = symmetric(SPECTRA["indefinite"]).matrix.float()
+    plain = estimator(Matrix(matrix, True), generator=generator(), **options)
+    scaled = estimator(Matrix(scale * matrix, True), generator=generator(), **options)
+    assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=0)
+    assert_close(scaled.value / scale, plain.value)
+    assert_close(scaled.standard_error / scale, plain.standard_error)
+    assert_close(scaled.degrees_of_freedom, plain.degrees_of_freedom)
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time

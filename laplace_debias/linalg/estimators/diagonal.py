@@ -65,7 +65,12 @@ def diagonal(
             diagonals = [columns[rows].diagonal() for rows, columns in products.columns()]
             return Estimate.exact(torch.cat(diagonals), products.count)
         mean, standard_error, degrees = estimate(products, total, generator)
-        return Estimate(mean, standard_error, products.count, degrees_of_freedom=degrees)
+    return Estimate(
+        mean.to(A.dtype),
+        standard_error.to(A.dtype),
+        products.count,
+        degrees_of_freedom=degrees.to(A.dtype),
+    )
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
@@ -78,7 +83,8 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
     standard_error = torch.full_like(moments.mean, torch.inf)
     if total > 1:
         standard_error = (moments.deviations / (total - 1) / total).sqrt()
-        standard_error = at_least_rounding(standard_error, moments.mean.abs())
+        dtype = products.operator.dtype
+        standard_error = at_least_rounding(standard_error, moments.mean.abs(), dtype)
     return moments.mean, standard_error, torch.full_like(moments.mean, total - 1.0)
 
 

@@ -75,18 +75,20 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
     mean, standard_error, degrees = rule.forms.mean()
     fewer = rule.shorter(round(rule.nodes.shape[1] / 2**0.5))
     values = [
-        size * (weights * values_at(nodes, weights, function)).sum(dim=1).mean()
+        size * (weights * values_at(nodes, weights, function)).double().sum(dim=1).mean()
         for nodes, weights in (fewer, (rule.nodes, rule.weights))
     ]
     # The estimate of the bias is right if the bias falls as the inverse root of the number of
     # steps. If the bias falls faster, the estimate is too large.
     bias = (values[1] - values[0]) / (2**0.25 - 1)
     squared_bias = bias**2 + _rounding(rule, function, size) ** 2
+    degrees = with_bias(degrees, standard_error**2, squared_bias)
+    dtype = rule.nodes.dtype
     return Estimate(
-        mean,
-        (standard_error**2 + squared_bias).sqrt(),
+        mean.to(dtype),
+        (standard_error**2 + squared_bias).sqrt().to(dtype),
         rule.num_matvecs,
-        degrees_of_freedom=with_bias(degrees, standard_error**2, squared_bias),
+        degrees_of_freedom=degrees.to(dtype),
     )
 
 
@@ -103,7 +105,7 @@ def _rounding(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
     middle = (nodes.min() + nodes.max()) / 2
     moved = torch.where(nodes < middle, nodes + errors, nodes - errors)
     changes = values_at(moved, rule.weights, function) - values_at(nodes, rule.weights, function)
-    return size * (rule.weights * changes.abs()).sum(dim=1).mean()
+    return size * (rule.weights * changes.abs()).double().sum(dim=1).mean()
 
 
 def with_bias(degrees: Tensor, variance: Tensor, squared_bias: Tensor) -> Tensor:

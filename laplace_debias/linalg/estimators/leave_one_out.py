@@ -38,9 +38,7 @@ def xtrace(products: Products, total: int, generator: torch.Generator | None) ->
     without_each = torch.stack([problem.without(i).estimate() for i in range(probes.shape[1])])
     standard_error, degrees = jackknife(without_each)
     magnitude = problem.basis_images.diagonal().abs().sum() + problem.forms.abs().mean()
-    rounding = magnitude * torch.finfo(A.dtype).eps / torch.finfo(torch.float64).eps
-    standard_error = at_least_rounding(standard_error, rounding)
-    return value.to(A.dtype), standard_error.to(A.dtype), degrees.to(A.dtype)
+    return value, at_least_rounding(standard_error, magnitude, A.dtype), degrees
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,8 @@ def xdiag(products: Products, total: int, generator: torch.Generator | None) -> 
     value = estimate(every)
     without_each = torch.stack([estimate(every[every != i]) for i in range(num_probes)])
     standard_error, degrees = jackknife(without_each)
-    return value, at_least_rounding(standard_error, (U * rows).abs().sum(dim=1)), degrees
+    magnitude = (U * rows).abs().sum(dim=1)
+    return value, at_least_rounding(standard_error, magnitude, A.dtype), degrees
 
 
 def relative_precision(images: Float[Tensor, "n k"]) -> float:
@@ -144,7 +143,7 @@ def leave_one_out(
     basis = basis[:, is_resolved]
     # If the images are B S Vᵀ, the direction S⁻¹ v_i is orthogonal to all images but the i-th.
     weights = right[is_resolved]
-    directions = weights / singular_values[is_resolved, None]
+    directions = weights / (singular_values[is_resolved, None] / singular_values[0])
     lengths = directions.norm(dim=0).clamp(min=torch.finfo(directions.dtype).tiny)
     # An image is independent of the others if its leverage is 1.
     is_independent = weights.square().sum(dim=0) > 1 - 100 * precision
@@ -166,5 +165,7 @@ def jackknife(without_each: Float[Tensor, "k *shape"]) -> tuple[Tensor, Tensor]:
     """
     num_probes = len(without_each)
     deviations = without_each - without_each.mean(dim=0)
-    variance = (num_probes - 1) / num_probes * deviations.square().sum(dim=0)
-    return variance.sqrt(), torch.full_like(variance, num_probes - 1.0)
+    # In single precision, the squares underflow or overflow.
+    norms = torch.linalg.vector_norm(deviations, dim=0, dtype=torch.float64)
+    standard_error = (1 - 1 / num_probes) ** 0.5 * norms
+    return standard_error, torch.full_like(standard_error, num_probes - 1.0)

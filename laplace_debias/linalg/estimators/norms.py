@@ -1,8 +1,13 @@
 """Norms of an operator: Frobenius by probes, spectral by Lanczos."""
 
+import math
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from laplace_debias.linalg.checks import check_operator
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.eigen.lanczos import capacity, search
 from laplace_debias.linalg.estimators.quadratic_forms import SquaredNorms, at_least_rounding
@@ -12,6 +17,7 @@ from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import check_finite
 from laplace_debias.operators.exact import exact_frobenius_norm, exact_spectral_norm
+from laplace_debias.operators.structures.wrappers import SelfAdjoint
 from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
@@ -70,8 +76,25 @@ def frobenius_norm(
     if norm == 0:
         return Estimate.exact(norm, total)
     standard_error = (error_of_square / (2 * square.sqrt())).to(A.dtype)
-    standard_error = at_least_rounding(standard_error, norm / 2)
+    standard_error = at_least_rounding(standard_error, norm / 2, A.dtype)
     return Estimate(norm, standard_error, total, degrees_of_freedom=degrees)
+
+
+@dataclass(eq=False, repr=False)
+class _ScaledGram(SelfAdjoint):
+    r"""The operator $A A^\top / s^2$, which divides by s after each of the two products."""
+
+    scale: float
+
+    layout = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows of A, twice."""
+        return self.operator.shape[0], self.operator.shape[0]
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        return self.operator @ (self.operator.T @ matrix / self.scale) / self.scale
 
 
 def spectral_norm(
@@ -123,13 +146,19 @@ def spectral_norm(
     # σ² is an eigenvalue of the Gram operator. If the norm of its residual is r, the error of σ is
     # at most r / (√2 σ).
     power = 2
+    scale = 1.0
+    num_scale_matvecs = 0
+    gram = A
     if A.is_symmetric:
         power = 1
-        gram = A
-    elif A.shape[0] < A.shape[1]:
-        gram = A @ A.T
     else:
-        gram = A.T @ A
+        # Without a scale, squares of singular values underflow or overflow in single precision.
+        with Products(A) as products:
+            image = products(draw(A, 1, "rademacher", generator))
+        num_scale_matvecs = 1
+        # A power of two causes no rounding.
+        scale = 2.0 ** math.frexp(float(column_norms(image)))[1]
+        gram = _ScaledGram(A if A.shape[0] < A.shape[1] else A.T, scale)
     size = gram.shape[0]
     with Products(gram, progress=progress, label="spectral norm") as products:
         num_vectors = capacity(size, 1, A.dtype.itemsize)
@@ -149,9 +178,9 @@ def spectral_norm(
         value = value.sqrt()
         if value > 0:
             residual = residual / (2**0.5 * value)
-    count = power * products.count
-    value = value.to(A.device, A.dtype)
-    residual = residual.to(A.device, A.dtype)
+    count = power * products.count + num_scale_matvecs
+    value = scale * value.to(A.device, A.dtype)
+    residual = scale * residual.to(A.device, A.dtype)
     if not result.has_converged:
         warn(
             f"After {count} products, the error bound of the spectral norm is "

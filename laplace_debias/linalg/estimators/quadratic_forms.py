@@ -21,15 +21,17 @@ def mean_of(
 
 
 def at_least_rounding(
-    standard_error: Float[Tensor, "*shape"], magnitude: Float[Tensor, "*shape"]
+    standard_error: Float[Tensor, "*shape"], magnitude: Float[Tensor, "*shape"], dtype: torch.dtype
 ) -> Float[Tensor, "*shape"]:
     """Raise a standard error to at least eight rounding errors of a sum's magnitude `Σ|terms|`.
+
+    The dtype is that of the terms.
 
     If every probe has the same value (for the diagonal of a diagonal matrix, or the trace of a
     matrix whose range is contained in the sketch), an estimate is exact except for rounding errors,
     which the spread of the values does not show.
     """
-    rounding = 8 * torch.finfo(magnitude.dtype).eps * magnitude
+    rounding = 8 * torch.finfo(dtype).eps * magnitude
     return torch.maximum(standard_error, rounding)
 
 
@@ -37,7 +39,7 @@ class RunningMoments:
     """The mean and the squared deviations of columns that arrive in chunks (Welford, 1962).
 
     The attributes are `count`, `mean` `[n]`, and `deviations` `[n]`, the sums of squared deviations
-    from the mean.
+    from the mean. Both are in float64, because squares underflow or overflow in single precision.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class RunningMoments:
     def add(self, samples: Float[Tensor, "n k"]) -> None:
         """Add further columns."""
         size = samples.shape[1]
-        mean = samples.mean(dim=1)
+        mean = samples.mean(dim=1, dtype=torch.float64)
         deviations = ((samples - mean[:, None]) ** 2).sum(dim=1)
         last_count = self.count
         self.count = last_count + size
@@ -83,13 +85,21 @@ class QuadraticForms:
     $\mathrm{tr}(C^2)$ is the mean square of the products $y_i^\top y_j$ of different probes. For a
     matrix that is not symmetric, the sample variance of the forms is used.
 
+    The computation is in float64, because the squares of forms underflow or overflow in single
+    precision.
+
+    Args:
+        is_symmetric: Whether B is symmetric.
+        dtype: The dtype of the products with B, which determines their rounding errors.
+
     Reference:
         Box. Some theorems on quadratic forms applied in the study of analysis of variance problems.
         Annals of Mathematical Statistics, 1954.
     """
 
-    def __init__(self, is_symmetric: bool) -> None:
+    def __init__(self, is_symmetric: bool, dtype: torch.dtype) -> None:
         self._is_symmetric = is_symmetric
+        self._dtype = dtype
         self._samples: list[Tensor] = []
         self._entries = RunningMoments()
         self._magnitudes: list[Tensor] = []
@@ -100,8 +110,9 @@ class QuadraticForms:
     def add(self, probes: Float[Tensor, "n k"], images: Float[Tensor, "n k"]) -> None:
         """Add the columns of `probes`, and the products of B with these columns."""
         entries = probes * images
-        self._samples.append(entries.sum(dim=0))
-        self._magnitudes.append(torch.linalg.vector_norm(entries, ord=1, dim=0))
+        self._samples.append(entries.sum(dim=0, dtype=torch.float64))
+        magnitudes = torch.linalg.vector_norm(entries, ord=1, dim=0, dtype=torch.float64)
+        self._magnitudes.append(magnitudes)
         if not self._is_symmetric:
             return
         self._entries.add(entries)
@@ -124,7 +135,7 @@ class QuadraticForms:
             standard_error = (variance_of_form / count).sqrt()
             degrees = (count - 1) * self._effective_number(mean)
         magnitude = torch.cat(self._magnitudes).mean()
-        return mean, at_least_rounding(standard_error, magnitude), degrees
+        return mean, at_least_rounding(standard_error, magnitude, self._dtype), degrees
 
     def _effective_number(self, mean: Tensor) -> Tensor:
         """Estimate tr(C)²/tr(C²), from 1 to n; if few probes were kept, return the safe value 1."""
@@ -132,7 +143,7 @@ class QuadraticForms:
         if self._num_probes < _MIN_PROBES:
             return lowest
         probes = torch.cat(self._probes, dim=1)
-        images = torch.cat(self._images, dim=1)
+        images = torch.cat(self._images, dim=1).double()
         images = images - probes * self._entries.mean[:, None]
         gram = images.T @ images
         squares = gram.diagonal()

@@ -98,7 +98,7 @@ def lanczos_quadrature(
         chunk = max(1, _BASIS_ELEMENTS // (n * num_steps))
         diagonals = []
         off_diagonals = []
-        forms = None if function is None else QuadraticForms(is_symmetric=True)
+        forms = None if function is None else QuadraticForms(is_symmetric=True, dtype=A.dtype)
         for start in range(0, num_probes, chunk):
             probes = draw(A, min(chunk, num_probes - start), "rademacher", generator)
             alphas, betas, basis = _tridiagonal(products, probes / n**0.5, num_steps, floor)

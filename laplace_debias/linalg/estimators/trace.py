@@ -76,11 +76,16 @@ def trace(
             traces = [columns[rows].trace() for rows, columns in products.columns()]
             return Estimate.exact(torch.stack(traces).sum(), products.count)
         mean, standard_error, degrees = estimate(products, total, generator)
-        return Estimate(mean, standard_error, products.count, degrees_of_freedom=degrees)
+    return Estimate(
+        mean.to(A.dtype),
+        standard_error.to(A.dtype),
+        products.count,
+        degrees_of_freedom=degrees.to(A.dtype),
+    )
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
-    forms = QuadraticForms(products.operator.is_symmetric)
+    forms = QuadraticForms(products.operator.is_symmetric, products.operator.dtype)
     for size in products.chunks(total):
         probes = draw(products.operator, size, "rademacher", generator)
         forms.add(probes, products(probes))
@@ -94,13 +99,14 @@ def _hutch_plus_plus(
     A = products.operator
     probes = draw(A, total // 3, "rademacher", generator)
     Q = torch.linalg.qr(products(probes)).Q
-    terms = Q * products(Q)
+    terms = (Q * products(Q)).double()
     probes = draw(A, total - products.count, "rademacher", generator)
     images = products(probes - Q @ (Q.T @ probes))
-    forms = QuadraticForms(A.is_symmetric)
+    forms = QuadraticForms(A.is_symmetric, A.dtype)
     forms.add(probes, images - Q @ (Q.T @ images))
     mean, standard_error, degrees = forms.mean()
-    return terms.sum() + mean, at_least_rounding(standard_error, terms.abs().sum()), degrees
+    standard_error = at_least_rounding(standard_error, terms.abs().sum(), A.dtype)
+    return terms.sum() + mean, standard_error, degrees
 
 
 # Each method with its smallest number of products. Hutch++ needs one product for the sketch, one
