@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import flat_jacobian, functional_covariance
 from torch import nn
 from torch.autograd import gradcheck
 from torch.func import jacrev, vmap
@@ -127,3 +128,31 @@ def test_layers_that_cannot_be_vectorised_are_differentiated_one_example_after_t
     torch.testing.assert_close(covariance, la.functional(x[:3])[1])
     inputs = x[:2].clone().requires_grad_()
     assert gradcheck(lambda x: la.functional(x, differentiable=True)[1], inputs)
+
+
+class Scaled(nn.Module):
+    """A network whose outputs are multiplied by a learnt number without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return self.layer(x).tanh() * self.log_scale.exp()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_parameter_without_dimensions_is_part_of_the_jacobian(joint):
+    torch.manual_seed(0)
+    x = torch.randn(20, 4, dtype=torch.float64)
+    la = Laplace(Scaled().double().eval()).fit([(x, torch.randint(3, (20,)))])
+    x = x[:3].clone().requires_grad_()
+    _, covariance = la.functional(x, joint=joint, differentiable=True)
+    J = flat_jacobian(la.model, x.detach(), la.param_names)
+    expected = functional_covariance(J, la.posterior.covariance.to_dense())
+    if joint:
+        rows = J.flatten(0, 1)
+        expected = (rows @ la.posterior.covariance.to_dense() @ rows.T).view(3, 3, 3, 3)
+    torch.testing.assert_close(covariance.detach(), expected)
+    assert gradcheck(lambda z: la.functional(z, joint=joint, differentiable=True), x)

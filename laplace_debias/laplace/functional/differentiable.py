@@ -66,7 +66,9 @@ def differentiable_moments(
                 # Jacobians are computed one by one.
                 by_example = [jacobian(trained, *rows) for rows in zip(*tensors, strict=True)]
                 jacobians = {name: torch.stack([J[name] for J in by_example]) for name in trained}
-    J = torch.cat([jacobians[name].flatten(2) for name in trained], dim=2)
+    # A parameter may be a single number without dimensions, so its Jacobian is `[B, C]`.
+    by_parameter = [jacobians[name].reshape(*mean.shape, trained[name].numel()) for name in trained]
+    J = torch.cat(by_parameter, dim=2)
     if fitted.config.structure.has_independent_outputs:
         covariance = _independent_covariance(fitted.posterior, J, joint)
     else:
