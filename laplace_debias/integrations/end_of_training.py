@@ -15,7 +15,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from laplace_debias.curvature.data.dataset_size import fault_of_draws, repeated_held_out
+from laplace_debias.curvature.data.dataset_size import (
+    fault_of_draws,
+    inner_sampler,
+    repeated_held_out,
+)
 from laplace_debias.curvature.data.shards import ShardedBatches, with_batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -57,14 +61,6 @@ def _shared_loader(loader: Any) -> Any:
     return with_batches(loader, dataset, shares)
 
 
-def _inner_sampler(loader: Any) -> Any:
-    """Return the loader's sampler, unwrapped from the batch samplers of accelerate."""
-    batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
-    return getattr(batches, "sampler", loader.sampler)
-
-
 def _without_lightning(sampler: Any) -> Any:
     """Return the sampler that Lightning wraps in order to divide draws among the processes.
 
@@ -77,7 +73,7 @@ def _is_weighted(loader: Any) -> bool:
     """Whether the run draws from the data set with weights."""
     if getattr(loader, "batch_sampler", None) is None:
         return False
-    return isinstance(_without_lightning(_inner_sampler(loader)), WeightedRandomSampler)
+    return isinstance(_without_lightning(inner_sampler(loader)), WeightedRandomSampler)
 
 
 def _is_shuffled(loader: Any) -> bool:
@@ -85,7 +81,7 @@ def _is_shuffled(loader: Any) -> bool:
 
     The first batches, to which some modes are fitted, then contain examples of all classes.
     """
-    sampler = _inner_sampler(loader)
+    sampler = inner_sampler(loader)
     if isinstance(sampler, DistributedSampler):
         return sampler.shuffle
     return not isinstance(sampler, SequentialSampler)
@@ -97,7 +93,7 @@ def _indices_of_run(loader: Any) -> list[int] | None:
     For a weighted sampler, these are the examples that it draws in one pass.
     """
     ranks = process_group()
-    inner = _inner_sampler(loader)
+    inner = inner_sampler(loader)
     sampler = _without_lightning(inner)
     if sampler is not inner or isinstance(sampler, WeightedRandomSampler):
         return ranks.from_rank(list(sampler), 0)
@@ -174,7 +170,7 @@ class PosteriorAtEnd:
                 '`mode="full"` to the callback, or use Laplace after the training.'
             )
         if self.tune and getattr(validation_loader, "batch_sampler", None) is not None:
-            sampler = _without_lightning(_inner_sampler(validation_loader))
+            sampler = _without_lightning(inner_sampler(validation_loader))
             fault = fault_of_draws(sampler, allows_parts=True)
             if fault is not None:
                 raise repeated_held_out(fault)

@@ -62,6 +62,10 @@ def test_a_process_that_is_killed_ends_all(processes):
         (tasks.the_same_loader_as_a_scheme, "ValueError", ["ShardedBatches", "end to end"]),
         (tasks.the_same_batches, "ValueError", ["same batch", "ShardedBatches"]),
         (tasks.padded, "ValueError", ["DistributedSampler", "ShardedBatches(data, batch_size)"]),
+        (tasks.fit_prepared, "ValueError", ["BatchSamplerShard", "would count twice"]),
+        (tasks.evaluate_prepared, "ValueError", ["BatchSamplerShard", "would count twice"]),
+        (tasks.fit_prepared_without_the_rest, "ValueError", ["BatchSamplerShard leaves out"]),
+        (tasks.fit_prepared_draws, "ValueError", ["draws 40 of 37 examples with replacement"]),
         (
             tasks.sharded_on_one,
             "ValueError",

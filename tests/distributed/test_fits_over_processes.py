@@ -146,6 +146,16 @@ def test_a_loader_of_one_process_gives_the_same_fit(processes):
             check(numbers, tasks.numbers(la))
 
 
+def test_loaders_of_accelerate_that_repeat_no_example(processes):
+    pytest.importorskip("accelerate")
+    sizes = [tasks.SIZE, tasks.SIZE, 40, 40, 40]
+    expected = {size: tasks.numbers(tasks.laplace().fit(tasks.loader(size))) for size in set(sizes)}
+    for rank_fits in processes.run(2, tasks.fits_prepared_without_repeats):
+        assert isinstance(rank_fits, list), rank_fits
+        for size, numbers in zip(sizes, rank_fits, strict=True):
+            check(numbers, expected[size], 1e-10)
+
+
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])
 def test_loaders_of_data_that_was_split_before(processes, mode):
     """Each process has a loader of its own part, of another length and number of batches."""

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from spectra import generator
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from laplace_debias import (
     Auto,
@@ -465,6 +473,49 @@ def the_same_batches(rank):
 def padded(rank):
     data = examples()
     return numbers(laplace().fit(DataLoader(data, 8, sampler=DistributedSampler(data))))
+
+
+def prepared_by_accelerate(rank, size=SIZE, sampler=None, drop_last=False, **options):
+    """A loader of batches of 4, split as by `accelerate.Accelerator.prepare`."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    data = examples(size)
+    batches = BatchSampler(sampler or SequentialSampler(data), 4, drop_last)
+    shard = BatchSamplerShard(batches, dist.get_world_size(), rank, **options)
+    return DataLoader(data, batch_sampler=shard)
+
+
+def fit_prepared(rank, *args):
+    return numbers(laplace().fit(prepared_by_accelerate(rank, *args)))
+
+
+def evaluate_prepared(rank):
+    return laplace().fit(loader()).evaluate(prepared_by_accelerate(rank))["nll"].value
+
+
+def fit_prepared_without_the_rest(rank):
+    return numbers(laplace().fit(prepared_by_accelerate(rank, drop_last=True)))
+
+
+def fit_prepared_draws(rank):
+    sampler = WeightedRandomSampler(torch.ones(SIZE), 40)
+    return numbers(laplace().fit(prepared_by_accelerate(rank, sampler=sampler)))
+
+
+def fits_prepared_without_repeats(rank):
+    """Fits whose loaders from accelerate read each example once."""
+    even = 40
+    cases = [
+        (SIZE, {"even_batches": False}),
+        (SIZE, {"even_batches": False, "split_batches": True}),
+        (even, {}),
+        (even, {"split_batches": True}),
+        (even, {"drop_last": True}),
+    ]
+    return [
+        numbers(laplace().fit(prepared_by_accelerate(rank, size, **options)))
+        for size, options in cases
+    ]
 
 
 def sharded_on_one(rank):

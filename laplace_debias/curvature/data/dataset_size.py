@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from laplace_debias.curvature.data.shards import ShardedBatches, check_shared
+from laplace_debias.curvature.data.shards import ShardedBatches, check_shared, has_uneven_shards
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 
@@ -177,7 +177,15 @@ def sampler_of(loader: Any) -> Any:
     """Return the sampler that draws the indices of a `DataLoader`, or None for other data."""
     if not _has_sampler(loader):
         return None
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return inner_sampler(loader)
+
+
+def inner_sampler(loader: Any) -> Any:
+    """Return the loader's sampler, unwrapped from the batch samplers of accelerate."""
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", loader.sampler)
 
 
 def fault_of_draws(sampler: Any, *, allows_parts: bool = False) -> str | None:
@@ -222,6 +230,11 @@ def _fault_of_split(loader: Any) -> str | None:
             f"{type(sampler).__name__} splits the data over {sampler.num_replicas} processes, and "
             "repeats or drops examples to make the parts equal "
             "(`batch_sampler=ShardedBatches(data, batch_size)` does not)"
+        )
+    if has_uneven_shards(batches) and batches.drop_last:
+        return (
+            f"{type(batches).__name__} leaves out examples so that all {batches.num_processes} "
+            "processes get the same number of examples (`drop_last=True`)"
         )
     return None
 

@@ -174,7 +174,7 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
         Whether the processes share the data by `ShardedBatches`.
     """
     check_joined()
-    batches = getattr(data, "batch_sampler", None)
+    batches: Any = getattr(data, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) or getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         num_repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
@@ -186,6 +186,14 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
                 "batch_sampler=ShardedBatches(data, batch_size)), which repeats no "
                 "examples."
             )
+    if has_uneven_shards(batches) and batches.even_batches and not batches.drop_last:
+        raise ValueError(
+            f"The {type(batches).__name__} of accelerate repeats examples so that all "
+            f"{batches.num_processes} processes get the same number of examples. The repeated "
+            "examples would count twice. Use DataLoader(data, "
+            "batch_sampler=ShardedBatches(data, batch_size)) without `prepare`, or pass "
+            "`even_batches=False` to accelerate, which both repeat no examples."
+        )
     if ranks.size == 1:
         return False
     sharding = ""
@@ -204,6 +212,22 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
             "all ranks."
         )
     return any(shardings)
+
+
+def has_uneven_shards(batches: Any) -> bool:
+    """Whether accelerate splits batches over processes, and the last ones have to be completed.
+
+    accelerate repeats examples for this purpose, or leaves out examples if `drop_last=True`. The
+    class is recognised by its name, because importing accelerate takes seconds.
+    """
+    if type(batches).__name__ != "BatchSamplerShard" or batches.num_processes == 1:
+        return False
+    inner = batches.batch_sampler
+    sampler = getattr(inner, "sampler", None)
+    if batches.batch_size is None or not isinstance(sampler, Sized):
+        return len(inner) % batches.num_processes > 0
+    num_split = 1 if batches.split_batches else batches.num_processes
+    return len(sampler) % (batches.batch_size * num_split) > 0
 
 
 def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
