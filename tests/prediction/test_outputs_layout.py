@@ -322,8 +322,12 @@ def test_probabilities_in_other_layouts_and_precisions_are_told_too():
 )
 def test_a_sigmoid_before_a_likelihood_of_logits_is_told(likelihood, y):
     model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).eval()
-    with pytest.warns(UserWarning, match=r"last layer is a sigmoid.*Remove the sigmoid"):
+    with pytest.warns(UserWarning, match=r"ends with a sigmoid.*Remove the sigmoid"):
         Laplace(model, likelihood).fit([(X, y)])
+    for function in (torch.sigmoid, lambda p: p.sigmoid()[:, None].squeeze(1)):
+        calls_sigmoid = nn.Sequential(nn.Linear(4, 1), Function(function)).eval()
+        with pytest.warns(UserWarning, match=r"ends with a sigmoid.*Remove the sigmoid"):
+            Laplace(calls_sigmoid, likelihood).fit([(X, y)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Laplace(model[:1], likelihood).fit([(X, y)])
@@ -335,6 +339,17 @@ class Shift(nn.Module):
     def forward(self, x):
         p = x.softmax(-1)
         return p + torch.tensor([-1.0, 0.5, 0.5])
+
+
+class Function(nn.Module):
+    """A function in the forward pass."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 class One(nn.Module):

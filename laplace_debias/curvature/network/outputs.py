@@ -30,6 +30,24 @@ LARGEST_DEFAULT_BYTES = 2**32
 # The number of answers that are kept before they are read. It is bounded so that a pass over wrong
 # data ends early, and because an answer takes half a kilobyte of the device's memory.
 _MOST_KEPT = 1024
+_SIGMOID = "SigmoidBackward0"
+"""Autograd's name of a sigmoid."""
+_RESHAPING = (
+    "Alias",
+    "Clone",
+    "Expand",
+    "Permute",
+    "Reshape",
+    "Select",
+    "Slice",
+    "Squeeze",
+    "ToCopy",
+    "Transpose",
+    "UnsafeView",
+    "Unsqueeze",
+    "View",
+)
+"""How autograd's names of operations begin that change the shape or the dtype, but no values."""
 _CURRENT: ContextVar["DeferredChecks | None"] = ContextVar("deferred_checks", default=None)
 
 
@@ -264,11 +282,24 @@ def warn_of_probabilities(outputs: Tensor) -> None:
 
 
 def warn_of_sigmoid(network: nn.Module, outputs: Tensor) -> None:
-    """Warn if the network's last layer is a sigmoid, and the outputs are between 0 and 1."""
-    is_sigmoid = isinstance(list(network.modules())[-1], nn.Sigmoid)
+    """Warn if the network ends with a sigmoid, and the outputs are between 0 and 1.
+
+    The sigmoid may be the network's last module. If the outputs have an autograd graph, it may also
+    be a function that the forward pass calls last.
+    """
+    last_module = list(network.modules())[-1]
+    is_sigmoid = isinstance(last_module, nn.Sigmoid) or _last_operation(outputs) == _SIGMOID
     if is_sigmoid and bool(((outputs >= 0) & (outputs <= 1)).all()):
         warn(
-            "The model's outputs are probabilities: its last layer is a sigmoid. "
+            "The model's outputs are probabilities, because it ends with a sigmoid. "
             'likelihood="binary" and "multilabel" take logits and apply a sigmoid to them. Remove '
             "the sigmoid from the model."
         )
+
+
+def _last_operation(outputs: Tensor) -> str:
+    """Return autograd's name of the last operation that changed values, or "" without a graph."""
+    node = outputs.grad_fn
+    while node is not None and node.name().startswith(_RESHAPING):
+        node = node.next_functions[0][0]
+    return "" if node is None else node.name()

@@ -127,8 +127,7 @@ def _parameters_on_examples(
                 "a prior of the last layer's parameters."
             )
     tap = Tap(spec.network(selected.names))
-    with torch.no_grad(), preserve_attributes(tap.network.modules()):
-        outputs = call(tap.network, take(inputs, slice(0, _NUM_CHECKED)))
+    outputs = _first_outputs(tap.network, spec.likelihood, take(inputs, slice(0, _NUM_CHECKED)))
     _check_first_outputs(
         tap.network,
         spec.likelihood,
@@ -137,6 +136,7 @@ def _parameters_on_examples(
         class_dim=spec.class_dim,
         fisher=config.fisher,
     )
+    outputs = outputs.detach()  # frees the autograd graph
     all_inputs = None
     if reads_all and all(stream.is_reiterable for stream in streams):
         all_inputs = chain.from_iterable(stream.extra_pass() for stream in streams)
@@ -156,6 +156,24 @@ def _first_batch(stream: Stream) -> Batch:
         first = first_of_another_rank if first is None else first
     assert first is not None
     return first
+
+
+def _first_outputs(network: nn.Module, likelihood: Likelihood, examples: Inputs) -> Tensor:
+    """Compute the outputs of a few examples.
+
+    If the likelihood applies a sigmoid, the outputs have an autograd graph, which shows whether the
+    network has already applied one.
+    """
+    if likelihood.activation != "sigmoid":
+        with torch.no_grad(), preserve_attributes(network.modules()):
+            return call(network, examples)
+    parameters = {
+        name: parameter.detach().requires_grad_()
+        for name, parameter in network.named_parameters()
+        if parameter.is_floating_point()
+    }
+    with torch.enable_grad(), preserve_attributes(network.modules()):
+        return call(network, examples, parameters)
 
 
 def _check_first_outputs(
