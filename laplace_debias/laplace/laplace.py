@@ -67,9 +67,8 @@ from laplace_debias.laplace.tuning import evidence, noise, tune
 from laplace_debias.laplace.tuning.result import TunedFit, Tuning
 from laplace_debias.laplace.wrong_names import (
     CURVATURES,
-    EQUIVALENTS,
-    explain_laplace_torch_name,
-    explains_laplace_torch_arguments,
+    EXPLANATIONS,
+    explains_wrong_arguments,
 )
 from laplace_debias.metrics import Report
 from laplace_debias.system.checks import check_extra, check_is, whole
@@ -195,7 +194,7 @@ class Laplace(Predictor):
     # A state is always replaced as a whole, so other threads see either the old or the new state.
     _state: FitSetup | FittedPosterior
 
-    @explains_laplace_torch_arguments
+    @explains_wrong_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -268,8 +267,8 @@ class Laplace(Predictor):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in EQUIVALENTS:
-                raise AttributeError(explain_laplace_torch_name(name))
+            if name in EXPLANATIONS:
+                raise AttributeError(EXPLANATIONS[name])
             return object.__getattribute__(self, name)
 
         def __call__(self, *_: Any, **__: Any) -> Any:
@@ -286,7 +285,7 @@ class Laplace(Predictor):
 
     # ------------------------------------------------- fitting
 
-    @explains_laplace_torch_arguments
+    @explains_wrong_arguments
     @collective("fit")
     def fit(
         self,
@@ -827,7 +826,7 @@ class Laplace(Predictor):
         """Draw samples of the Bayesian parameters, `[n, D]`, in the order of the model."""
         return self.posterior.sample(n, generator)
 
-    @explains_laplace_torch_arguments
+    @explains_wrong_arguments
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:

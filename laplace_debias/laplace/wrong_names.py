@@ -1,8 +1,8 @@
-"""Messages for wrong names: misspelt attributes, and the names of laplace-torch."""
+"""Messages for wrong names: misspelt attributes, and the names of other libraries."""
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -15,24 +15,31 @@ EQUIVALENTS = {
     "dict_key_x": "batch=, a function from a batch to (inputs, targets)",
     "dict_key_y": "batch=, a function from a batch to (inputs, targets)",
     "diagonal_output": "la.functional(x, diagonal=True)",
+    "enable_backprop": "la.predict(x, differentiable=True)",
     "functional_covariance": "la.functional(x, joint=True)",
     "functional_variance": "la.functional(x), which returns the mean and the covariance",
     "hessian_structure": 'curvature="kfac" for "kron", "full", "diag" or "lowrank"',
     "last_layer_name": "params=[names of its parameters]",
     "link_approx": 'link="probit", "bridge", "pairwise" or "exact", or samples= for "mc"',
     "load_state_dict": "Laplace.load(path, model)",
-    "log_likelihood": "la.log_marginal_likelihood()",
+    "log_det_posterior_precision": "linalg.logdet(la.posterior.precision)",
+    "log_det_ratio": "linalg.logdet(la.posterior.precision), minus the prior's",
+    "log_likelihood": 'la.evaluate(train_loader, method="map")["nll"], times -la.num_data',
+    "log_prob": "la.posterior.log_prob(parameters)",
     "n_data": "la.num_data",
     "n_params": "len(la.mean)",
     "n_samples": "samples=",
+    "n_subset": 'curvature="gp" and inducing=',
     "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
     "override": "la.update(loader) to add data to a fit",
     "posterior_covariance": "la.posterior.covariance",
     "posterior_precision": "la.posterior.precision",
     "posterior_scale": "la.posterior.scale",
+    "posterior_variance": "linalg.diagonal(la.posterior.covariance)",
     "pred_type": 'method="glm" or "nn"',
     "functional_samples": "la.sample_outputs(x, n)",
     "predictive_samples": "la.sample_outputs(x, n), or la.predict(x).sample((n,))",
+    "prior_structure": 'la.tune_evidence(per="block") for "layerwise"',
     "progress_bar": "progress=",
     "sigma_noise": "sigma= of Laplace, or la.sigma",
     "state_dict": "la.save(path)",
@@ -40,6 +47,13 @@ EQUIVALENTS = {
     "subset_of_weights": 'params="all" (the default), "last_layer", names or a predicate',
 }
 """The arguments, methods and attributes of laplace-torch, and their equivalents here."""
+OTHER_NAMES = {
+    "class_weight": "likelihood=Categorical(class_weights=...)",
+    "class_weights": "likelihood=Categorical(class_weights=...)",
+    "predict_proba": "la.predict(x).probs",
+    "sample_weight": "batches (x, y, weights)",
+}
+"""Names that users of scikit-learn and of the class `Categorical` expect, and their equivalents."""
 SETTABLE = ("prior_precision", "prior_mean", "temperature", "link", "sigma")
 """The attributes of `Laplace` that can be set without a new fit."""
 CURVATURES = {"kron": "kfac"}
@@ -51,23 +65,43 @@ def explain_laplace_torch_name(name: str) -> str:
     return f"{name} is a name of laplace-torch. Use {EQUIVALENTS[name]}."
 
 
-def explains_laplace_torch_arguments(
-    function: Callable[Parameters, Result],
-) -> Callable[Parameters, Result]:
-    """Explain, in the error for an unknown argument, which argument replaces it."""
-    own_names = inspect.signature(function).parameters
+EXPLANATIONS = {
+    **{name: explain_laplace_torch_name(name) for name in EQUIVALENTS},
+    **{name: f"There is no {name}. Use {advice}." for name, advice in OTHER_NAMES.items()},
+}
+"""The messages for wrong names."""
 
-    @wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in kwargs:
-            if name in EQUIVALENTS and name not in own_names:
-                raise TypeError(
-                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}: "
-                    f"{explain_laplace_torch_name(name)}"
-                )
-        return function(*args, **kwargs)
 
-    return call
+def explains_arguments(
+    explanations: Mapping[str, str],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Return a decorator that adds an explanation to the error for an unknown argument.
+
+    Args:
+        explanations: The messages, by the names of the arguments. A name that is an argument of
+            the function has no message.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        own_names = inspect.signature(function).parameters
+
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            for name in kwargs:
+                if name in explanations and name not in own_names:
+                    raise TypeError(
+                        f"{function.__qualname__}() got an unexpected keyword argument {name!r}: "
+                        f"{explanations[name]}"
+                    )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+explains_wrong_arguments = explains_arguments(EXPLANATIONS)
+"""Explain, in the error for an unknown argument, which argument replaces it."""
 
 
 def check_settable(cls: type, name: str) -> None:

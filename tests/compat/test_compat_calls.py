@@ -9,7 +9,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import OneArgument
 from laplace_debias.compat import laplace_torch
-from laplace_debias.compat.laplace_torch import Laplace
+from laplace_debias.compat.laplace_torch import Laplace, marglik_training
+from laplace_debias.compat.laplace_torch.absent import (
+    ABSENT_ARGUMENTS,
+    ABSENT_ATTRIBUTES,
+    ABSENT_CLASSES,
+)
 
 laplace = pytest.importorskip("laplace", reason="compares with laplace-torch")
 
@@ -713,3 +718,52 @@ def test_temperature_and_prior_mean_can_be_set(precisions):
     assert float(la.prior_mean.flatten()[0]) == pytest.approx(0.3)
     close(la.posterior_variance, expected.posterior_variance)
     close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
+
+
+# ------------------------------------------------------------------------------- absent names
+
+
+def test_every_class_of_laplace_torch_is_here_or_has_a_replacement():
+    backends = {name for name in laplace.curvature.__all__ if name.endswith(("GGN", "EF"))}
+    masks = {name for name in laplace.utils.__all__ if name.endswith("SubnetMask")}
+    names = set(laplace.__all__) | backends | masks - {"SubnetMask", "RandomSubnetMask"}
+    assert names - set(laplace_torch.__all__) == set(ABSENT_CLASSES)
+    for name, advice in ABSENT_CLASSES.items():
+        with pytest.raises(ImportError) as caught:
+            exec(f"from laplace_debias.compat.laplace_torch import {name}")
+        assert str(caught.value).endswith(advice)
+    with pytest.raises(ImportError, match="cannot import name 'no_such'"):
+        exec("from laplace_debias.compat.laplace_torch import no_such")
+
+
+def test_an_absent_argument_is_explained():
+    la = Laplace(network(), "classification")
+    calls = {
+        "dict_key_x": lambda: Laplace(network(), "classification", dict_key_x="x"),
+        "n_steps": lambda: la.optimize_prior_precision(method="marglik", n_steps=10),
+        "loss": lambda: la.optimize_prior_precision(loss=nn.CrossEntropyLoss()),
+        "progress_bar": lambda: marglik_training(network(), [], progress_bar=True),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value).endswith(
+            f"unexpected keyword argument {name!r}: {ABSENT_ARGUMENTS[name]}"
+        )
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such'$"):
+        Laplace(network(), "classification", no_such=1)
+
+
+def test_an_absent_attribute_is_explained():
+    la = Laplace(network(), "classification", subset_of_weights="all")
+    for name, advice in ABSENT_ATTRIBUTES.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(la, name)
+        assert str(caught.value).endswith(advice)
+    with pytest.raises(AttributeError, match=r"Use la\.posterior\.predict\.$"):
+        la.predict(torch.randn(1, 3))
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such'$"):
+        _ = la.no_such
+    la.fit(loader("classification"))
+    assert la.posterior.posterior.curvature.shape == (la.n_params, la.n_params)
+    assert la(torch.randn(1, 3).double()).shape[-1] == 2

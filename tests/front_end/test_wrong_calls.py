@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from laplace_debias import Laplace, Mixture
+from laplace_debias import Categorical, Laplace, Mixture
 from laplace_debias.curvature import KFAC, Fisher
 from laplace_debias.laplace.fitting.schemes import Split
-from laplace_debias.laplace.wrong_names import EQUIVALENTS, SETTABLE
+from laplace_debias.laplace.wrong_names import EQUIVALENTS, OTHER_NAMES, SETTABLE
 from laplace_debias.linalg import cg, inverse, trace
 from laplace_debias.operators import Dense, Diagonal
 
@@ -139,6 +139,8 @@ def test_names_that_nobody_has_are_pythons_errors(la):
         (lambda la: la(X, pred_type="glm"), TypeError, r"Use la\.predict\(x\)"),
         (lambda la: la.optimize_prior_precision(), AttributeError, r"Use la\.tune\("),
         (lambda la: la.H, AttributeError, r"Use la\.posterior\.precision"),
+        (lambda la: la.log_likelihood, AttributeError, r"la\.evaluate.*times -la\.num_data"),
+        (lambda la: Laplace(MODEL, n_subset=10), TypeError, "inducing="),
         (lambda la: la.posterior_precision, AttributeError, r"Use la\.posterior\.precision"),
         (lambda la: la.state_dict(), AttributeError, r"Use la\.save\(path\)"),
         (lambda la: la.functional_variance(X), AttributeError, r"Use la\.functional\(x\)"),
@@ -150,14 +152,23 @@ def test_names_of_laplace_torch_get_ours(la, call, error, ours):
         call(la)
 
 
+def test_names_of_scikit_learn_get_ours(la):
+    with pytest.raises(AttributeError, match=r"no predict_proba\. Use la\.predict\(x\)\.probs"):
+        la.predict_proba(X)
+    with pytest.raises(TypeError, match=r"'sample_weight'.*Use batches \(x, y, weights\)"):
+        la.fit(DATA, sample_weight=torch.ones(len(X)))
+    with pytest.raises(TypeError, match=r"'class_weights'.*Categorical\(class_weights=\.\.\.\)"):
+        Laplace(MODEL, class_weights=torch.ones(3))
+
+
 def test_the_equivalents_of_laplace_torch_exist(la):
     """The attributes and arguments that messages advise are there."""
     parameters = {
         name
-        for function in (Laplace, la.fit, la.predict, la.functional)
+        for function in (Laplace, Categorical, la.fit, la.predict, la.functional, la.tune_evidence)
         for name in inspect.signature(function).parameters
     }
-    for advice in EQUIVALENTS.values():
+    for advice in (*EQUIVALENTS.values(), *OTHER_NAMES.values()):
         for name in re.findall(r"(\w+)=", advice):
             assert name in parameters
         for name in re.findall(r"\bla\.(\w+)", advice):

@@ -5,6 +5,9 @@ Code that was written for laplace-torch runs with one changed import:
 without an equivalent raise an error. The reference of this module lists them, with replacements.
 """
 
+from typing import NoReturn
+
+from laplace_debias.compat.laplace_torch.absent import ABSENT_CLASSES
 from laplace_debias.compat.laplace_torch.marglik import marglik_training
 from laplace_debias.compat.laplace_torch.posteriors import Laplace
 from laplace_debias.compat.laplace_torch.structured import (
@@ -30,3 +33,15 @@ __all__ = [
     "StructuredLaplace",
     "marglik_training",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Explain what to use instead of a class of laplace-torch that this module does not have.
+
+    Raises:
+        ImportError: For such a class. Python replaces an `AttributeError` by its own message.
+        AttributeError: For any other name.
+    """
+    if name in ABSENT_CLASSES:
+        raise ImportError(f"{__name__} has no {name}. {ABSENT_CLASSES[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

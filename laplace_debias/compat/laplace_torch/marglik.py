@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from laplace_debias.compat.laplace_torch.absent import explains_absent_arguments
 from laplace_debias.compat.laplace_torch.arguments import (
     CURVATURES_BY_NAME,
     LIKELIHOODS_BY_NAME,
@@ -25,6 +26,7 @@ HESSIAN_STRUCTURES = ("kron", "full", "diag")
 PRIOR_STRUCTURES = {"scalar": None, "layerwise": "block"}
 
 
+@explains_absent_arguments
 def marglik_training(
     model: nn.Module,
     train_loader: Batches,

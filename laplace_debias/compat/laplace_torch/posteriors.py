@@ -1,12 +1,16 @@
 """A `Laplace` with the arguments, methods and shapes of laplace-torch."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.compat.laplace_torch.absent import (
+    ABSENT_ATTRIBUTES,
+    explains_absent_arguments,
+)
 from laplace_debias.compat.laplace_torch.arguments import (
     CURVATURES_BY_NAME,
     LIKELIHOODS_BY_NAME,
@@ -100,6 +104,7 @@ class Laplace:
         torch.Size([64, 3])
     """
 
+    @explains_absent_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -166,6 +171,20 @@ class Laplace:
         # it is not known whether several precisions are per parameter or per block.
         self._prior: ParameterwisePrior | None = None
         self.prior_precision = prior_precision
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ABSENT_ATTRIBUTES:
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}. {ABSENT_ATTRIBUTES[name]}"
+                )
+            if not name.startswith("_") and hasattr(Posterior, name) and not hasattr(Laplace, name):
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}, because laplace-torch does "
+                    f"not have it. Use la.posterior.{name}."
+                )
+            return object.__getattribute__(self, name)
 
     @property
     def posterior(self) -> Posterior:
@@ -362,6 +381,7 @@ class Laplace:
         pred_types = ("glm", "gp") if self._structure == "gp" else ("glm", "nn")
         return checked_name("pred_type", pred_type, pred_types)
 
+    @explains_absent_arguments
     def optimize_prior_precision(
         self,
         pred_type: str = "glm",

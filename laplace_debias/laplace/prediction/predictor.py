@@ -26,7 +26,7 @@ from laplace_debias.laplace.prediction.predictive import (
     equal_mixture,
 )
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
-from laplace_debias.laplace.wrong_names import check_settable, explains_laplace_torch_arguments
+from laplace_debias.laplace.wrong_names import check_settable, explains_wrong_arguments
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.ranks import collective, process_group
@@ -88,7 +88,7 @@ class Predictor(ABC):
         """The likelihood; for a regression with the tuned noise after `tune`."""
         return self._states[0].spec.likelihood
 
-    @explains_laplace_torch_arguments
+    @explains_wrong_arguments
     def predict(
         self,
         x: Inputs | Record,
