@@ -15,7 +15,7 @@ from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.curvature.structures.diagonal import DiagonalCurvature
 from laplace_debias.curvature.structures.full import FullCurvature
-from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.prior import Prior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
@@ -165,6 +165,20 @@ class GaussianPrior:
                 "entries). Pass the names of the prior's parameters to `params=`, and "
                 "use a model with parameters of the same sizes."
             )
+
+
+def setup_with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
+    """Set a Gaussian prior, whose names stand for the last layer until a fit has found this layer.
+
+    The first fit compares these names with the names of the layer's parameters.
+    """
+    parameters = setup.parameters
+    if parameters is None:
+        config = replace(setup.config, params=list(prior.param_names))
+        parameters = ParameterBlocks.selected(setup.spec.plain_model, config, None)
+    checked = prior.on(parameters, setup.config.structure).to(setup.device)
+    checked = checked.fitting(len(parameters.block_names), parameters.size)
+    return replace(setup, parameters=parameters, prior=checked)
 
 
 def _with_excess(

@@ -24,17 +24,17 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace.description import describe
 from laplace_debias.laplace.fitting.fit import fit
-from laplace_debias.laplace.fitting.mode_schemes import scheme_of_mode
+from laplace_debias.laplace.fitting.mode_schemes import scheme_of_batches, scheme_of_mode
 from laplace_debias.laplace.fitting.modes import check_mode
 from laplace_debias.laplace.fitting.plan import Plan, plan_fit
-from laplace_debias.laplace.fitting.schemes import CrossFit, Full, Scheme, Split
+from laplace_debias.laplace.fitting.schemes import Scheme
 from laplace_debias.laplace.fitting.update import update
 from laplace_debias.laplace.functional.context import OutputChoice
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.gaussian_prior import GaussianPrior
+from laplace_debias.laplace.gaussian_prior import GaussianPrior, setup_with_prior
 from laplace_debias.laplace.links import Link, SecondMoments
 from laplace_debias.laplace.prediction.predictive import (
     FitWithLink,
@@ -235,6 +235,8 @@ class Laplace(Predictor):
             sharing=sharing,
             memory_bound=memory_bound,
         )
+        # The class of the options does not check these combinations, because files of earlier
+        # versions contain them.
         if sharing != "expand" and not config.structure.has_factors:
             raise ValueError(
                 f"`sharing={sharing!r}` applies only to Kronecker factors, which "
@@ -261,7 +263,7 @@ class Laplace(Predictor):
                     "`prior=` already contains a precision and a mean. Remove `prior_precision=` "
                     "and `prior_mean=`."
                 )
-            setup = _with_prior(setup, prior)
+            setup = setup_with_prior(setup, prior)
         self._state = setup
 
     if not TYPE_CHECKING:
@@ -393,16 +395,7 @@ class Laplace(Predictor):
             resume: A folder for checkpoints; see `fit`.
         """
         self._require_same(num_data=num_data, folds=folds, resume=resume)
-        if folds is not None and magnitudes is not None:
-            raise ValueError(
-                "Cross-fitting computes the values of `magnitudes` from the folds. "
-                "Remove `magnitudes=`."
-            )
-        scheme: Scheme = Full(directions)
-        if magnitudes is not None:
-            scheme = Split(directions, magnitudes)
-        if folds is not None:
-            scheme = CrossFit(directions, folds)
+        scheme = scheme_of_batches(directions, magnitudes, folds)
         size = scheme.training_size(num_data)
         folder = None if resume is None else Path(resume)
         fitted = fit(self._setup, scheme, size, generator=generator, resume=folder)
@@ -1081,13 +1074,11 @@ class Laplace(Predictor):
             ValueError: If `evaluation` is passed without a card. Also raises the errors of `save`.
             NotADirectoryError: If the folder is a file.
         """
-        self._check_card(card, evaluation)
+        pretrained.check_card(card, evaluation)
         path = Path(folder)
         pretrained.check_folder(path)
         fitted = self._unchanged_fit
-        if process_group().rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-        file.save(path / pretrained.POSTERIOR, fitted, own_likelihood)
+        pretrained.save_posterior(path, fitted, own_likelihood)
         if card and process_group().rank == 0:
             pretrained.write_card(path, describe(fitted), evaluation)
 
@@ -1126,7 +1117,7 @@ class Laplace(Predictor):
         """
         check_extra("hub", "huggingface_hub")
         refuse_ranks("push_to_hub", "each process would upload the files")
-        self._check_card(card, evaluation)
+        pretrained.check_card(card, evaluation)
         self._unchanged_fit  # noqa: B018 (raises before a connection is made)
         with TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -1136,13 +1127,6 @@ class Laplace(Predictor):
             return pretrained.push(
                 folder, repository, private=private, token=token, message=message
             )
-
-    @staticmethod
-    def _check_card(card: bool, evaluation: Report | None) -> None:
-        """Require that the evaluation for a card is a report."""
-        check_is(evaluation, "evaluation", Report, type(None))
-        if evaluation is not None and not card:
-            raise ValueError("`evaluation=` has no effect with `card=False`. Remove one of them.")
 
     def export(
         self,
@@ -1362,17 +1346,3 @@ class Laplace(Predictor):
         if method.is_closed_form and link is None:
             link = default_link_of_fit(fitted, x)
         return [FitWithLink(fitted, link)]
-
-
-def _with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
-    """Set a Gaussian prior, whose names stand for the last layer until a fit has found this layer.
-
-    The first fit compares these names with the names of the layer's parameters.
-    """
-    parameters = setup.parameters
-    if parameters is None:
-        config = replace(setup.config, params=list(prior.param_names))
-        parameters = ParameterBlocks.selected(setup.spec.plain_model, config, None)
-    checked = prior.on(parameters, setup.config.structure).to(setup.device)
-    checked = checked.fitting(len(parameters.block_names), parameters.size)
-    return replace(setup, parameters=parameters, prior=checked)

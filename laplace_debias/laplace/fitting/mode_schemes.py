@@ -1,4 +1,4 @@
-"""The fitting scheme of each mode, built from a loader."""
+"""The fitting schemes of the modes, built from a loader, and of lists of batches."""
 
 import copy
 import itertools
@@ -59,6 +59,20 @@ def scheme_of_mode(
             "a smaller batch size or more data."
         )
     return mode.make(batches, folds), size
+
+
+def scheme_of_batches(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:
+    """Return the scheme of a fit to lists of batches; see `Laplace.fit_batches`."""
+    if folds is not None and magnitudes is not None:
+        raise ValueError(
+            "Cross-fitting computes the values of `magnitudes` from the folds. Remove "
+            "`magnitudes=`."
+        )
+    if folds is not None:
+        return CrossFit(directions, folds)
+    if magnitudes is not None:
+        return Split(directions, magnitudes)
+    return Full(directions)
 
 
 def full(loader: Batches, _: int | None) -> Full:

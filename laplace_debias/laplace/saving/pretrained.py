@@ -4,9 +4,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from laplace_debias.laplace.saving import file
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.metrics import Report
-from laplace_debias.system.checks import check_extra
+from laplace_debias.system.checks import check_extra, check_is
 from laplace_debias.system.files import check_target, written_atomically
+from laplace_debias.system.ranks import process_group
 
 POSTERIOR = "posterior.safetensors"
 CARD = "README.md"
@@ -26,11 +29,25 @@ _END = "<!-- laplace-debias: end -->"
 _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
 
 
+def check_card(card: bool, evaluation: Report | None) -> None:
+    """Require a report as the evaluation, and only together with a card."""
+    check_is(evaluation, "evaluation", Report, type(None))
+    if evaluation is not None and not card:
+        raise ValueError("`evaluation=` has no effect with `card=False`. Remove one of them.")
+
+
 def check_folder(folder: Path) -> None:
     """Create the folder for a posterior if it does not exist; raise an error if it is a file."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file. Pass the path of a folder.")
     check_target(folder / POSTERIOR, make_folders=True)
+
+
+def save_posterior(folder: Path, fitted: FittedPosterior, own_likelihood: bool) -> None:
+    """Save a posterior in a folder, which the first process creates if it does not exist."""
+    if process_group().rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    file.save(folder / POSTERIOR, fitted, own_likelihood)
 
 
 def write_card(folder: Path, facts: Mapping[str, str], evaluation: Report | None) -> None:
