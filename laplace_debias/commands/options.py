@@ -235,7 +235,10 @@ class CommandLine(Generic[Settings]):
         except argparse.ArgumentError as error:
             raise ValueError(self._correction(error)) from error
         if unknown and not unknown[0].startswith("--"):
-            raise ValueError(f"{unknown[0]!r} is not an option. Options begin with --.")
+            raise ValueError(
+                f"{unknown[0]!r} is not an option. Options begin with --. Separate several values "
+                "of an option by commas."
+            )
         if unknown:
             raise ValueError(self._unknown(unknown[0].partition("=")[0], "--"))
         return parsed

@@ -16,7 +16,8 @@ def check_operator(A: object, generator: torch.Generator | None = None) -> None:
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as "
-            "`Dense(matrix)`, or a NumPy array as `Dense(torch.from_numpy(array))`."
+            "`Dense(matrix)`, or a NumPy array as `Dense(torch.from_numpy(array))`. For a function "
+            "or an operator of another library, write a subclass of LinearOperator."
         )
     checks.check_generator(generator)
     if generator is not None and generator.device.type != A.device.type:

@@ -48,6 +48,11 @@ def _make_working_directory_importable() -> None:
 
 
 def _no_module(path: str, option: str, module: str) -> str:
+    if ".py:" in path:
+        return (
+            f"{option} {path}: the name of a module does not end with .py. Pass "
+            f"{path.replace('.py:', ':')}."
+        )
     return (
         f"{option} {path}: there is no module {module}. Run the command in the folder that "
         f"contains {module.replace('.', '/')}.py (this folder is {os.getcwd()}), or install it."

@@ -154,6 +154,7 @@ def test_options_add_to_the_entries_of_files_and_replace_other_values(capsys, tm
     ("words", "message"),
     [
         (["stray"], "'stray' is not an option. Options begin with --."),
+        (["--mean=0.5", "0.4"], "'0.4' is not an option. Options begin with --. Separate several"),
         (["--see=3"], "has no option --see. Did you mean --seed?"),
         (["--model_arg.depth=3"], "has no option --model_arg.depth. Did you mean --model_args?"),
         (["--seed"], "--seed: expected one argument. Use --seed N."),

@@ -1,7 +1,10 @@
 """Likelihoods: what rounding does, their predictives, and what they refuse."""
 
+import re
+
 import pytest
 import torch
+from torch import nn
 
 from laplace_debias.curvature.losses.base import Uniforms
 from laplace_debias.curvature.losses.likelihoods import (
@@ -10,6 +13,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Gaussian,
     likelihood_from,
 )
+from laplace_debias.curvature.losses.likelihoods.named import LIKELIHOODS_OF_LOSSES
 
 
 @pytest.mark.parametrize("scale", [30.0, 200.0])
@@ -154,5 +158,15 @@ def test_likelihood_names():
     assert likelihood_from("regression", 0.3).sigma == 0.3
     with pytest.raises(ValueError, match="Unknown likelihood 'gamma'"):
         likelihood_from("gamma")
+    with pytest.raises(ValueError, match="Did you mean 'classification'"):
+        likelihood_from("clasification")
     with pytest.raises(ValueError, match="`sigma` applies only"):
         likelihood_from("classification", 0.3)
+
+
+def test_a_loss_is_translated_to_a_likelihood():
+    for loss, advice in LIKELIHOODS_OF_LOSSES.items():
+        (name, *_) = re.findall('"([a-z]+)"', advice)
+        likelihood_from(name)
+        with pytest.raises(ValueError, match=re.escape(f"For {loss}, use {advice}.")):
+            likelihood_from(getattr(nn, loss)())

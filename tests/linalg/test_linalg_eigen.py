@@ -6,7 +6,7 @@ from scipy.sparse.linalg import eigsh as scipy_eigsh
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import eigsh, spectral_norm
-from laplace_debias.operators import Diagonal
+from laplace_debias.operators import Diagonal, Identity
 
 SIZE = 150
 SPECTRA = {
@@ -158,6 +158,13 @@ def test_pairs_unpack():
     values, vectors = eigsh(A, 3, generator=generator())
     torch.testing.assert_close(values, expected_eigenvalues(SPECTRA["separated"], 3, "largest"))
     assert vectors.shape == (SIZE, 3)
+
+
+def test_names_of_scipy_without_an_equivalent_are_explained():
+    with pytest.raises(ValueError, match=r"`which` is 'BE'\. Call `eigsh` twice"):
+        eigsh(Identity(3), 1, which="BE")
+    with pytest.raises(ValueError, match=r"`which` is 'SM'\..*use 'smallest' with `A @ A`"):
+        eigsh(Identity(3), 1, which="SM")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -133,6 +133,8 @@ def test_matrices_are_to_be_wrapped(unchecked, name):
         kind = type(wrong).__name__
         with pytest.raises(TypeError, match=f"Expected a LinearOperator, got {kind}.*Dense"):
             function(wrong)
+    with pytest.raises(TypeError, match=r"got function.*a subclass of LinearOperator"):
+        function(lambda v: 2 * v)
 
 
 @pytest.mark.parametrize("solver", [cg, neumann])
@@ -202,7 +204,7 @@ A = symmetric(1 + uniform(60))
         (lambda: eigsh(A, 0), "`k` is 0. Pass a number from 1 to 60"),
         (lambda: eigsh(A, 61), "`k` is 61. Pass a number from 1 to 60"),
         (lambda: eigsh(A, method="lancoz"), "Did you mean 'lanczos'"),
-        (lambda: eigsh(A, which="SM"), "'SM'. Use 'largest'"),
+        (lambda: eigsh(A, which="SN"), "'SN'. Use 'largest'"),
         (lambda: eigsh(A, tol=0.0), "`tol` is 0.0"),
         (lambda: eigsh(A, 10, max_matvecs=5), "max_matvecs must be at least 10"),
         (lambda: eigsh(A, 3, "power", max_matvecs=5), "the block has 13 vectors"),

@@ -43,6 +43,7 @@ WRONG = {
     ),
     "no import path": (["--model=nets.rows", "--data=d.npz"], "Pass an import path"),
     "no such module": (["--model=nest:rows", "--data=d.npz"], "there is no module nest. Run the"),
+    "a file's name": (["--model=nets.py:rows", "--data=d.npz"], "Pass nets:rows."),
     "no such package": (["--model=a.b:rows", "--data=d.npz"], "there is no module a. Run the"),
     "no such attribute": (["--model=nets:row", "--data=d.npz"], "has no row. Did you mean rows"),
     "no callable": (

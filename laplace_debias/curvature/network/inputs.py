@@ -67,7 +67,8 @@ def num_examples(inputs: Inputs) -> int:
     if not shapes:
         raise TypeError(
             "Inputs must be a tensor, or a tuple or mapping of tensors, got "
-            f"{type(inputs).__name__}. Convert them."
+            f"{type(inputs).__name__}. Convert an array or a list with `torch.as_tensor`. Pass the "
+            "inputs of one batch instead of a loader."
         )
     size = max(shapes[0][:1], default=0)
     if size == 0 or sizes != {(size,)}:

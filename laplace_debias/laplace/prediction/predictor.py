@@ -28,7 +28,6 @@ from laplace_debias.laplace.prediction.predictive import (
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.wrong_names import check_settable, explains_wrong_arguments
 from laplace_debias.metrics import Report, Uncertainty
-from laplace_debias.system.checks import check_is
 from laplace_debias.system.ranks import collective, process_group
 
 
@@ -298,7 +297,11 @@ class Predictor(ABC):
                 0 and 1; if `score` is not available for the likelihood or the method, or is passed
                 without `ood`. Also raises the errors of `predict`.
         """
-        check_is(ood, "ood", Mapping, type(None))
+        if ood is not None and not isinstance(ood, Mapping):
+            raise TypeError(
+                "`ood` must be a mapping from names to loaders, got "
+                f"{type(ood).__name__}. Pass a dict, such as {{'other': loader}}."
+            )
         options = {"samples": samples, "link": link, "level": level, "score": score}
         self._require_same(ood=list(ood or ()), method=method, **options)
         self._require_same_posterior()

@@ -291,6 +291,14 @@ METHODS = {
     "power": subspace_iteration,
 }
 _SCIPY_NAMES = {"LA": "largest", "SA": "smallest", "LM": "magnitude"}
+_UNSUPPORTED_SCIPY_NAMES = {
+    "BE": "Call `eigsh` twice, with 'largest' and with 'smallest'.",
+    "SM": (
+        "For a positive semi-definite operator, use 'smallest'. For any other operator, use "
+        "'smallest' with `A @ A`, whose eigenvalues are the squares."
+    ),
+}
+"""SciPy's names without an equivalent, and what to do instead."""
 _SMALL = 32
 """The largest number of columns of an operator that is computed as a dense matrix."""
 
@@ -358,6 +366,8 @@ def eigsh(
     """
     n = check_square(A, "eigenpairs", generator)
     check_choice(method, METHODS, "method")
+    if which in _UNSUPPORTED_SCIPY_NAMES:
+        raise ValueError(f"`which` is {which!r}. {_UNSUPPORTED_SCIPY_NAMES[which]}")
     check_choice(which, ("largest", "smallest", "magnitude", *_SCIPY_NAMES), "which")
     end = _SCIPY_NAMES.get(which, which)
     if not 1 <= k <= n:
