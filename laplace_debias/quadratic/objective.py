@@ -12,6 +12,7 @@ from laplace_debias.curvature.data.batch_forms import BatchHook
 from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.data.repeatable_data import RepeatableBatches
 from laplace_debias.curvature.losses import Loss, output_loss
+from laplace_debias.curvature.losses.torch_losses import check_depends_on_outputs_only
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.quantised import is_never_copied
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -82,7 +83,9 @@ def objective(
             outputs = network.outputs(parameters, read_batch.inputs)
             check_outputs(outputs, least=0)
             output.check(outputs, targets)
-            total = output.value(outputs, output.labels(targets, outputs.ndim))
+            labels = output.labels(targets, outputs.ndim)
+            total = output.value(outputs, labels)
+        check_depends_on_outputs_only(output, model, outputs, labels)
         gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
         value += total.detach()
         gradient += network.join(gradients, batched=False)

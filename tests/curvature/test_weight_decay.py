@@ -1,11 +1,14 @@
 """Weight decay acts on the same parameters in quadratics, measurements and training."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from examples.paper.networks import wide_resnet
 from examples.paper.problems import decay_groups
+from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher, Hessian
 from laplace_debias.quadratic import Quadratic
 from laplace_debias.quadratic.objective import decay_mask
 
@@ -85,3 +88,32 @@ def test_quadratics_have_the_penalty_of_training(curvature):
         model, nn.CrossEntropyLoss(), [batch()], curvature, weight_decay=DECAY, decay_biases=True
     )
     torch.testing.assert_close(everything.gradient - plain.gradient, DECAY * theta, **close)
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a parameter of its own."""
+
+    reduction = "mean"
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(self.scale * outputs, targets)
+
+
+def test_a_penalty_within_the_loss_is_refused():
+    """The derivatives are with respect to the outputs, so the penalty would be missing."""
+    model = network()
+
+    def penalised(outputs, targets):
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        return nn.functional.cross_entropy(outputs, targets) + 0.1 * penalty
+
+    empirical_kfac = partial(KFAC, fisher="empirical")
+    for function in (Hessian, GGN, EmpiricalFisher, empirical_kfac, Quadratic.from_data):
+        with pytest.raises(ValueError, match=r"depends on the model's parameters.*weight_decay="):
+            function(model, penalised, [batch()], reduction="mean")
+    GGN(model, ScaledLoss(), [batch()])
+    Quadratic.from_data(model, ScaledLoss(), [batch()])

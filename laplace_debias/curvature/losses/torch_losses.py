@@ -403,6 +403,29 @@ class AnyLoss(OutputLoss):
         return product
 
 
+def check_depends_on_outputs_only(
+    loss: OutputLoss, model: nn.Module, outputs: Tensor, labels: Labels
+) -> None:
+    """Raise an error for a callable that uses the model's parameters, as a weight decay does.
+
+    The part of the loss that does not depend on the outputs would be missing in its derivatives.
+    """
+    if not isinstance(loss, AnyLoss):
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        value = loss.value(outputs.detach(), labels)
+        if not value.requires_grad:
+            return
+        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+    if any(gradient is not None for gradient in gradients):
+        raise ValueError(
+            "The loss depends on the model's parameters directly, as a weight decay does, and not "
+            "only through the outputs. Leave this part out of the loss, and add its Hessian to the "
+            "operator: for c · ‖θ‖², add 2 * c * Identity(D). For a Quadratic, pass weight_decay=."
+        )
+
+
 def _each_alone(values: Tensor) -> Tensor:
     """Return columns `[K, B, ...]`, each with one entry of the outputs and zero elsewhere."""
     columns = torch.diag_embed(values.flatten(1)).movedim(1, 0)

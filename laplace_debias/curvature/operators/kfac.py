@@ -21,6 +21,7 @@ from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, OutputLoss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.losses.torch_losses import check_depends_on_outputs_only
 from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -163,7 +164,12 @@ class KFAC(Permuted):
         network = Network(model, "all" if params is None else params, data, batch)
         tap = Tap(network.working_copy())
         read_data = partial(
-            LossData, network=network, loss=loss, reduction=reduction, generator=generator
+            LossData,
+            model=model,
+            network=network,
+            loss=loss,
+            reduction=reduction,
+            generator=generator,
         )
         factor_data = read_data(data, num_data=num_data)
         magnitude_data = factor_data
@@ -282,6 +288,7 @@ class LossData:
         self,
         batches: Batches,
         *,
+        model: nn.Module,
         network: Network,
         loss: Loss,
         reduction: str | None,
@@ -296,3 +303,5 @@ class LossData:
         self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))
         outputs = network.first_outputs(self.first.inputs, self.first.num_examples)
         self.scale = loss_scale(self.loss, self.data, outputs)
+        labels = self.loss.labels(self.first.targets, outputs.ndim)
+        check_depends_on_outputs_only(self.loss, model, outputs, labels)

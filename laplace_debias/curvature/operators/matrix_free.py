@@ -13,6 +13,7 @@ from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses import Labels, Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.losses.torch_losses import check_depends_on_outputs_only
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (
@@ -108,6 +109,7 @@ class CurvatureOperator(NetworkOperator):
         with torch.no_grad():
             labels = self._loss.labels(self._data.first().targets, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
+        check_depends_on_outputs_only(self._loss, model, self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
                 f"The loss is {float(value)} on the first batch. Check the targets and the scale "
