@@ -179,7 +179,8 @@ class DebiasedHessianFree(Optimizer):
 
         Raises:
             TypeError: If a closure does not return two tensors, the first of them a scalar.
-            ValueError: If there is no parameter to move, or a loss is not finite.
+            ValueError: If there is no parameter to move, a loss is not finite, or a loss depends
+                on parameters directly.
         """
         parameters = self._parameters()
         options = self.param_groups[0]

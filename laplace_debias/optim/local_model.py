@@ -33,6 +33,28 @@ class LocalModel:
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
         self.gradient = flat(gradients) + decay * theta
         self.ggn = GraphGGN(loss, outputs, parameters)
+        if _depends_directly(loss, outputs, parameters):
+            raise ValueError(
+                "The closure's loss depends on parameters directly, as a weight decay does, and "
+                "not only through the outputs. Leave this part out of the loss, and pass "
+                "`weight_decay=` to the optimizer."
+            )
+
+
+def _depends_directly(loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> bool:
+    """Whether the autograd graph of a loss has a path to a parameter that avoids the outputs."""
+    ids = {id(parameter) for parameter in parameters}
+    visited = {outputs.grad_fn}
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        if id(getattr(node, "variable", None)) in ids:
+            return True
+        visited.add(node)
+        pending += [next_node for next_node, _ in node.next_functions]
+    return False
 
 
 class GraphGGN(Symmetric):

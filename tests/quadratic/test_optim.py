@@ -300,6 +300,11 @@ def test_at_a_minimum_the_damping_stays():
     assert optimizer.param_groups[0]["damping"] == 0.4
 
 
+def penalised(model, closure):
+    loss, outputs = closure()
+    return loss + 0.1 * sum(parameter.square().sum() for parameter in model.parameters()), outputs
+
+
 def test_closures_and_groups_that_cannot_work_are_named():
     model = network()
     x, y = data()
@@ -313,6 +318,7 @@ def test_closures_and_groups_that_cannot_work_are_named():
             ValueError,
             "did not take part in computing its loss",
         ),
+        (lambda: penalised(model, good), ValueError, "depends on parameters directly"),
         (lambda: tuple(t.detach() for t in good()), ValueError, "do not depend on any parameter"),
         (lambda: (good()[0] * torch.nan, good()[1]), ValueError, "NaN or Inf before the step"),
     ):
