@@ -130,14 +130,14 @@ def _page(folder: Path) -> str | None:
         return None
     sections = [
         "# Benchmarks",
-        "This page is written by `python -m benchmarks --publish`. Each comparison runs in a "
+        "`python -m benchmarks --publish` writes this page. Each comparison runs in a "
         "separate process, in which the libraries are timed in turn,\nin an order that alternates "
         "between rounds. (`--append` adds rounds from additional processes.)",
         "- **Times** are medians over rounds.\n"
         "- **Ratios** are medians of the ratios within a round.\n"
         "- **Added memory** is the peak memory during the call minus the memory in use before "
-        "the call. It includes the result.\n"
-        "- **Goals** are the targets that the project set for itself.",
+        "the call, including the result.\n"
+        "- **Goals** are the targets that the project has set for itself.",
         *sorted({_describe_set_up(result) for result in results_by_name.values()}),
     ]
     modules = {name: importlib.import_module(f"benchmarks.{name}") for name in results_by_name}

@@ -234,14 +234,14 @@ def page(measurements: Sequence[Measurement]) -> str:
     table = markdown_table([table_row(measurement) for measurement in measurements])
     return (
         "# Shapes of convolutions\n\n"
-        "The input factor of a convolution is computed in one of three ways: by unfolding the "
+        "The input factor of a convolution can be computed in three ways: by unfolding the "
         "patches; from products of the image with displaced copies of itself, corrected at the "
-        "border; or from products of the image's rows with the rows below them. From the "
-        "shapes, a cost model counts the operations that each way takes. The way with the fewest "
-        "operations is chosen. For 54 shapes, the table shows how long each way takes, and which "
-        "way the cost model chooses. In three dimensions patches are always unfolded.\n\n"
-        "`python -m benchmarks.patch_shapes --docs` writes this page. The times are medians of "
-        f"processor time over {_NUM_ROUNDS} rounds. Each round measures all ways in turn, in "
+        "border; or from products of the image's rows with the rows below them. A cost model "
+        "counts the operations that each way takes for the given shapes, and the way with the "
+        "fewest operations is chosen. For 54 shapes, the table shows how long each way takes and "
+        "which one the cost model chooses. In three dimensions, patches are always unfolded.\n\n"
+        "`python -m benchmarks.patch_shapes --docs` writes this page. The times are median "
+        f"processor times over {_NUM_ROUNDS} rounds, each of which measures all ways in turn, in "
         "float32, on one thread of an AMD EPYC with 2 cores. The chosen way takes "
         f"at most {worst_ratio:.2f} times as long as the fastest one.\n\n{table}\n"
     )

@@ -52,7 +52,7 @@ def _images(split: str, size: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(settings: Settings) -> list[Row]:
-    """The posterior is fitted to 1,024 training images, and predicts test images.
+    """The posterior is fitted to 1,024 training images and evaluated on test images.
 
     `la.thin` compresses it with 64 validation images. Without `LAPLACE_DEBIAS_DATA` and
     `LAPLACE_DEBIAS_CHECKPOINT`, all images are random numbers.

@@ -21,7 +21,7 @@ _GRID_SIZE = 21
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Our tuning needs one pass over the validation data.
+    """Our tuning takes one pass over the validation data.
 
     Its time is compared with that of one prediction, and with that of laplace-torch's grid search.
     """

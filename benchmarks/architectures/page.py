@@ -12,15 +12,15 @@ from benchmarks.report import markdown_table
 
 _TUPLE_FIELDS = ("fit", "further", "predict")
 _INTRODUCTION = f"""\
-Each network is fitted by `Laplace(model).fit(loader)` with no other argument. The networks are from
-torchvision, timm and Hugging Face. They have random weights, and are reduced in width and depth.
+Each network is fitted with `Laplace(model).fit(loader)`, without any other argument. The networks,
+from torchvision, timm and Hugging Face, have random weights and are reduced in width and depth.
 Batches have {EXAMPLES} examples, and there are three classes (thirteen tokens for language models).
 Every trainable parameter has a block, and all probabilities are finite, unless a line below the
 table states otherwise.
 
 - **blocks**: the number of blocks of supported layers and, after a plus sign, of all other
-  blocks. The other blocks belong to class tokens, position tables, tied weights, and layer types
-  that only one library defines. Their curvature is computed from the gradients of each example.
+  blocks. The latter are those of class tokens, position tables, tied weights, and layer types that
+  only one library defines. Their curvature is computed from per-example gradients.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
   gradient. This includes two one-off costs of a fit: checking every block, and computing the
   eigendecompositions.
@@ -32,9 +32,9 @@ table states otherwise.
 
 Times are medians over three rounds on one thread.
 
-The error column is about the variances of the outputs that a fit with `curvature="diag"` predicts.
-The reference is Σ_d J_cd² / (N·C_dd + δ), computed by automatic differentiation in double
-precision. The error is the largest relative difference over two examples. Llama and its relatives
+The error refers to the variances of the outputs that a fit with `curvature="diag"` predicts. The
+reference is Σ_d J_cd² / (N·C_dd + δ), computed by automatic differentiation in double precision,
+and the error is the largest relative difference over two examples. Llama and its relatives
 normalise in single precision, which explains errors of 1e-8."""
 
 
@@ -109,7 +109,7 @@ def _remarks(row: Row) -> list[str]:
     left_out = row.left_out.replace(" through differentiable", ".\n").partition("\n")[0]
     if left_out:
         left_out = (
-            f"{100 * row.covered:.4g} % of the parameters belong to a block of the "
+            f"{100 * row.covered:.4g} % of the parameters are part of a block of the "
             f"curvature. {left_out}"
         )
     remarks = [left_out, row.message]

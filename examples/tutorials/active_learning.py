@@ -2,8 +2,9 @@
 # # Active learning
 #
 # Which images should be labelled next? Those for which plausible networks predict different labels.
-# A score for this is the mutual information between label and parameters (BALD; Houlsby et al.,
-# 2011). It is high if the networks disagree, and low if they all agree that an image is ambiguous.
+# This can be measured by the mutual information between label and parameters (BALD; Houlsby et al.,
+# 2011), which is high if the networks disagree, and low if they all agree that an image is
+# ambiguous.
 
 # %%
 import matplotlib.pyplot as plt
@@ -34,9 +35,9 @@ def train_network(indices):
 # %% [markdown]
 # ## The score of an image
 #
-# There are too few labels to hold any out, so `tune_evidence` chooses the prior precision by the
-# marginal likelihood. `uncertainty` splits the entropy of a prediction into the part that more
-# labels would remove (`epistemic`, which is the mutual information) and the rest.
+# There are too few labels to hold any out, so we use `tune_evidence`, which chooses the prior
+# precision by the marginal likelihood. `uncertainty` splits the entropy of a prediction into the
+# part that more labels would remove (`epistemic`, which is the mutual information) and the rest.
 
 
 # %%
@@ -104,4 +105,4 @@ print(
 # ## Next steps
 #
 # - Compare the scores of uncertainty: [Scores](../method-predictives.md#scores-of-uncertainty).
-# - Add the new labels without a new fit: [Add new data](../how-to/new-data.md).
+# - Add the new labels without refitting: [Add new data](../how-to/new-data.md).

@@ -28,8 +28,8 @@ model = model.eval()
 # %% [markdown]
 # ## Operators
 #
-# An operator needs the network, the loss and batches. `loss` is one of torch's modules; with its
-# default reduction, `"mean"`, the matrix is that of the mean loss.
+# To construct an operator, pass the network, the loss and batches. `loss` is a torch module; with
+# its default reduction, `"mean"`, the matrix is the curvature of the mean loss.
 
 # %%
 from laplace_debias.curvature import GGN, KFAC, Hessian
@@ -44,8 +44,8 @@ print(H.shape, float(v @ (H @ v)), float(v @ (G @ v)))
 # %% [markdown]
 # ## Traces with standard errors
 #
-# Estimates carry their standard error and the number of products. K-FAC stores its matrix in a
-# structured form, so its trace is exact and needs no products.
+# Each estimate comes with its standard error and the number of products. K-FAC stores its matrix in
+# a structured form, so its trace is exact and needs no products.
 
 # %%
 from laplace_debias.linalg import trace
@@ -63,7 +63,7 @@ print(f"K-FAC: {float(trace(KFAC(model, loss, data))):.3f}")
 # ## The spectrum
 #
 # A few eigenvalues are large, and most are close to zero. The Hessian also has negative
-# eigenvalues; the GGN has none.
+# eigenvalues, whereas the GGN has none.
 
 # %%
 from laplace_debias.linalg import eigsh, spectral_density

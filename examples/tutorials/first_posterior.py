@@ -63,8 +63,8 @@ print(f"prior precision {tuned.prior_precision:.3g}")
 # ## Is it calibrated?
 #
 # A network is *calibrated* if about 80 % of the predictions made with a confidence of 80 % are
-# right. A reliability diagram shows the accuracy of the predictions in each bin of confidence.
-# Points below the diagonal belong to overconfident predictions.
+# correct. A reliability diagram shows the accuracy of the predictions in each bin of confidence.
+# Points below the diagonal indicate overconfident predictions.
 
 # %%
 from laplace_debias.metrics import nll, reliability_curve
@@ -108,8 +108,8 @@ plt.show()
 # %% [markdown]
 # ## Is the difference significant?
 #
-# `evaluate` computes every metric with a 95 % interval, and `compare` computes the difference of
-# two reports, paired example by example.
+# `evaluate` computes every metric with a 95 % confidence interval, and `compare` computes the
+# differences between two reports, paired example by example.
 
 # %%
 from laplace_debias.metrics import compare

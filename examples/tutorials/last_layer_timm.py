@@ -35,7 +35,8 @@ model = model.eval()
 # %% [markdown]
 # ## Fit, tune, compare
 #
-# `params="last_layer"` finds the layer that computes the outputs, so you need not know its name.
+# `params="last_layer"` finds the layer that computes the outputs, so you don't need to know its
+# name.
 
 # %%
 from laplace_debias import Laplace

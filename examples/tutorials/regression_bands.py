@@ -27,9 +27,9 @@ model = model.eval()
 # %% [markdown]
 # ## Fit and tune
 #
-# The network has 151 parameters, so the full curvature matrix is cheap. With few data nothing needs
-# to be held out: `tune_evidence` chooses the noise and the prior precision by the marginal
-# likelihood of the training data. If you can hold out data, prefer `tune`.
+# The network has 151 parameters, so the full curvature matrix is cheap. With so few data, we hold
+# none out: `tune_evidence` chooses the noise and the prior precision by the marginal likelihood of
+# the training data. If you can hold out data, prefer `tune`.
 
 # %%
 from laplace_debias import Laplace
@@ -73,7 +73,7 @@ ax.legend(frameon=False, ncols=2, loc="lower left")
 plt.show()
 
 # %% [markdown]
-# Near the data both bands are narrow, and the width of the outer band is that of the noise. In the
+# Near the data, both bands are narrow, and the width of the outer band comes from the noise. In the
 # gap and beyond the data, the inner band widens, because networks that fit the data equally well
 # disagree there.
 
@@ -86,7 +86,7 @@ for name, place in {"at the data": -2.5, "in the gap": 0.0, "outside": 8.0}.item
 # ## How wide should the band be? The prior precision
 #
 # A small prior precision lets the parameters vary far from the trained ones, which widens the band
-# away from the data. The log marginal likelihood compares the values.
+# away from the data. The log marginal likelihood shows which value explains the data best.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")

@@ -8,8 +8,8 @@
 #
 # ## Reviews
 #
-# Each review either praises a film or pans it, and one label in ten is wrong. Later we will ask the
-# model about mixed reviews, which the training data do not contain.
+# Each review either praises a film or pans it, and one label in ten is wrong. Later, we will show
+# the model mixed reviews, which do not occur in the training data.
 
 # %%
 import random
@@ -84,8 +84,8 @@ model.print_trainable_parameters()
 #
 # You can pass the batches of Hugging Face's collators unchanged. Frozen parameters are never part
 # of the posterior, so it covers the adapters and the classification head.
-# `params=lambda name, parameter: "lora_" in name` would leave out the head. The network itself is
-# evaluated before `tune` sets a temperature.
+# `params=lambda name, parameter: "lora_" in name` would leave out the head. We evaluate the network
+# itself before `tune` sets a temperature.
 
 # %%
 from laplace_debias import Laplace
@@ -121,6 +121,6 @@ plt.show()
 # %% [markdown]
 # ## Next steps
 #
-# - Fit a model that Hugging Face's Trainer trains:
+# - Fit a model trained with Hugging Face's Trainer:
 #   [Hugging Face](../integrations/hugging-face.md).
 # - Predict single tokens: [Use a language model](../how-to/language-models.md).

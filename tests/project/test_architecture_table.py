@@ -49,7 +49,7 @@ def test_a_row_says_what_works_what_is_covered_and_what_is_left_out():
         assert ratios[0] > 0
     text = page.page([row], ["a machine"])
     assert "1 of 1 architectures" in text
-    assert "- `small`: 87.5 % of the parameters belong to a block of the curvature. " in text
+    assert "- `small`: 87.5 % of the parameters are part of a block of the curvature. " in text
 
 
 def test_a_failure_is_told_and_counted(tmp_path):
