@@ -450,3 +450,184 @@ def test_who_reaches_a_layer_does_not_depend_on_who_comes_first(num_leading, bat
         _, A, share = mean_factors(model, [(x[read], y[read])])
         oracle.close(scales_of(la, model).trace_A, A.trace(), 1e-9)
     assert scales_of(la, model).share_A == pytest.approx(share)
+
+
+GATES = {
+    "product": lambda takes, h: takes * h,
+    "where": lambda takes, h: torch.where(takes, h, 0.0),
+    "choice": lambda takes, h: torch.stack([0 * h, h], 1)[torch.arange(len(h)), 1 * takes[:, 0]],
+    "maximum": lambda takes, h: torch.maximum(h, (~takes) * 100.0) - (~takes) * 100.0,
+}
+
+
+class GatedExpert(nn.Module):
+    """An expert that is called for all examples; a gate removes its outputs for many examples."""
+
+    name = "expert"
+
+    def __init__(self, gate="product"):
+        super().__init__()
+        self.base = nn.Linear(3, 4, bias=False)
+        self.expert = nn.Linear(3, 4, bias=False)
+        self.head = nn.Linear(4, 3, bias=False)
+        self.gate = GATES[gate]
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        expert = torch.relu(self.expert(x))
+        return self.head(torch.tanh(self.base(x)) + self.gate(x[:, :1] > 0, expert))
+
+
+def gated_case(gate="product", num_examples=12):
+    """A model and examples, of which the first 5 of 12 take the expert, one with dead units."""
+    torch.manual_seed(0)
+    model = GatedExpert(gate).double().eval()
+    x = torch.randn(num_examples, 3).double()
+    takes = torch.arange(num_examples) < num_examples * 5 // 12
+    x[:, 0] = x[:, 0].abs() * torch.where(takes, 1.0, -1.0)
+    # The larger inputs of the other examples would change A.
+    x[~takes] *= 2
+    candidates = torch.randn(10_000, 3).double()
+    is_dead = (model.expert(candidates) <= 0).all(1) & (candidates[:, 0] > 0)
+    x[2] = candidates[is_dead][0]
+    return model, x, torch.randint(3, (num_examples,))
+
+
+def gated_factors(model, x, y):
+    """G and A of the expert: the means over all examples, and over those that take the expert."""
+    factors = [example_factors(model, *example) for example in zip(x, y, strict=True)]
+    takes = [float(x_n[0] > 0) for x_n in x]
+    G = sum(G_n for G_n, _ in factors) / len(x)
+    return G, sum(w * A_n for w, (_, A_n) in zip(takes, factors, strict=True)) / sum(takes)
+
+
+ORDERS = {
+    "takers first": torch.arange(12),
+    "takers last": torch.arange(12).flip(0),
+    "mixed": torch.tensor([7, 2, 5, 0, 9, 1, 11, 3, 6, 4, 8, 10]),
+}
+parametrize_orders = pytest.mark.parametrize("order", list(ORDERS))
+
+
+def divided(x, y, size):
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@parametrize_orders
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+@pytest.mark.parametrize("gate", list(GATES))
+@pytest.mark.usefixtures("batches_apart")
+def test_a_gate_removes_the_same_examples_however_data_are_ordered_and_divided(gate, size, order):
+    model, x, y = gated_case(gate)
+    G, A = gated_factors(model, x, y)
+    x, y = x[ORDERS[order]], y[ORDERS[order]]
+    la = Laplace(model).fit(divided(x, y, size))
+    oracle.close(block_of(la, model).to_dense(), torch.kron(G, A), 1e-12)
+    assert scales_of(la, model).share_A == pytest.approx(5 / 12)
+
+
+# Chunks of one, two and three examples, and one chunk; with 100 bytes, columns are computed apart.
+MEMORY_BOUNDS = [100, 600, 1200, 1800, None]
+
+
+def in_orders(x, y):
+    """Yield the examples in several orders, with several limits on the memory of a chunk."""
+    for number, bound in enumerate(MEMORY_BOUNDS):
+        for order in (torch.arange(len(x)), torch.arange(len(x)).flip(0)):
+            yield x[order], y[order], bound
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(number))
+        yield x[order], y[order], bound
+
+
+def test_chunks_of_any_size_have_the_eigenbases_and_magnitudes_of_the_formula():
+    """EKFAC's magnitudes are the means of the squared gradients along the directions of K-FAC."""
+    model, x, y = gated_case()
+    G, A = gated_factors(model, x, y)
+    directions = torch.kron(torch.linalg.eigh(G)[1], torch.linalg.eigh(A)[1])
+    factors = [example_factors(model, *example) for example in zip(x, y, strict=True)]
+    exact = sum(torch.kron(*factors_n) for factors_n in factors) / len(x)
+    magnitudes = (directions.T @ exact @ directions).diagonal()
+    expected = {
+        "kfac": torch.kron(G, A),
+        "ekfac": directions @ magnitudes.diag() @ directions.T,
+    }
+    for curvature, block in expected.items():
+        for inputs, targets, bound in in_orders(x, y):
+            la = Laplace(model, curvature=curvature, memory_bound=bound).fit([(inputs, targets)])
+            oracle.close(block_of(la, model).to_dense(), block, 1e-9)
+
+
+def test_magnitudes_of_a_second_batch_do_not_depend_on_its_order_or_chunks():
+    model, x, y = gated_case(num_examples=60)
+    first, second = slice(1, 60, 2), slice(0, 60, 2)
+    G, A = gated_factors(model, x[first], y[first])
+    bases = torch.linalg.eigh(G)[1], torch.linalg.eigh(A)[1]
+    G, A = gated_factors(model, x[second], y[second])
+    magnitudes = [(U.T @ F @ U).diagonal() for U, F in zip(bases, (G, A), strict=True)]
+    directions = torch.kron(*bases)
+    expected = directions @ torch.kron(*magnitudes).diag() @ directions.T
+    cases = zip(in_orders(x[first], y[first]), in_orders(x[second], y[second]), strict=True)
+    for (*batch, bound), (*other_batch, _) in cases:
+        la = Laplace(model, memory_bound=bound)
+        la.fit([batch, other_batch], mode="debiased", num_data=100)
+        oracle.close(block_of(la, model).to_dense(), expected, 1e-9)
+
+
+def test_folds_do_not_depend_on_the_order_or_chunks_of_their_examples():
+    model, x, y = gated_case(num_examples=60)
+    G, A = gated_factors(model, x, y)
+    curvatures = []
+    folds = [slice(k, 60, 3) for k in range(3)]
+    for cases in zip(*(in_orders(x[fold], y[fold]) for fold in folds), strict=True):
+        # Example n belongs to fold n modulo 3.
+        inputs, targets, bounds = zip(*cases, strict=True)
+        batch = [torch.stack(tensors, 1).flatten(0, 1) for tensors in (inputs, targets)]
+        la = Laplace(model, memory_bound=bounds[0])
+        la.fit_batches([batch], folds=3, num_data=100)
+        curvatures.append(block_of(la, model).to_dense())
+        oracle.close(curvatures[-1].trace(), G.trace() * A.trace(), 1e-12)
+        oracle.close(curvatures[-1], curvatures[0], 1e-9)
+
+
+@parametrize_orders
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.usefixtures("batches_apart")
+def test_an_update_does_not_depend_on_which_examples_came_before(size, order):
+    model, x, y = gated_case()
+    G, A = gated_factors(model, x, y)
+    x, y = x[ORDERS[order]], y[ORDERS[order]]
+    la = Laplace(model).fit(divided(x[:7], y[:7], size))
+    la.update(divided(x[7:], y[7:], size))
+    oracle.close(block_of(la, model).to_dense(), torch.kron(G, A), 1e-9)
+
+
+class GatedTokens(nn.Module):
+    """Tokens, `[B, T]`, to logits of each token; a gate removes the logits of some tokens."""
+
+    name = "hidden"
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 3)
+        self.hidden = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x):
+        """Shape `[B, T, 4]`."""
+        return self.hidden(self.embedding(x)) * (x > 4).unsqueeze(-1)
+
+
+@pytest.mark.usefixtures("batches_apart")
+def test_an_example_without_any_gradient_does_not_mask_tokens_of_its_batch():
+    torch.manual_seed(0)
+    model = GatedTokens().double().eval()
+    x = torch.randint(10, (8, 5))
+    x[3] = torch.arange(5)
+    y = torch.randint(4, (8, 5))
+    present = [n for n in range(8) if bool((x[n] > 4).any())]
+    inputs = model.embedding(x[present]).detach().flatten(0, 1)
+    A = inputs.T @ inputs / len(present)
+    for order in (torch.arange(8), torch.arange(8).flip(0)):
+        for size in (1, 2, 3, 8):
+            la = Laplace(model, params=["hidden.weight"]).fit(divided(x[order], y[order], size))
+            oracle.close(scales_of(la, model).trace_A, A.trace(), 1e-12)
+            assert scales_of(la, model).share_A == pytest.approx(len(present) / 8)

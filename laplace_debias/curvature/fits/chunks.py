@@ -252,11 +252,15 @@ class ChunkRunner:
             batch.first_index + chunk.examples.start,
             chunk_batch.weights,
         )
+        gated_layers = () if presence is None else forward_pass.gated_layers()
         column_groups = root.columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
             keeps_graph = group_index + 1 < len(column_groups)
             is_first = group_index == 0
-            for record in forward_pass.backward(group, keeps_graph):
+            records = forward_pass.backward(group, keeps_graph)
+            if is_first and presence is not None and gated_layers:
+                records = presence.examined(records, gated_layers)
+            for record in records:
                 key = (record.block, group_index)
                 if key not in chunk.added:
                     record = replace(

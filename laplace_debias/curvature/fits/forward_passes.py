@@ -41,7 +41,8 @@ class ForwardPasses:
             self._presence = Presence(context, forward_pass)
             # Find the conditional layers here, because there is no backward pass that would show
             # them.
-            self._presence.find_conditional_layers(batch)
+            sites = {block.site for block in self._blocks}
+            self._presence.find_conditional_layers(batch, sites)
         presence = self._presence.of_chunk(batch, tap.conditional)
         input_weights = context.cotangents.input_weights(forward_pass.outputs, batch.targets)
         for block in self._blocks:

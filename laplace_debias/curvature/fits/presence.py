@@ -1,6 +1,6 @@
 """Presence, that is, which examples of each chunk of a pass over data take part in a layer."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,10 +16,10 @@ from laplace_debias.curvature.layers.records import BlockRecord
 class Presence:
     """A search for the positions and examples that take part in each layer.
 
-    The search learns from the data which layers only some examples reach. A layer that a batch does
-    not call is such a layer. A batch may also call a layer for examples whose outputs do not depend
-    on the layer. The search detects this if the first record of a layer has no gradient for some
-    example.
+    An example takes part in a layer if its outputs depend on the layer, whichever other examples
+    are in its chunk. It takes no part if its batch does not call the layer, or if its batch calls
+    the layer for it, but a gate removes what the layer computes. An example with a gradient takes
+    part. For the other examples, a generic cotangent decides; see `positions`.
 
     Args:
         context: The fit. Its tap knows layers that only some examples reach, and the search adds
@@ -36,8 +36,6 @@ class Presence:
             layer_calls=forward_pass.layer_calls,
             outputs=forward_pass.outputs,
         )
-        # The blocks of layers for which it is not known yet whether all examples reach them.
-        self._new_blocks = {block for block in context.blocks if not block.is_vector}
 
     def of_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
         """Find the positions and examples of a chunk that take part.
@@ -54,26 +52,10 @@ class Presence:
         conditional = self._tap.conditional.union(uncalled)
         return self._positions.find(chunk.inputs, chunk.targets, conditional)
 
-    def find_conditional_layers(self, batch: Batch) -> None:
-        """Examine all layers to find the layers that some of these examples do not reach."""
-        self._tap.conditional |= self._positions.sites_not_reached(batch.inputs, batch.targets)
-        self._new_blocks.clear()
-
-    def learn_from(self, record: BlockRecord, chunk: Batch) -> bool:
-        """Examine all layers if the first record of a layer lacks the gradients of some example.
-
-        Returns:
-            Whether all layers were examined, so that other positions may take part now.
-        """
-        # A record whose gradients are all zero, such as the record of an untrained adapter, shows
-        # nothing.
-        if record.block not in self._new_blocks or not _has_gradient(record):
-            return False
-        self._new_blocks.discard(record.block)
-        if _all_examples_have_gradients(record):
-            return False
-        self.find_conditional_layers(chunk)
-        return True
+    def find_conditional_layers(self, batch: Batch, sites: Collection[Site]) -> None:
+        """Find the sites of layers that some of these examples do not reach, among given sites."""
+        not_reached = self._positions.sites_not_reached(batch.inputs, batch.targets)
+        self._tap.conditional |= not_reached.intersection(sites)
 
 
 class ChunkPresence:
@@ -92,17 +74,47 @@ class ChunkPresence:
         self._uncalled = uncalled
         self._present = presence.find_positions(chunk, uncalled)
 
+    def examined(
+        self, records: Iterable[BlockRecord], gated_layers: Collection[str]
+    ) -> Iterator[BlockRecord]:
+        """Yield records after a search for conditional layers, if an example lacks a gradient.
+
+        Args:
+            records: The records of the first columns.
+            gated_layers: The layers whose gradients may vanish for single examples.
+        """
+        waiting = list(records)
+        examined = [
+            record
+            for record in waiting
+            if record.block.layer in gated_layers
+            and not record.block.is_vector
+            and record.block.layer not in self._present.examined_layers
+        ]
+        # Most examples have a gradient in the first column, which takes less time to read.
+        if not (_have_gradients(examined, slice(1)) or _have_gradients(examined, slice(None))):
+            sites = {record.block.site for record in examined}
+            self._presence.find_conditional_layers(self._chunk, sites)
+            self._present = self._presence.find_positions(self._chunk, self._uncalled)
+        del examined
+        while waiting:
+            yield waiting.pop(0)
+
     def masked(self, record: BlockRecord) -> BlockRecord:
         """Return a record with the masks of the positions in its layer that take part."""
-        if self._presence.learn_from(record, self._chunk):
-            self._present = self._presence.find_positions(self._chunk, self._uncalled)
         return replace(record, masks=self._present.masks(record.block, len(record.inputs)))
 
 
-def _has_gradient(record: BlockRecord) -> bool:
-    return any(bool(gradients.any()) for gradients in record.output_gradients)
-
-
-def _all_examples_have_gradients(record: BlockRecord) -> bool:
-    by_call = [(g != 0).flatten(2).any(2).any(0) for g in record.output_gradients]
-    return bool(torch.stack(by_call).any(0).all())
+def _have_gradients(records: Sequence[BlockRecord], columns: slice) -> bool:
+    """Whether every example has a gradient in each of the records; the host waits once for all."""
+    if not records:
+        return True
+    device = records[0].output_gradients[0].device
+    norms = []
+    for record in records:
+        by_call = [
+            torch.linalg.vector_norm(g[columns], dim=(0, *range(2, g.ndim)))
+            for g in record.output_gradients
+        ]
+        norms.append(torch.stack(by_call).amax(0).to(device))
+    return bool((torch.stack(norms) > 0).all())

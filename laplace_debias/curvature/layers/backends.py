@@ -150,6 +150,10 @@ class SequentialPass:
     outputs: Float[Tensor, "batch *outputs"]
     passed: Sequence[Tensor]
 
+    def gated_layers(self) -> set[str]:
+        """Return the empty set: a sequential network has no gates, so all examples reach it."""
+        return set()
+
     def backward(
         self, columns: Float[Tensor, "columns batch *outputs"], keep_graph: bool = False
     ) -> Iterator[BlockRecord]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, Site
 from laplace_debias.curvature.layers.calls import ModuleCall, ReplayedCalls
+from laplace_debias.curvature.layers.gates import ungated_nodes
 from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import (
@@ -147,6 +148,16 @@ class ForwardPass:
             if handed_on is not None and handed_on() is self.outputs:
                 last_calls.append(layer_call)
         return last_calls[0] if len(last_calls) == 1 else None
+
+    def gated_layers(self) -> set[str]:
+        """Return the paths of the layers whose gradients may vanish for single examples.
+
+        Every path from the layer to the outputs leads through a gate.
+        """
+        nodes = ungated_nodes(self.outputs)
+        edges = [(layer_call.layer, layer_call.z.edge) for layer_call in self.layer_calls]
+        ungated = {layer for layer, edge in edges if edge is not None and edge.node in nodes}
+        return {layer for layer, _ in edges} - ungated
 
     def backward(
         self,

@@ -6,7 +6,7 @@ one of these conditions holds:
 
 - its target is ignored, or no target of the example contributes to the loss; or
 - its token is the `padding_idx` of an embedding; or
-- only some batches call the layer, and the example does not reach the layer at all; or
+- the example does not reach the layer at all, though its batch calls the layer; or
 - no output that contributes to the loss depends on the position at all: its gradient vanishes in
   all layers with the same number of positions. This is the case for padding that an attention mask
   or a multiplied mask hides, or that follows the last position that a causal model reads. This
@@ -24,7 +24,7 @@ ReLU is dead or a Tanh saturated, the derivative is zero only for these inputs; 
 the cotangent pass nevertheless.
 
 The pass is needed if some targets do not contribute to the loss, if the inputs may contain padding,
-or if the network has a layer that only some batches call. Otherwise all positions take part, and
+or if the network has a layer that only some examples reach. Otherwise all positions take part, and
 the pass is omitted. Layers with one position per example need no pass either: the position takes
 part if a target of the example contributes to the loss.
 """
@@ -41,6 +41,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, LayerRule, Site, layer_rule
+from laplace_debias.curvature.layers.gates import POINTWISE
 from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput
 from laplace_debias.curvature.layers.masks import Masks
 from laplace_debias.curvature.layers.tap import Tap
@@ -48,16 +49,6 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
-# Nodes of the recorded graph whose derivative can vanish because of particular numbers.
-_POINTWISE = frozenset(
-    f"{name}Backward{version}"
-    for version in (0, 1)
-    for name in (
-        *("Relu", "Threshold", "Hardtanh", "Hardswish", "Hardsigmoid", "Clamp", "ClampMin"),
-        *("ClampMax", "Gelu", "Silu", "Mish", "Elu", "Celu", "Selu", "Softplus", "Sigmoid"),
-        *("Tanh", "LogSigmoid", "Softshrink", "Hardshrink"),
-    )
-)
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -72,11 +63,13 @@ class PresentPositions:
             if all examples have such a target.
         single_layers: The layers with one position per example. The position takes part if the
             example counts.
+        examined_layers: The layers for which it is known which examples reach them.
     """
 
     masks_by_layer: Mapping[str, Masks] = field(default_factory=dict)
     counted_examples: Bool[Tensor, " batch"] | None = None
     single_layers: Collection[str] = ()
+    examined_layers: Collection[str] = ()
 
     def masks(self, block: Block, num_calls: int) -> Masks | None:
         """Return a mask for each call of a weight block's layer; None if no position is masked."""
@@ -141,21 +134,23 @@ class PositionFinder:
         if not self._all_blocks:
             return PresentPositions()
         masks_by_layer: Mapping[str, Masks] = {}
+        examined: Collection[str] = ()
         conditional_blocks = [block for block in self._all_blocks if block.site in conditional]
         counted = self._cotangents.counted(y, self._ndim)
         # Layers with one position use the mask directly: on an accelerator, the host need not wait.
         asks = bool(self._blocks or conditional_blocks) or y.device.type == "cpu"
         if counted is not None and asks and bool(counted.all()):
             counted = None
-        needs_pass = bool(conditional_blocks)
-        if self._blocks and not needs_pass:
-            needs_pass = counted is not None or _may_hold_padding(x, self._is_pooled)
-        if needs_pass:
-            masks_by_layer = self._find_by_pass(x, counted, conditional_blocks)
+        may_hold_padding = bool(self._blocks) and (
+            counted is not None or _may_hold_padding(x, self._is_pooled)
+        )
+        if may_hold_padding or conditional_blocks:
+            masks_by_layer = self._find_by_pass(x, counted, conditional_blocks, may_hold_padding)
+            examined = {block.layer for block in (*self._blocks, *conditional_blocks)}
         if counted is None:
-            return PresentPositions(masks_by_layer)
+            return PresentPositions(masks_by_layer, examined_layers=examined)
         counted_examples = counted.flatten(1).any(1).to(self._device, non_blocking=True)
-        return PresentPositions(masks_by_layer, counted_examples, self._single_layers)
+        return PresentPositions(masks_by_layer, counted_examples, self._single_layers, examined)
 
     def sites_not_reached(self, x: Inputs, y: Tensor) -> set[Site]:
         """Find the sites of layers that some example with a target that counts does not reach.
@@ -164,7 +159,7 @@ class PositionFinder:
         layer for all examples.
         """
         counted = self._cotangents.counted(y, self._ndim)
-        masks_by_layer = self._find_by_pass(x, counted, self._all_blocks)
+        masks_by_layer = self._find_by_pass(x, counted, self._all_blocks, may_hold_padding=False)
         sites: set[Site] = set()
         for block in self._all_blocks:
             masks = masks_by_layer.get(block.layer, ())
@@ -177,7 +172,11 @@ class PositionFinder:
         return sites
 
     def _find_by_pass(
-        self, x: Inputs, counted: Tensor | None, conditional_blocks: Sequence[Block]
+        self,
+        x: Inputs,
+        counted: Tensor | None,
+        conditional_blocks: Sequence[Block],
+        may_hold_padding: bool,
     ) -> Mapping[str, Masks]:
         """Find positions by a backward pass; there are no masks if all positions take part."""
         blocks = list(dict.fromkeys([*self._blocks, *conditional_blocks]))
@@ -191,8 +190,7 @@ class PositionFinder:
         device = self._device
         x = move(x, device, None)
         counted = None if counted is None else counted.to(device, non_blocking=True)
-        conditional_layers = {block.layer for block in conditional_blocks}
-        masks_by_layer = self._pass.run(x, counted, lengths, conditional_layers)
+        masks_by_layer = self._pass.run(x, counted, lengths, may_hold_padding)
         if not masks_by_layer:
             return {}
         everywhere = [mask.all() for masks in masks_by_layer.values() for mask in masks]
@@ -275,7 +273,7 @@ class _IdlePositions:
         zero_rows: The positions of the input whose features are all zero; None if the input can
             show padding by tokens, masks or lengths. See `_zero_rows`.
         lengths: The numbers of positions of tokens or masks.
-        conditional: The layers that only some batches call.
+        may_hold_padding: Whether the inputs may contain padding.
     """
 
     ignored: Bool[Tensor, "batch _"] | None
@@ -284,20 +282,20 @@ class _IdlePositions:
     influence: Mapping[int, Bool[Tensor, "batch _"]]
     zero_rows: Bool[Tensor, "batch _"] | None
     lengths: Collection[int]
-    conditional: Collection[str]
+    may_hold_padding: bool
 
     def of_call(self, call: _RecordedCall) -> Bool[Tensor, "batch positions"]:
         """Return the positions for which there is a reason in a call of a layer."""
         assert call.path is not None
         length = call.has_gradient.shape[1]
-        idle = torch.zeros_like(call.has_gradient)
+        idle = torch.zeros_like(call.has_gradient) | ~self.reached[call.path].unsqueeze(1)
         if self.ignored is not None:
             has_these_positions = self.ignored.shape[1] == length
             idle |= self.ignored if has_these_positions else self.ignored.all(1, keepdim=True)
+        if not self.may_hold_padding:
+            return idle
         if length in self.padding:
             idle |= self.padding[length]
-        if call.path in self.conditional:
-            idle |= ~self.reached[call.path].unsqueeze(1)
         # A convolution of images may accidentally have as many positions as a sequence.
         has_length = length in self.lengths or not call.rule.channels_first
         if has_length and call.rule.has_sequence(call.layer):
@@ -344,12 +342,12 @@ class _Pass:
         x: Inputs,
         counted: Tensor | None,
         lengths: Collection[int],
-        conditional: Collection[str],
+        may_hold_padding: bool,
     ) -> Mapping[str, Masks]:
         """Find the positions that take part, for each layer and call.
 
-        `counted` broadcasts to the outputs. `lengths` are the numbers of positions of tokens or
-        masks, and `conditional` are the layers that only some batches call.
+        `counted` broadcasts to the outputs, and `lengths` are the numbers of positions of tokens or
+        masks. If the inputs cannot contain padding, padding is not searched for.
         """
         outputs, calls = self._forward(x)
         if not (calls and outputs.requires_grad):
@@ -370,7 +368,7 @@ class _Pass:
             influence=_influence(calls),
             zero_rows=_zero_rows(tensors_of(x)),
             lengths=lengths,
-            conditional=conditional,
+            may_hold_padding=may_hold_padding,
         )
         masks_by_layer: dict[str, list[Tensor]] = {}
         for call in calls:
@@ -453,7 +451,7 @@ def _pass_through(outputs: Tensor) -> None:
             continue
         visited.add(node)
         nodes.extend(following for following, _ in node.next_functions)
-        if node.name() in _POINTWISE:
+        if node.name() in POINTWISE:
             count += 1
             node.register_hook(_with_slope(0.5 + (count * _GOLDEN) % 1))
 

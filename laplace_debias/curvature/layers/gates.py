@@ -1,0 +1,49 @@
+"""Gates: operations at which the gradient of an example may vanish in a layer.
+
+A layer may be called for examples whose outputs do not depend on it. Then every path from the layer
+to the outputs leads through an operation that can remove the example: a product with zero, a
+selection of rows, a maximum. In a network without such operations, all examples reach all layers,
+and no gradient has to be examined. The graph of a forward pass shows this in microseconds.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+# Nonlinearities whose derivative can vanish because of particular numbers, as that of a dead ReLU.
+POINTWISE = frozenset(
+    f"{name}Backward{version}"
+    for version in (0, 1)
+    for name in (
+        *("Relu", "Threshold", "Hardtanh", "Hardswish", "Hardsigmoid", "Clamp", "ClampMin"),
+        *("ClampMax", "Gelu", "Silu", "Mish", "Elu", "Celu", "Selu", "Softplus", "Sigmoid"),
+        *("Tanh", "LogSigmoid", "Softshrink", "Hardshrink"),
+    )
+)
+
+# Operations that pass some of every example's gradient on to all of their inputs.
+_UNGATED = POINTWISE | frozenset(
+    f"{name}Backward{version}"
+    for version in (0, 1)
+    for name in (
+        *("Addmm", "Mm", "Convolution", "LeakyRelu", "PreluKernel", "Add", "Sub", "Neg", "Cat"),
+        *("NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
+        *("Mean", "Sum", "AvgPool2D", "AdaptiveAvgPool2D", "MaxPool2DWithIndices"),
+        *("View", "UnsafeView", "AsStrided", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze"),
+        *("ReshapeAlias", "Select", "Clone"),
+    )
+)
+
+
+def ungated_nodes(outputs: Tensor) -> set[Any]:
+    """Return the nodes of the graph from which some path without gates leads to the outputs."""
+    nodes: set[Any] = set()
+    pending: list[Any] = [outputs.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        if node.name() in _UNGATED:
+            pending.extend(following for following, _ in node.next_functions)
+    return nodes
