@@ -127,7 +127,8 @@ def _parameters_on_examples(
                 "a prior of the last layer's parameters."
             )
     tap = Tap(spec.network(selected.names))
-    outputs = _first_outputs(tap.network, spec.likelihood, take(inputs, slice(0, _NUM_CHECKED)))
+    examples = take(inputs, slice(0, _NUM_CHECKED))
+    outputs = _first_outputs(tap.network, selected.names, spec.likelihood, examples)
     _check_first_outputs(
         tap.network,
         spec.likelihood,
@@ -158,20 +159,18 @@ def _first_batch(stream: Stream) -> Batch:
     return first
 
 
-def _first_outputs(network: nn.Module, likelihood: Likelihood, examples: Inputs) -> Tensor:
+def _first_outputs(
+    network: nn.Module, names: Sequence[str], likelihood: Likelihood, examples: Inputs
+) -> Tensor:
     """Compute the outputs of a few examples.
 
-    If the likelihood applies a sigmoid, the outputs have an autograd graph, which shows whether the
-    network has already applied one.
+    If the likelihood applies a sigmoid, the outputs have the autograd graph of the parameters with
+    these names, which shows whether the network has already applied a sigmoid.
     """
     if likelihood.activation != "sigmoid":
         with torch.no_grad(), preserve_attributes(network.modules()):
             return call(network, examples)
-    parameters = {
-        name: parameter.detach().requires_grad_()
-        for name, parameter in network.named_parameters()
-        if parameter.is_floating_point()
-    }
+    parameters = {name: network.get_parameter(name).detach().requires_grad_() for name in names}
     with torch.enable_grad(), preserve_attributes(network.modules()):
         return call(network, examples, parameters)
 
