@@ -1,4 +1,4 @@
-"""The command line, as `python -m laplace_debias`."""
+"""Entry point of `python -m laplace_debias`, which runs the command line."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """The command line: `laplace-debias fit | tune | predict | evaluate | report | spectrum`.
 
-A command reads its options and checks its files before torch is imported, which takes seconds.
+Importing torch takes seconds, so a command reads its options and checks its files first.
 """
 
 import contextlib
@@ -34,19 +34,20 @@ _EXTRAS = {
     "torchvision",
     "yaml",
 }
-"""Packages that the extra `cli` installs."""
+"""Packages that are installed with the extra `cli`."""
 _HINT = "pip install 'laplace-debias[cli]'"
 _TRACEBACK = "--traceback"
 _USAGE = """usage: laplace-debias [--help] [--version] command [options]
 
 Fit, tune and evaluate Laplace approximations of trained PyTorch networks."""
 _SECONDS_OF_FIRST_RANK = 1.0
-"""Seconds that other processes wait, so that the first process can print its error before torchrun
-ends all of them."""
+"""Seconds that the other processes wait before they exit. This gives the first process time to
+print its error before torchrun terminates all of them."""
 _IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader worker process")
-"""The beginning of torch's message about an error of a data set in a worker process."""
+"""The beginning of torch's message about an error that a data set raised in a worker process."""
 _EXPLAINED = (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError, RankError)
-"""Errors whose text is written for the user."""
+"""Errors whose message is printed as it is, without the type, because it is written for the
+user."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,14 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(words)
     except (KeyboardInterrupt, Exception) as error:
         if os.environ.get("RANK", "0") != "0":
-            # Only the first process prints the error. torchrun stops it as soon as this one ends.
+            # Only the first process prints the error. Wait for it, because torchrun stops it as
+            # soon as this process exits.
             time.sleep(_SECONDS_OF_FIRST_RANK)
             return 2
         if len(words) < len(all_words) and isinstance(error, Exception):
             traceback.print_exception(error, file=stderr)
         if isinstance(error, KeyboardInterrupt):
             remedy = str(error) or "The command had not started. Run the same command again."
-            # Print on a separate line, because the terminal shows ^C or a progress bar.
+            # Start a new line, because the cursor may be after ^C or a progress bar.
             print(f"\nlaplace-debias: stopped: {remedy}", file=stderr, flush=True)
             return 130
         message = " ".join(_message(error).split())
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """Join the process group of torchrun or another launcher, in which only rank 0 prints."""
+    """Join the process group of torchrun or another launcher, and let only rank 0 print."""
     import torch
     from torch import distributed
 
@@ -114,10 +116,10 @@ def _process_group() -> Iterator[None]:
 
 
 def _message(error: BaseException) -> str:
-    """Return the message of an error for the user."""
+    """Return the message that the user sees for an error."""
     in_worker = _IN_WORKER.match(str(error))
     if in_worker is not None:
-        # The lines before the last line are the traceback in the worker process.
+        # All lines but the last are the traceback from the worker process.
         last = str(error).strip().splitlines()[-1]
         return (
             f"{in_worker[1] or ''}The data set failed in a worker process: {last.rstrip('.')}. "
@@ -134,13 +136,13 @@ def _message(error: BaseException) -> str:
             return f"This command needs {error.name}, which is not installed. Run {_HINT}."
     elif isinstance(error, _EXPLAINED) or (isinstance(error, ImportError) and _HINT in str(error)):
         return str(error) or type(error).__name__
-    # An unexpected error is shown with its type, which helps as much as its text.
+    # Show the type of an unexpected error, because the type is often as informative as the text.
     text = str(error).rstrip(".")
     return f"{type(error).__name__}: {text}. To see where it was raised, add {_TRACEBACK}."
 
 
 def _run(words: Sequence[str]) -> int:
-    """Run the command in the first word with the options after it, or print help."""
+    """Run the command that the first word names, or print the help or the version."""
     if not words:
         raise ValueError(f"No command was specified. Use one of {', '.join(COMMANDS)}.")
     command, *options = words
@@ -175,7 +177,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _check_inputs(settings: Any) -> None:
-    """Require the files, folders and modules that are named by options."""
+    """Raise an error if an option names a file, folder or module that does not exist."""
     for field in dataclasses.fields(settings):
         if not field.metadata.get("is_input"):
             continue
@@ -192,7 +194,7 @@ def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
             print(note)
         module.run(settings)
         return
-    # Libraries and the user's own modules may also print, which must not mix with the JSON.
+    # Libraries and the user's modules may also print. Their output must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         for note in notes:
             print(note)
@@ -201,7 +203,7 @@ def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
 
 
 def _how_to_resume(settings: Any) -> str:
-    """Return the advice after Ctrl-C."""
+    """Return a sentence on how to resume or restart the command after Ctrl-C."""
     if settings.resumes or getattr(settings, "resume", None):
         return "To resume, run the same command again."
     restart = "Nothing was saved. To start again, run the same command"

@@ -1,10 +1,10 @@
-"""The commands; each has a file with a class `Settings` and two functions.
+"""The commands. Each command has its own file with a class `Settings` and two functions.
 
-`run(settings)` prints what it does and its results.
+`run(settings)` prints what it does and its results, and returns the result.
 `as_json(settings, result)` returns the object that `--json` prints instead.
 
-The file of a command imports modules that need torch only within functions, so that options are
-read before torch is imported. A new command needs a file in this package and a line in `COMMANDS`.
+These files import modules that need torch only within functions, so that options are read before
+torch is imported. A new command needs a file in this package and a line in `COMMANDS`.
 """
 
 COMMANDS = {
@@ -15,4 +15,4 @@ COMMANDS = {
     "report": "Compare methods and write a one-page report on a network's uncertainty.",
     "spectrum": "Measure leading eigenpairs, trace and density of a network's curvature.",
 }
-"""Each command's purpose in one line; a command is imported when it is chosen."""
+"""One-line summary of each command. A command's module is imported only when the command is run."""

@@ -1,4 +1,4 @@
-"""Parts shared by `report` and `evaluate`: a run's identity and output."""
+"""Functions shared by `report` and `evaluate`: the identity of a run and its printed output."""
 
 import dataclasses
 import shutil
@@ -26,7 +26,8 @@ _WITHOUT_INFLUENCE = {
     "checkpoint",
     "more_checkpoints",
 }
-"""Settings that do not change results. A checkpoint is identified by its content, not its path."""
+"""Settings that do not change the results, or are identified in another way: a checkpoint by its
+content instead of its path."""
 
 _METRICS = {
     "class": ("accuracy", "nll", "brier", "smooth_ece"),
@@ -43,7 +44,7 @@ def identity_of(settings: SourceSettings) -> dict[str, Any]:
 
 
 def results_of(path: Path) -> dict[str, Any]:
-    """Return the results of a run as the object that `--json` prints."""
+    """Return the results of a run as the JSON object that `--json` prints."""
     folder = RunFolder(path)
     record = to_json(folder.read_record())
     names = ("task", "sets", "methods", "conclusion", "notes")
@@ -70,7 +71,7 @@ def print_results(path: Path, has_page: bool = True) -> None:
 
 
 def _table_width(rows: Sequence[Mapping[str, str]]) -> int:
-    """Compute the width of a printed table, whose headings may have several lines."""
+    """Compute the width of the printed table in characters. Headings may span several lines."""
     columns: dict[str, list[str]] = {}
     for row in rows:
         for name, text in row.items():
@@ -83,9 +84,9 @@ def _table_width(rows: Sequence[Mapping[str, str]]) -> int:
 def _rows(
     record: RunRecord, measurements: Measurements, with_intervals: bool = True
 ) -> list[dict[str, str]]:
-    """Return a row for each method, with metrics on the test set and of the detection of OOD sets.
+    """Return each method's metrics on the test set and for the detection of OOD sets as a row.
 
-    The OOD score is the entropy, or the variance for a regression.
+    The OOD score is the entropy; for a regression, it is the variance.
     """
     by_key = {(row.method, row.set_name, row.metric, row.score): row for row in measurements.rows}
     table = []

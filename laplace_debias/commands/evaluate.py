@@ -1,4 +1,4 @@
-"""`laplace-debias evaluate`: compare saved posteriors with the network in a table."""
+"""`laplace-debias evaluate`: print a table that compares saved posteriors with the network."""
 
 import re
 import tempfile
@@ -42,7 +42,7 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and the reasons."""
+        """Return the options that have no effect with these settings, each with the reason."""
         return {} if self.posterior else {"examples": "there is no --posterior"}
 
 
@@ -56,7 +56,7 @@ def run(settings: Settings) -> dict[str, Any]:
     from laplace_debias.system.ranks import process_group
 
     for path in settings.posterior:
-        file.read(path)  # Read the file before the data, which can take minutes.
+        file.read(path)  # Read the file first, because reading the data can take minutes.
     loaded = load(settings)
     methods = [NETWORK]
     if loaded.validation is not None and loaded.likelihood.activation is not None:
@@ -82,13 +82,13 @@ def run(settings: Settings) -> dict[str, Any]:
         if process_group().rank == 0:
             print_results(folder, has_page=False)
         results = results_of(folder)
-        # Wait here, because the first process removes the folder once all processes have read it.
+        # Wait until all processes have read the folder, because the first process then removes it.
         process_group().exchange(None)
         return results
 
 
 def _keys(posteriors: Sequence[Path]) -> dict[str, Path]:
-    """Name posteriors by characters that are valid in paths and pages; equal names get a number."""
+    """Make a unique key for each posterior from its file name; keys are valid in paths and HTML."""
     keys: dict[str, Path] = {}
     for path in posteriors:
         key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")

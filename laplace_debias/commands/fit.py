@@ -29,20 +29,19 @@ class Settings(SourceSettings):
         fisher: The labels at which the curvature is computed: the exact expectation over labels, an
             estimate of it by sampled labels (`mc`) or random signs (`signs`), or the true labels
             (`empirical`).
-        joint: Combine a layer's weight and bias in one block. The option is not for `lowrank`,
-            `full` and `gp`.
+        joint: Combine a layer's weight and bias in one block. Not available for `lowrank`, `full`
+            and `gp`.
         inducing: The number of inducing examples for `gp`. By default, all examples are used.
-        sharing: The approximation for weights that several positions share, in convolutions and
-            sequences.
+        sharing: The approximation for weights that are shared by several positions, in convolutions
+            and sequences.
         prior_precision: The prior precision δ, before it is tuned.
         sigma: The standard deviation of a regression's noise, in the units of the target. The
             default is 1.
         folds: The number of folds of `mode=crossfit`, 2 by default.
         overwrite: Replace an existing file.
-        resume: A folder to which the fit saves its state once a minute. The same command resumes an
-            interrupted fit from this folder. The state is removed when the posterior has been
-            saved.
-        plan: Print the memory and time that the fit would need, and fit nothing.
+        resume: A folder to which the fit saves its state once a minute. To resume an interrupted
+            fit, run the same command again. The state is removed once the posterior has been saved.
+        plan: Only print the memory and time that the fit would need, without fitting.
     """
 
     heading: ClassVar = "Posterior"
@@ -79,12 +78,12 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and the reasons."""
+        """Return the options that have no effect with these settings, each with the reason."""
         return dict.fromkeys(("resume", "overwrite"), "`plan` fits nothing") if self.plan else {}
 
 
 def run(settings: Settings) -> "Laplace | Plan":
-    """Fit a posterior to the training examples and save it, or only plan the fit."""
+    """Fit a posterior to the training examples and save it; with `plan`, only plan it."""
     import torch
 
     from laplace_debias.curvature.fits.checkpoint import check_folder, states_kept

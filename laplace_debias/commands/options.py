@@ -1,4 +1,4 @@
-"""The command line of a command, which fills a dataclass of settings from options and files.
+"""Fill a command's dataclass of settings from the command line and from settings files.
 
 `argparse` splits the words of the command line and formats the help.
 
@@ -44,7 +44,7 @@ _METAVARS: Mapping[Any, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command, which sets one field of its settings.
+    """A command-line option, which sets one field of the command's settings.
 
     Attributes:
         field: Name of the field.
@@ -54,7 +54,8 @@ class Option:
         text: Description.
         metavar: Placeholder of its value in the help.
         heading: Heading in the help.
-        repeats: Field of the option whose values after the first one this option takes, or None.
+        repeats: Field of another option. If that option is repeated, this option gets the values
+            after the first one. None if there is no such option.
     """
 
     field: str
@@ -79,7 +80,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """The description and the default, in the form of `argparse`."""
+        """The help text for `argparse`: the description and the default."""
         text = self.text
         if self.is_required:
             text += " Required."
@@ -90,11 +91,11 @@ class Option:
         return text.replace("%", "%%")
 
     def value(self, text: str, key: str = "") -> Any:
-        """Convert a text of the command line to the type of the field.
+        """Convert a string from the command line to the type of the field.
 
         Args:
-            text: The text. For a dictionary, it is `KEY=VALUE`, JSON or YAML.
-            key: A key of a dictionary, whose value is the text.
+            text: The string. For a dictionary, it is `KEY=VALUE` or a JSON or YAML mapping.
+            key: If the field is a dictionary, the key whose value is `text`.
 
         Raises:
             argparse.ArgumentTypeError: If the text cannot be converted.
@@ -120,8 +121,8 @@ class CommandLine(Generic[Settings]):
 
     Args:
         settings: The class of its settings.
-        program: The words with which the command is called.
-        summary: The purpose of the command, a sentence.
+        program: The words that call the command, such as `laplace-debias fit`.
+        summary: One sentence on what the command does.
     """
 
     def __init__(self, settings: type[Settings], program: str, summary: str) -> None:
@@ -134,14 +135,15 @@ class CommandLine(Generic[Settings]):
         self._further = {option.repeats: option for option in self._options if option.repeats}
 
     def settings(self, arguments: Sequence[str]) -> tuple[Settings, list[str]] | None:
-        """Read the options; if help is requested, print it and return None.
+        """Read the options. If the help or the settings are requested, print them and return None.
 
         Returns:
-            The settings, and a line on each option of a file that has no effect.
+            The settings, and messages about options in the settings file that have no effect.
 
         Raises:
-            ValueError: For an unknown or missing option, or a value of another type.
-            OSError: For a file that cannot be read.
+            ValueError: If an option is unknown, missing or without effect, or a value has the wrong
+                type.
+            OSError: If a file cannot be read.
         """
         if "--help" in arguments or "-h" in arguments:
             print(self._parser().format_help(), end="")
@@ -168,7 +170,7 @@ class CommandLine(Generic[Settings]):
     # ------------------------------------------------------------------------- the command line
 
     def _parser(self) -> argparse.ArgumentParser:
-        """Return a parser that collects the values of each field in a list."""
+        """Return a parser that collects all values of an option in a list."""
         width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
         required = [f"--{each.name} {each.metavar}" for each in self._options if each.is_required]
         parser = argparse.ArgumentParser(
@@ -183,7 +185,8 @@ class CommandLine(Generic[Settings]):
             allow_abbrev=False,
             exit_on_error=False,
         )
-        # The help begins with the heading of the class, and lists its fields before inherited ones.
+        # In the help, the heading of this command comes first, and its own fields come before
+        # inherited ones.
         heading = self._settings.heading
         groups = {heading: parser.add_argument_group(heading)}
         own_fields = inspect.get_annotations(self._settings)
@@ -220,7 +223,7 @@ class CommandLine(Generic[Settings]):
         return parser
 
     def _parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return `config`, `print_config` and, for each field on the command line, its values."""
+        """Return `config`, `print_config`, and the values of each field on the command line."""
         parser = self._parser()
         # The keys of dictionaries are not known in advance. Add the keys in the arguments as
         # options, such as --model_args.depth.
@@ -244,7 +247,7 @@ class CommandLine(Generic[Settings]):
         return parsed
 
     def _correction(self, error: argparse.ArgumentError) -> str:
-        """Return the message for an option without a value, or with a wrong one."""
+        """Return the message for an option whose value is missing or invalid."""
         flag = str(error.argument_name)
         advice = "--help lists the options."
         option = self._by_name.get(flag.removeprefix("--"))
@@ -253,7 +256,7 @@ class CommandLine(Generic[Settings]):
         return f"{flag}: {error.message}. {advice}"
 
     def _unknown(self, name: str, dashes: str) -> str:
-        """Return the message for an unknown option, with the nearest name."""
+        """Return the message for an unknown option, with the most similar name."""
         names = [dashes + option.name for option in self._options]
         if dashes:
             names += ["--help", "--config", "--print_config"]
@@ -264,7 +267,7 @@ class CommandLine(Generic[Settings]):
     # ------------------------------------------------------------------------- files and checks
 
     def _values_of_file(self, path: Path) -> dict[str, Any]:
-        """Return the values in a settings file, by field."""
+        """Return the values from a settings file, keyed by field."""
         if not path.is_file():
             raise FileNotFoundError(
                 f"The file of --config, {path}, does not exist. Check the path."
@@ -289,7 +292,7 @@ class CommandLine(Generic[Settings]):
         return values
 
     def _as_yaml(self, values: Mapping[str, Any]) -> str:
-        """Format the settings as a file that `--config` can read."""
+        """Format the settings as YAML that `--config` can read."""
         import yaml
 
         content = {
@@ -300,7 +303,7 @@ class CommandLine(Generic[Settings]):
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
     def _check_required(self, values: Mapping[str, Any]) -> None:
-        """Require every option without a default."""
+        """Raise an error if an option without a default is missing."""
         missing = [
             f"--{option.name}"
             for option in self._options
@@ -315,9 +318,9 @@ class CommandLine(Generic[Settings]):
         raise ValueError(message)
 
     def _unused_lines(self, settings: Settings, on_line: Mapping[str, Any]) -> list[str]:
-        """Return a line per reason for which options of a file have no effect.
+        """Return a line for each reason why options in the settings file have no effect.
 
-        An option of the command line that has no effect raises an error.
+        On the command line, an option that has no effect raises an error instead.
         """
         reasons = {**settings.unused, **settings.without_effect()}
         names_by_reason: dict[str, list[str]] = {}
@@ -335,14 +338,14 @@ class CommandLine(Generic[Settings]):
 
 
 def _path(text: str) -> Path:
-    """Convert a text of the command line to a path."""
+    """Convert a string from the command line to a path."""
     if not text:
         raise argparse.ArgumentTypeError("the value is empty")
     return Path(text)
 
 
 def _merge(option: Option, given: Sequence[Any], values: dict[str, Any]) -> None:
-    """Add the values of an option to the values by field; entries of containers are kept."""
+    """Add an option's values to `values`; dictionaries and lists are extended, not replaced."""
     for value in given:
         if option.container is dict:
             values[option.field] = {**values.get(option.field, {}), **value}
@@ -353,9 +356,9 @@ def _merge(option: Option, given: Sequence[Any], values: dict[str, Any]) -> None
 
 
 def _with_joined_values(arguments: Sequence[str]) -> list[str]:
-    """Write a value that begins with a dash, such as -1,2, in the form `--mean=-1,2`.
+    """Join an option and a value that begins with a dash, such as -1,2, to `--mean=-1,2`.
 
-    Otherwise `argparse` takes the value for an option.
+    Otherwise, `argparse` would mistake the value for an option.
     """
     words: list[str] = []
     for word in arguments:
@@ -391,7 +394,7 @@ def _options(settings: type[Any]) -> Iterator[Option]:
 
 
 def _texts(settings: type) -> dict[str, str]:
-    """Read the texts of attributes in docstrings; a class overrides its bases."""
+    """Read the descriptions of attributes from docstrings; a class overrides its base classes."""
     texts: dict[str, str] = {}
     for cls in reversed(settings.__mro__):
         _, _, section = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition(
@@ -406,7 +409,7 @@ def _texts(settings: type) -> dict[str, str]:
 
 
 def _examples(calls: Sequence[str], width: int) -> str:
-    """Format the examples that end the help, with at most `width` columns."""
+    """Format the examples at the end of the help, in lines of at most `width` characters."""
     lines = []
     for call in calls:
         lines_of_call = textwrap.wrap(call, width - 8, break_on_hyphens=False)
@@ -415,7 +418,7 @@ def _examples(calls: Sequence[str], width: int) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """Return the placeholder of a value in the help."""
+    """Return the placeholder that represents a value in the help."""
     (first, *_) = [member for member in members(kind) if member is not NoneType]
     origin = get_origin(first) or first
     if origin is Literal:

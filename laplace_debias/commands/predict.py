@@ -18,12 +18,12 @@ class Settings(SourceSettings):
     Attributes:
         posterior: The file that `laplace-debias fit` or `tune` wrote.
         inputs: The inputs to predict, as a folder of images, a `.npz` file with `x`, a table or an
-            import path. By default, they are the test data.
+            import path. By default, the test data is predicted.
         output: The `.parquet` or `.csv` file of the predictions, with one row per input, in the
             order of `inputs`.
         overwrite: Replace an existing file.
-        method: The prediction method, as in `Laplace.predict`. With `map`, it is the trained
-            network itself, at the temperature that `tune` chose for it.
+        method: The prediction method, as in `Laplace.predict`. With `map`, the trained network
+            itself predicts, at the temperature that `tune` chose for it.
         samples: The number of samples. By default, `glm` uses its closed form, and `glm-mc` and
             `nn` use 100 samples.
     """
@@ -55,7 +55,7 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and the reasons."""
+        """Return the options that have no effect with these settings, each with the reason."""
         return {} if self.inputs is None else {"test_examples": "--inputs are predicted instead"}
 
 
@@ -85,7 +85,7 @@ def run(settings: Settings) -> Any:
     from laplace_debias.system.ranks import process_group
 
     check_output(settings.output, settings.overwrite)
-    # Check the files before reading the data, which can take minutes.
+    # Check the files first, because reading the data can take minutes.
     file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)

@@ -20,7 +20,8 @@ class Settings(SourceSettings):
             epochs. The page then has two more rows: `ensemble`, the mean of the networks'
             predictions, and `mixture`, the mean over their last-layer posteriors.
         output: The run folder, for predictions, metrics, posteriors, figures and `report.html`.
-        from_run: The folder of a completed run whose page is drawn again. Nothing else is computed.
+        from_run: The folder of a completed run. Only its page is drawn again; nothing else is
+            computed.
         title: The title of the page. By default, it is the network's name.
         more_checkpoints: The weights of the further networks.
         methods: The methods to compare: `network`, `temperature`, `vector` (scaling of each logit),
@@ -66,7 +67,7 @@ class Settings(SourceSettings):
         check_at_least(self, 2, "examples")
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, and the reasons."""
+        """Return the options that have no effect with these settings, each with the reason."""
         if self.from_run is not None:
             names = [field.name for field in fields(self)]
             reason = "`--from` draws the page of a completed run"
@@ -78,7 +79,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> Path:
-    """Compare methods, write the run folder and its page, and print the conclusion."""
+    """Compare the methods, write the run folder and its page, and print the conclusion."""
     from laplace_debias.commands.compared import print_results
     from laplace_debias.report.page import write_page
     from laplace_debias.runs.folder import RunFolder
@@ -101,7 +102,7 @@ def run(settings: Settings) -> Path:
 
 
 def _compare(settings: Settings) -> Path:
-    """Compare methods, and return the run folder."""
+    """Compare the methods, and return the path of the run folder."""
     import yaml
 
     from laplace_debias.assessment import assess
@@ -120,7 +121,7 @@ def _compare(settings: Settings) -> Path:
     methods = chosen_methods(settings.methods, settings.posteriors, settings.examples, loaded)
     if further_models:
         methods += (ENSEMBLE, MIXTURE)
-    # The folder is passed in addition to the file for `--config`.
+    # Leave out the folder, which is passed on the command line together with `--config`.
     left_out = {"output", "from_run", "overwrite", "json"}
     config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
     return assess(

@@ -19,12 +19,13 @@ class Settings(SourceSettings):
     Attributes:
         matrix: The GGN or the Hessian of the mean loss, which is the cross-entropy, the binary
             cross-entropy or the squared error, depending on the task.
-        examples: The number of training examples of the loss, chosen by the seed.
+        examples: The number of training examples in the loss. The seed determines which ones.
         batch_size: The number of examples per batch. Results do not depend on it.
         eigenpairs: The number of leading eigenpairs.
         tolerance: The largest residual norm of an eigenpair, relative to the largest eigenvalue.
         max_matvecs: The maximum number of matrix products for the eigenpairs.
-        trace_matvecs: The number of matrix products for the trace, in addition to the eigenpairs.
+        trace_matvecs: The number of matrix products for the trace, in addition to those for the
+            eigenpairs.
         density_probes: The number of random probes for the spectral density of the other
             eigenvalues.
         density_steps: The number of Lanczos steps per probe. Each step is one matrix product.
@@ -69,7 +70,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> "Spectrum":
-    """Measure the spectrum, print the results, and write tables and the figure."""
+    """Measure the spectrum, print the results, and write the tables and the figure."""
     from laplace_debias.assessment.spectrum import curvature_of, measure_spectrum
     from laplace_debias.sources import load
     from laplace_debias.system.files import check_target
@@ -124,7 +125,7 @@ def _write(folder: Path, spectrum: "Spectrum", matrix: str) -> None:
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         write_csv([dict(zip(columns, row, strict=True)) for row in rows], folder / f"{name}.csv")
     if density is None:
-        # Remove the table of an earlier run, because it would not match the new figure.
+        # Remove the table of an earlier run, which would not match the new figure.
         (folder / "density.csv").unlink(missing_ok=True)
     path = folder / "spectrum.png"
     save(spectrum_figure(pairs, spectrum.trace, density, matrix), path)

@@ -25,8 +25,8 @@ class Settings(SourceSettings):
         metric: The metric that is minimised on the grid, `nll` or `brier`.
         prior_precisions: The grid of prior precisions. By default, it has 49 values, four per
             decade from 1e-4 to 1e8.
-        sigma: Tune the noise of a regression too. By default, it is tuned if no noise was passed to
-            the fit.
+        sigma: Also tune the noise of a regression. By default, it is tuned if no noise was passed
+            to the fit.
         per: With `method=marglik`, use one prior precision for each layer type (`kind`) or for each
             block (`block`). By default, all parameters have the same one.
     """
@@ -63,16 +63,16 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> "Tuning":
-    """Tune the prior precision of a saved posterior, and save it again."""
+    """Tune the prior precision of a saved posterior, and save the tuned posterior."""
     from laplace_debias.laplace.saving import file
     from laplace_debias.report.tables import print_table
     from laplace_debias.sources import load
     from laplace_debias.sources.shares import share
 
     output = settings.output or settings.posterior
-    # Without an output, the tuned posterior replaces the original file.
+    # If no output is given, the tuned posterior replaces the original file.
     check_output(output, settings.overwrite or settings.output is None)
-    # Read the file before the data, which can take minutes.
+    # Read the file first, because reading the data can take minutes.
     file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)

@@ -1,4 +1,4 @@
-"""Conversion of texts of the command line, and of values of settings files, to types.
+"""Convert strings from the command line and values from settings files to the types of fields.
 
 This module does not import torch, so that errors are printed quickly.
 """
@@ -22,7 +22,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class UnexpectedValueError(ValueError):
-    """An error for a value of the wrong type; its text is the expected form."""
+    """Raised for a value of the wrong type; its message describes the expected form."""
 
 
 def members(kind: Any) -> tuple[Any, ...]:
@@ -31,10 +31,11 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert a string of the command line, or a value from a file, to a type.
+    """Convert a string from the command line, or a value from a file, to a type.
 
     Raises:
-        UnexpectedValueError: If the value cannot be converted. The text says what was expected.
+        UnexpectedValueError: If the value cannot be converted. The message states what was
+            expected.
     """
     alternatives = members(kind)
     if len(alternatives) > 1:
@@ -60,7 +61,7 @@ def _as_member(value: Any, kinds: Sequence[Any]) -> Any:
     """Convert a value to the first type of a union that accepts it.
 
     Raises:
-        UnexpectedValueError: If no type accepts it. The error names what all of them expect.
+        UnexpectedValueError: If no type accepts it. The message lists what each type expects.
     """
     if NoneType in kinds and value in (None, "null"):
         return None
@@ -76,7 +77,7 @@ def _as_member(value: Any, kinds: Sequence[Any]) -> Any:
 
 
 def _as_sequence(value: Any, kind: Any) -> list[Any]:
-    """Return the entries of `1,2`, of `[1, 2]`, or of a list in a file."""
+    """Return the entries of a list, which is given as `1,2`, as `[1, 2]` or as a list in a file."""
     entries = value
     if isinstance(value, str):
         entries = parsed_yaml(value) if value.lstrip().startswith("[") else value.split(",")
@@ -98,7 +99,7 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def _as_dataclass(value: Any, kind: Any) -> Any:
-    """Convert a mapping to a dataclass, each entry to the type of its field."""
+    """Convert a mapping to a dataclass, and each entry to the type of its field."""
     content = _as_mapping(value)
     kinds = get_type_hints(kind)
     unknown = [str(name) for name in content if name not in kinds]
@@ -118,7 +119,7 @@ def _as_dataclass(value: Any, kind: Any) -> Any:
 
 
 def _as_scalar(value: Any, kind: Any) -> Any:
-    """Convert a value to a text, number, path or truth value."""
+    """Convert a value to a string, number, path or bool."""
     if kind is Any:
         return _number_or_value(parsed_yaml(value) if isinstance(value, str) else value)
     if kind is bool:
@@ -137,7 +138,7 @@ def _as_scalar(value: Any, kind: Any) -> Any:
 
 
 def _number_or_value(value: Any) -> Any:
-    """Convert texts such as 1e-3 to numbers, because YAML takes them for texts."""
+    """Convert strings such as 1e-3 to numbers, because YAML reads them as strings."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -168,7 +169,7 @@ def parsed_yaml(text: str, path: str | None = None) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value of settings to plain YAML data."""
+    """Convert the value of a setting to plain YAML data."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):

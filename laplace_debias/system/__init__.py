@@ -1,1 +1,1 @@
-"""Resources of the machine: threads, random generators, files."""
+"""Files, memory, threads, processes and random generators."""

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each argument is checked once, in a public function."""
+"""Checks of arguments. Each argument is checked only once, in a public function."""
 
 import operator
 import reprlib
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
-    """Convert an argument of any integer type except bool to an `int`.
+    """Convert an argument of any integer type except bool to an `int`, and check its range.
 
-    float64 represents all integers up to 2**53.
+    The default `maximum` is 2**53, because float64 represents all integers up to this number.
     """
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
@@ -37,7 +37,7 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
 
 
 def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
-    """Convert an argument of one or several real numbers to a float64 tensor."""
+    """Convert a real number, or several real numbers, to a float64 tensor."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     try:
         if is_complex or isinstance(value, bool):
@@ -55,7 +55,7 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
 def checked_weights(
     weights: Sequence[float] | Tensor | float | None, name: str
 ) -> Float[Tensor, " n"] | None:
-    """Convert weights to a float64 vector on the CPU, and return None for None.
+    """Convert weights to a float64 vector on the CPU; None stays None.
 
     Weights must be at least 0, and at least one weight must be greater than 0.
     """
@@ -108,7 +108,7 @@ def check_no_autocast(device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 def check_extra(extra: str, *packages: str) -> None:
-    """Require the packages that an extra of this package installs."""
+    """Raise an error if packages that the given extra installs are missing."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(
@@ -118,6 +118,6 @@ def check_extra(extra: str, *packages: str) -> None:
 
 @contextmanager
 def imports_of_extra(extra: str, *packages: str) -> Iterator[None]:
-    """Require the packages of an extra of this package before the block imports them."""
+    """Check that the packages of an extra are installed before the block imports them."""
     check_extra(extra, *packages)
     yield

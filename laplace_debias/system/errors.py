@@ -1,8 +1,8 @@
-"""Errors that several packages raise or handle."""
+"""Exceptions that several packages raise or handle."""
 
 
 class RankError(RuntimeError):
-    """An error that is raised because another rank has failed or disappeared.
+    """Raised on a rank because another rank has failed or disappeared.
 
-    It replaces an error whose type is not available on this rank.
+    It also stands in for an error whose type this rank cannot reconstruct.
     """

@@ -27,9 +27,9 @@ def written_atomically(
     the file to which it points is replaced. The new file gets the permissions of the old one.
     Several threads and processes may write to the same path at once; the last one to finish wins.
 
-    After an exception, `path` is unchanged, and the temporary file is removed. A process that is
-    killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`. The temporary file
-    is empty at first, and the block writes or overwrites it in place.
+    The temporary file is empty at first, and the block writes to it or overwrites it in place. If
+    the block raises an exception, `path` is unchanged and the temporary file is removed. A process
+    that is killed leaves its temporary file behind, as `.<name>.<16 hexadecimal digits>.partial`.
     """
     target = check_target(path, make_folders=make_folders)
     try:
@@ -46,8 +46,7 @@ def written_atomically(
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        # An error about another file, such as a file that the block copies here, is raised
-        # unchanged.
+        # Leave errors about other files unchanged, such as a file that the block copies.
         if error.filename not in (None, str(temporary)):
             raise
         raise _explained_error(error, path) from error
@@ -56,9 +55,9 @@ def written_atomically(
 
 
 def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) -> Path:
-    """Require that a file can be written to a path, before its content is computed.
+    """Check that a file can be written to a path, before its content is computed.
 
-    Returns the file to which the path leads after all symbolic links.
+    Returns the path of the file after following all symbolic links.
     """
     target = Path(os.path.realpath(path))
     if os.path.isdir(target):
@@ -91,7 +90,7 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
 
 
 def _explained_error(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """Return an error of the same type whose message explains the error in sentences."""
+    """Return an error of the same type whose message explains what is wrong and what to do."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
         f"{path} cannot be written ({reason}). Choose a different path, or free some space on "
@@ -115,25 +114,25 @@ STORED_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes of a file's tensors by their names in the safetensors format."""
+"""The dtypes that a file can contain, and their names in the safetensors format."""
 _BLANK = "0" * 64
-# Quotes within names and strings are escaped, so this pattern matches only once in a header.
+# Quotes within names and strings are escaped, so a header contains this pattern only once.
 _CHECKSUM = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')
 
 
 class DamagedFileError(ValueError):
-    """An error for a damaged file."""
+    """Raised if a file is damaged."""
 
 
 def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write strings and tensors to a file in place, so that equal contents give equal bytes.
+    """Write strings and tensors to a file in place; equal contents always give equal bytes.
 
     The safetensors library is not used, because it writes strings in no fixed order and needs
     memory for a copy of all tensors. This function needs CPU memory for a copy of only one tensor.
-    No string may have the name `checksum`.
+    The name `checksum` is reserved and must not be used for a string.
     """
     entries: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
-    # Tensors with wide entries come first, so that each tensor is aligned.
+    # Put tensors with wide entries first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     start = 0
     for name in names:
@@ -166,7 +165,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor's entries in row-major order."""
     entries = tensor.detach().cpu().reshape(-1)
     if entries.stride(0) != 1:
-        # Torch regards a tensor of a single entry as contiguous, whatever its stride.
+        # Copy explicitly, because torch regards a single-entry tensor as contiguous, whatever its
+        # stride.
         entries = entries.clone(memory_format=torch.contiguous_format)
     return entries.view(torch.uint8).numpy().data
 
@@ -196,7 +196,7 @@ _MOST_SHOWN_DIFFERENCES = 5
 
 
 def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Describe the settings that differ, such as `seed was 0, is now 1; ...`."""
+    """Describe the settings that differ, as in `seed was 0, is now 1; ...`."""
     earlier_leaves = _leaves(earlier)
     present_leaves = _leaves(present)
     lines = []
@@ -212,13 +212,13 @@ def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
 
 
 def _shorten(value: Any) -> str:
-    """Return at most 60 characters of a value."""
+    """Convert a value to a string of at most 60 characters, plus an ellipsis if it is cut off."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Collect nested settings by their full names, such as `methods.laplace.examples`."""
+    """Flatten nested settings into a dictionary with keys such as `methods.laplace.examples`."""
     if not isinstance(values, Mapping):
         return {prefix: values}
     leaves: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""The temporary gathering of parameters that are sharded over processes.
+"""Temporarily gather parameters that are sharded over processes.
 
-A sharded parameter is gathered by a collective operation, which all processes must join. The
-processes read different data, so they need parameters in different orders and different numbers of
-times. So a process that needs a parameter announces the parameter's number, and all processes
-gather the first number that was announced, until each process has its parameter. Processes that
-need no parameter wait, and join the gatherings of the others.
+A sharded parameter is gathered by a collective operation, which all processes must join. However,
+the processes read different data, so they need parameters in different orders and different numbers
+of times. Therefore, a process announces the number of the parameter that it needs. In each round,
+all processes gather the parameter that the lowest-ranked of them announced. Processes that need no
+parameter wait, and join the gatherings of the others.
 """
 
 import weakref
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
-"""Whether this process works independently, even though there is a process group."""
+"""Whether this process currently works on its own, although there is a process group."""
 
-# The number that a process announces if it needs no parameter.
+# Announced by a process that needs no parameter.
 _WAITS = -1
 
 
@@ -32,7 +32,7 @@ class _Gatherings:
         self.device = torch.device("cpu")
 
     def number(self, parameter: Tensor) -> int | None:
-        """Return the number of a parameter, or None if it has no number."""
+        """Return the number that was assigned to a parameter, or None if it has no number."""
         number = self.numbers.get(id(parameter))
         if number is not None and self.parameters[number]() is parameter:
             return number
@@ -45,7 +45,11 @@ class _Gatherings:
             self.device = parameter.device
 
     def join(self, number: int) -> tuple[int, Tensor | None]:
-        """Announce a number, and gather the first announced parameter; `_WAITS` if all wait."""
+        """Announce a number, and gather the parameter that the lowest rank announced.
+
+        Returns the number and the value of that parameter, or `_WAITS` and None if all processes
+        wait.
+        """
         mine = torch.tensor([number], device=self.device)
         announced = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(announced, mine)
@@ -67,7 +71,7 @@ def _gatherings() -> _Gatherings:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a `DTensor`, of which each process has a part."""
+    """Whether a tensor is a `DTensor`, that is, each process holds only a part of it."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -77,7 +81,7 @@ def number_parameter(parameter: Tensor) -> None:
 
 
 def full_value(parameter: Tensor) -> Tensor:
-    """Gather a sharded parameter, while other processes gather it or wait in an exchange.
+    """Gather a sharded parameter. The other processes must also be gathering or exchanging values.
 
     Raises:
         RuntimeError: If the parameter has no number, or if the call is within `alone`.
@@ -105,7 +109,7 @@ def full_value(parameter: Tensor) -> Tensor:
 
 
 def join_others() -> None:
-    """Join the other processes' gatherings, until all processes wait here."""
+    """Take part in the other processes' gatherings until all processes have reached this call."""
     if not _CURRENT or _CURRENT[0].group is not dist.group.WORLD:
         return
     with torch.no_grad():

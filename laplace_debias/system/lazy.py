@@ -1,6 +1,6 @@
-"""Packages, functions and registries whose contents are imported when they are first used.
+"""Packages, functions and registries that import their contents on first use.
 
-Because of this module, the command line can read the options of a command without importing torch.
+This allows the command line to read the options of a command without importing torch.
 """
 
 import importlib
@@ -13,12 +13,13 @@ Entry = TypeVar("Entry")
 def attributes_from(
     package: str, modules: Mapping[str, Collection[str]], subpackages: Collection[str] = ()
 ) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562).
+    """Return a `__getattr__` for a package (PEP 562), which imports attributes on first access.
 
     Args:
         package: Name of the package.
-        modules: Public names by the module that defines them.
-        subpackages: Names of subpackages that are attributes of the package without an import.
+        modules: For each module, the public names that it defines.
+        subpackages: Names of subpackages that can be used as attributes of the package without
+            importing them.
     """
     module_by_name = {name: module for module, names in modules.items() for name in names}
 
@@ -33,7 +34,7 @@ def attributes_from(
 
 
 def function_from(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of a module, which is imported when the function is first called."""
+    """Return a function that imports its module only when it is called for the first time."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -42,13 +43,13 @@ def function_from(module: str, name: str) -> Callable[..., Any]:
 
 
 class LazyRegistry(MutableMapping[str, type[Entry]]):
-    """Classes by their names; each class is imported when it is first looked up.
+    """A mapping from names to classes, which imports each class when it is first looked up.
 
-    The names can be listed without an import, as the options of the command line require.
+    Listing the names imports nothing, so the command line can show them quickly.
 
     Args:
-        package: The package that has the classes.
-        paths: The module within the package and the class, `module.Class`, by name.
+        package: The package that contains the classes.
+        paths: For each name, the module within the package and the class, as `module.Class`.
     """
 
     def __init__(self, package: str, paths: Mapping[str, str]) -> None:

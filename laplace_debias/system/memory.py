@@ -1,4 +1,4 @@
-"""Memory: sizes of slices, available and used bytes, and allocation errors."""
+"""Memory: the sizes of slices, available and used bytes, and allocation errors."""
 
 import weakref
 from collections import defaultdict
@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Factors by which the sizes of slices and the default bound are multiplied, by type of device. On a
-# CPU, slices should fit in the cache. On a GPU, slices should be large, because launching each
-# kernel takes microseconds.
+# For each device type, the factor by which the sizes of slices and the default bound are
+# multiplied. On a CPU, slices should fit in the cache. On a GPU, they should be large, because each
+# kernel launch takes microseconds.
 ROOM = defaultdict(lambda: 16, cpu=1)
 
-# Messages of torch's allocators and of NVIDIA's libraries. They are needed because the CPU
-# allocator raises a plain RuntimeError.
+# Out-of-memory messages of torch's allocators and of NVIDIA's libraries. The type of the error is
+# not enough, because the CPU allocator raises a plain RuntimeError.
 _MESSAGES = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-# Linux reports memory in these files.
+# Linux reports available memory and memory limits here.
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be allocated.
+    """Whether an error means that memory could not be allocated.
 
-    The model did not cause such an error. Code that treats any exception as a sign that the model
-    does not support an operation must re-raise this error.
+    The model is not to blame for such an error. Code that interprets exceptions as a sign that the
+    model does not support an operation must re-raise this one.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
-    """Return the bytes that can still be allocated, or None if the number is unknown.
+    """Return how many bytes can still be allocated, or None if this is unknown.
 
     For a GPU, these are the free bytes plus the bytes that torch's allocator has reserved but does
     not use. For the CPU, these are the bytes that Linux reports as available, within the limit of
@@ -52,7 +52,7 @@ def available_memory(device: torch.device | None = None) -> int | None:
         with suppress(OSError, LookupError):
             kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]
             limits.append(1024 * int(kibibytes))
-        # If the group has no limit, the file contains "max".
+        # If the control group has no limit, the file contains "max", which `int` rejects.
         with suppress(OSError, LookupError, ValueError):
             limit = int((_CGROUP / "memory.max").read_text())
             stat = (_CGROUP / "memory.stat").read_text()
@@ -68,13 +68,14 @@ def check_memory(
     subject: str,
     less_memory: str,
 ) -> None:
-    """Require memory, unless the system does not report how much is available.
+    """Raise an error if more memory is needed than is available.
 
     Args:
         needed: Bytes that are needed.
-        available: Bytes that are available; None if the number is not known.
+        available: Bytes that are available; None if this is unknown, in which case nothing is
+            checked.
         subject: Subject and verb of the error message, such as `"The fit takes"`.
-        less_memory: Text that names the options that need less memory.
+        less_memory: Options that need less memory, as a phrase for the error message.
 
     Raises:
         ValueError: If more bytes are needed than are available.
@@ -88,7 +89,7 @@ def check_memory(
 
 
 def shown_size(num_bytes: int) -> str:
-    """Return a number of bytes in MiB or GiB."""
+    """Format a number of bytes in MiB or GiB."""
     return f"{num_bytes / 2**20:,.3f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
 
 
@@ -98,7 +99,7 @@ class MemoryCounter(TorchDispatchMode):
     Memory that an operation uses only while it runs is not counted.
 
     Attributes:
-        live: Bytes of the tensors that are alive.
+        live: Bytes of the tensors that currently exist.
         peak: The largest value of `live` so far.
     """
 

@@ -3,9 +3,10 @@
 `process_group()` returns the ranks of torch's process group. Without a process group, it returns
 `ALONE`, whose methods return their arguments.
 
-All ranks make the same exchanges in the same order. A rank that fails makes one more exchange with
-its error. The other ranks receive the error instead of the value for which they wait, at the latest
-at the end of a pass. A rank that has disappeared is detected by the timeout of the process group.
+All ranks make the same exchanges in the same order. A rank that fails makes one more exchange, in
+which it sends its error. The other ranks receive this error instead of the value that they are
+waiting for, at the latest at the end of a pass. If a rank has disappeared, the timeout of the
+process group detects it.
 """
 
 import os
@@ -23,7 +24,7 @@ from laplace_debias.system.errors import RankError
 from laplace_debias.system.gathering import IS_ALONE, join_others
 
 Key = TypeVar("Key", bound=Hashable)
-# The tensors of each key. None stands for a missing tensor.
+# The tensors of each key; None marks a missing tensor.
 TensorsByKey = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
 
@@ -32,32 +33,33 @@ Shared = dict[Key, tuple[Tensor | None, ...]]
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
 }
-# The event of the current collective call. It is set once the other ranks have left the call,
-# because they then need no error.
+# An event for the current collective call. It is set once the other ranks have left the call,
+# because an error then need not be sent to them.
 _HAS_LEFT: ContextVar[Event | None] = ContextVar("has_left", default=None)
 
 
 class Ranks:
-    """The processes that share the work; this base class is a single process."""
+    """The processes that share the work. This base class represents a single process."""
 
     rank = 0
     size = 1
 
     def exchange(self, value: Any) -> list[Any]:
-        """Collect a value of every rank, in the order of the ranks.
+        """Collect a value from every rank, in the order of the ranks.
 
-        If a rank has failed, its error is raised with the number of the rank, or `RankError`.
+        If a rank has failed, an error of the same type is raised, or a `RankError` if the type is
+        not a common one. The message names the rank.
         """
         return [value]
 
     def require_same(self, **marks: Any) -> None:
-        """Require that marks are the same on all ranks.
+        """Raise an error unless the given values are the same on all ranks.
 
-        A mark that is a function is called only if there are several ranks.
+        A value can be a function that computes it, which is called only if there are several ranks.
         """
 
     def from_rank(self, value: Any, rank: int) -> Any:
-        """Return the value of one rank; raise the same errors as `exchange`."""
+        """Return the value that one rank passed; errors are the same as for `exchange`."""
         return self.exchange(value if rank == self.rank else None)[rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -181,11 +183,11 @@ def process_group() -> Ranks:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Work only on the data of this process, even if there is a process group.
+    """Work only with the data of this process, even if there is a process group.
 
     Outside of this context, the methods that read data (`fit`, `tune`, `evaluate`, `save`,
-    curvature operators) must be called on every rank, and work on the data of all ranks together.
-    A thread that is started within the context is outside of it, and must enter `alone` itself.
+    curvature operators) must be called on every rank, and work on the data of all ranks together. A
+    thread that is started within the context is not part of it, and must enter `alone` itself.
 
     Example:
         >>> from laplace_debias import alone
@@ -200,7 +202,10 @@ def alone() -> Iterator[None]:
 
 
 def check_joined() -> None:
-    """Require a process group, or `alone()`, if a launcher has started several processes."""
+    """Raise an error if a launcher started several processes, but there is no process group.
+
+    Within `alone()`, no process group is needed.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     is_joined = IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
     if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
@@ -213,9 +218,9 @@ def check_joined() -> None:
 
 @contextmanager
 def collective(verb: str) -> Iterator[None]:
-    """Make a call on all ranks; an error on one rank is raised on all of them.
+    """Run a block on all ranks together; an error on one rank is raised on all of them.
 
-    A collective call within another collective call is a part of the outer call.
+    The block is named by `verb`. A collective block within another one is part of the outer block.
     """
     ranks = process_group()
     if not isinstance(ranks, Group) or _HAS_LEFT.get() is not None:
@@ -236,7 +241,7 @@ def collective(verb: str) -> Iterator[None]:
         ranks.exchange(None)
     except BaseException as error:
         if not has_left.is_set():
-            # This rank raises its own error, so an error of the exchange is ignored.
+            # This rank raises its own error, so ignore errors of the exchange.
             with suppress(RankError):
                 ranks.exchange(None, error)
         raise
@@ -245,7 +250,7 @@ def collective(verb: str) -> Iterator[None]:
 
 
 def refuse_ranks(subject: str, advice: str) -> None:
-    """Raise an error if several processes share the data."""
+    """Raise an error for a method that does not support data divided among processes."""
     if process_group().size > 1:
         raise NotImplementedError(
             f"{subject} is not supported for data that is divided among several "
@@ -255,7 +260,7 @@ def refuse_ranks(subject: str, advice: str) -> None:
 
 
 def _leave() -> None:
-    """Note that the ranks separate here, so that a later error is not sent to the other ranks."""
+    """Record that the ranks separate here, so that a later error is not sent to the other ranks."""
     has_left = _HAS_LEFT.get()
     if has_left is not None:
         has_left.set()
@@ -263,7 +268,7 @@ def _leave() -> None:
 
 @contextmanager
 def _collective_errors() -> Iterator[None]:
-    """Explain the errors of torch's collective operations."""
+    """Replace errors of torch's collective operations by a `RankError` that explains them."""
     try:
         yield
     except RuntimeError as error:
@@ -276,7 +281,7 @@ def _collective_errors() -> Iterator[None]:
 
 
 def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:
-    """Allocate space for another rank's tensor on the device type that collectives require."""
+    """Allocate memory to receive another rank's tensor, on this rank's device of the same type."""
     if spec is None:
         return None
     shape, dtype, kind = spec

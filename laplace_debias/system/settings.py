@@ -1,4 +1,4 @@
-"""Settings of commands: their declarations for the command line and the checks of their values.
+"""Settings of commands: how they are declared as command-line options, and checks of their values.
 
 This module does not import torch, so that the command line starts quickly.
 """
@@ -8,30 +8,30 @@ from typing import Any, ClassVar
 
 
 class CommandSettings:
-    """A base class for a command's settings, which are a dataclass with a field per option.
+    """Base class for a command's settings, a dataclass with one field per option.
 
-    An option has the type and the default of its field, and its help text is the entry of the field
-    in the docstring's `Attributes`. `option` declares the other properties.
+    An option has the type and the default of its field. Its help text is the field's entry under
+    `Attributes` in the docstring. All other properties are declared with `option`.
     """
 
     heading: ClassVar[str] = "Options"
     """The heading of the help under which the fields of a class are listed."""
 
     usage: ClassVar[tuple[str, ...]] = ()
-    """Examples that end the help."""
+    """Examples at the end of the help."""
 
     needed_by_most: ClassVar[tuple[str, ...]] = ()
     """Optional fields that most calls need."""
 
     unused: ClassVar[Mapping[str, str]] = {}
-    """Fields that the command does not use, with the reasons. The help leaves them out."""
+    """Fields that the command does not use, each with the reason. The help omits them."""
 
     def without_effect(self) -> dict[str, str]:
-        """Return the options that have no effect under these settings, and the reasons.
+        """Return the options that have no effect with these settings, each with the reason.
 
         A settings file may contain such options, because several commands may share the file. On
-        the command line, they raise an error. Options that never have an effect on a command are
-        listed in its `unused`.
+        the command line, they raise an error. Options that never affect a command are listed in its
+        `unused`.
         """
         return {}
 
@@ -49,11 +49,11 @@ def option(
     Args:
         heading: The heading of the help under which the option is listed. By default, it is the
             heading of the class.
-        metavar: The placeholder of its value in the help. By default, it follows from the type.
+        metavar: The placeholder for its value in the help. By default, it depends on the type.
         name: The name on the command line, if it differs from the field.
         is_input: Whether the value names a file, folder or module that must exist.
-        repeats: The field of another option. If that option is repeated, this field, a list, takes
-            the further values.
+        repeats: The field of another option. If that option is repeated, its values after the first
+            one are collected in this field, which must be a list.
     """
     return {
         "heading": heading,
@@ -65,7 +65,7 @@ def option(
 
 
 def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Require that settings are None or at least `least`."""
+    """Raise an error unless each named setting is None or at least `least`."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:

@@ -1,4 +1,4 @@
-"""Objects, tables, warnings and lines for the terminal."""
+"""Formats for objects, tables and JSON data, and warnings that point to the user's code."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ def one_line(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Format a value; for a vector, show its length and both ends, and for a matrix, its shape."""
+    """Format a value; a vector as its length and both ends, and a matrix as its shape."""
     if isinstance(value, Tensor):
         if value.ndim != 1 or not len(value):
             return _short(value.item()) if value.numel() == 1 else str(list(value.shape))
@@ -48,7 +48,7 @@ def _short(value: Any) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align the columns of rows: the first column to the left, the others to the right."""
+    """Format rows as a table; the first column is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for title, *values in rows:
@@ -67,7 +67,7 @@ def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> 
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:
-    """Return a row of an HTML table whose cells have the given tag."""
+    """Format a row of an HTML table; `tag` is `th` or `td`."""
     texts = ""
     for cell in cells:
         text = "" if cell is None else str(cell)
@@ -77,18 +77,18 @@ def _line(tag: str, cells: Sequence[object]) -> str:
     return f"<tr>{texts}</tr>"
 
 
-# Packages whose frames may lie between the user's line and the line that issues the warning.
+# Packages whose stack frames may lie between the user's code and the call of `warn`.
 _PASSED_PACKAGES = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "jaxtyping"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the nearest line of code outside of this package."""
+    """Issue a warning that points to the innermost line of code outside of this package."""
     frame: FrameType | None = sys._getframe(1)
     # Level 1 would be this function, so the search starts at level 2.
     level = 2
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        # Functions that beartype creates have no real file name, and their frames are skipped.
+        # Also skip the frames of functions that beartype creates, which have no real file name.
         if module not in _PASSED_PACKAGES and not frame.f_code.co_filename.startswith("<@beartype"):
             break
         frame = frame.f_back

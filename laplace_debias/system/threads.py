@@ -1,10 +1,10 @@
-"""Locks and settings for state that the threads of a process share.
+"""Locks and settings for state that is shared by the threads of a process.
 
-Nothing in this module is needed if each call works on its own tensors and copies. It is needed for
-the state that all threads share in torch: the level of forward-mode differentiation, and the global
-generator on the CPU. A `DataLoader` draws from this generator: a seed for its workers in every
-pass, even if it has no workers; a seed for `shuffle=True`; and the random numbers with which its
-data set augments examples.
+Calls that work only on their own tensors and copies need no locks. However, torch shares two pieces
+of state between all threads: the level of forward-mode differentiation, and the global generator on
+the CPU. A `DataLoader` draws from this generator in every pass: a seed for its workers (even if it
+has none), a seed for `shuffle=True`, and any random numbers with which its data set augments
+examples.
 """
 
 import threading
@@ -18,7 +18,7 @@ import torch
 
 
 class Lock:
-    """A re-entrant lock that can be copied with its owner; a copy is a new lock."""
+    """A re-entrant lock whose copies are new locks, so that an object with a lock can be copied."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -41,18 +41,19 @@ leaves this level discards the tangents of all other threads, without an error.
 """
 
 GLOBAL_GENERATOR = threading.RLock()
-"""Lock that is held while torch's global generator has a different state.
+"""Lock that is held while torch's global generator is temporarily in a different state.
 
-It is held while a batch is read, or while a scikit-learn estimator is trained.
+This is the case while a batch is read, or while a scikit-learn estimator is trained.
 """
 
 
 class Randomness:
-    """A context in which random numbers come from a given generator, not torch's global generator.
+    """A context in which torch's global generator follows a separate, seeded sequence.
 
-    Afterwards, the global generator has the same state as before. A thread that draws from the
-    global generator in the meantime does not get the usual sequence. `random` and NumPy's
-    generators are not changed.
+    The sequence is seeded by a number from `generator`, and continues when the context is entered
+    again. On exit, the global generator gets back its previous state. Other threads that draw from
+    the global generator in the meantime draw from this sequence. `random` and NumPy's generators
+    are not changed.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -75,12 +76,12 @@ _SETTINGS = threading.RLock()
 
 
 class SharedSetting:
-    """A setting of the process that several threads may change at once.
+    """A process-wide setting that several threads may need at the same time.
 
-    A context manager that saves the old value, sets a new value and restores the old one would be
-    wrong. If two threads overlap, the second thread would save the value that the first thread has
-    set, and would restore that value permanently. So the first thread to enter sets the value, and
-    the last thread to leave restores it.
+    An ordinary context manager, which saves the old value and restores it at the end, would be
+    wrong. If two threads overlap, the second thread would save the value that the first one has
+    set, and would restore that value permanently. Therefore, the first thread to enter sets the
+    value, and the last thread to leave restores it.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
@@ -91,8 +92,9 @@ class SharedSetting:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Make the setting for the duration of a context."""
-        # An abandoned context may be left by the thread that frees it, which may be another thread.
+        """Apply the setting for the duration of a context."""
+        # Remember the thread, because an abandoned context may be left in a different thread, which
+        # frees it.
         thread = threading.get_ident()
         self._enter(thread)
         try:
@@ -101,15 +103,14 @@ class SharedSetting:
             self._leave(thread)
 
     def is_made_by_this_thread(self) -> bool:
-        """Whether the calling thread itself, not only another thread, is within the setting."""
+        """Whether the calling thread, and not only another thread, has applied the setting."""
         return threading.get_ident() in self._holders
 
     def _enter(self, thread: int) -> None:
-        """Enter the setting if no thread is within it, and count this thread."""
+        """Apply the setting if no thread has applied it yet, and count this thread."""
         with _SETTINGS:
             if self._entered is None:
-                # Another thread may leave the setting. The setting is therefore entered in a copied
-                # context, in which any thread can leave it.
+                # Enter the manager in a copied context, in which any thread can later exit it.
                 manager = self._make()
                 context = copy_context()
                 context.run(manager.__enter__)
@@ -117,7 +118,7 @@ class SharedSetting:
             self._holders[thread] += 1
 
     def _leave(self, thread: int) -> None:
-        """Discount this thread, and leave the setting if no thread remains."""
+        """Stop counting this thread, and restore the old value if no other thread remains."""
         with _SETTINGS:
             self._holders[thread] -= 1
             if not self._holders[thread]:
