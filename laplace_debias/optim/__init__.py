@@ -1,4 +1,4 @@
-"""Second-order optimisers for the parameters of networks."""
+"""Second-order optimisers for training networks."""
 
 from laplace_debias.optim.hessian_free import DebiasedHessianFree, StepReport
 

@@ -13,9 +13,9 @@ from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
 from laplace_debias.optim.local_model import Closure, LocalModel, LossAlongStep, backtrack, flat
 
-# The constants of the rule of Levenberg and Marquardt in Martens' form: the damping is divided by
-# the factor if the reduction ratio is above the upper limit, and multiplied by the factor if the
-# ratio is below the lower limit.
+# Constants of the Levenberg–Marquardt rule in Martens' form: the damping is divided by the factor
+# if the reduction ratio is above the upper limit, and multiplied by it if the ratio is below the
+# lower limit.
 _UPPER_RATIO = 0.75
 _LOWER_RATIO = 0.25
 _DAMPING_FACTOR = 1.5
@@ -26,16 +26,18 @@ class StepReport:
     """The record of one step of `DebiasedHessianFree`.
 
     Attributes:
-        loss: The loss before the step, including weight decay, of the batch that sets step sizes.
-        new_loss: The loss of the same batch after the step.
-        predicted: The change of this loss that the undamped quadratic predicts for the full step.
-        reduction_ratio: The change of the loss by the full step, divided by the predicted change; 0
-            if the predicted change is not a decrease.
-        step_size: The factor that the line search found; 0 if no factor decreased the loss.
-        damping: The damping with which the step was computed.
+        loss: The loss before the step, including weight decay, on the batch that sets the step
+            sizes.
+        new_loss: The loss on the same batch after the step.
+        predicted: The change in this loss that the undamped quadratic predicts for the full step.
+        reduction_ratio: The actual change in the loss after the full step, divided by the predicted
+            change; 0 if no decrease is predicted.
+        step_size: The factor by which the full step was scaled: 1 without a line search, and 0 if
+            the line search found no sufficient decrease.
+        damping: The damping λ with which the step was computed.
         solution: The result of conjugate gradients for the step (with two batches, the debiased
             trajectory).
-        num_matvecs: The number of curvature products with both batches.
+        num_matvecs: The total number of curvature products on both batches.
     """
 
     loss: float
@@ -51,31 +53,32 @@ class StepReport:
 class DebiasedHessianFree(Optimizer):
     r"""A Hessian-free optimiser that measures the lengths of its steps on a second batch.
 
-    A step minimises the quadratic of the batch, with the generalised Gauss-Newton matrix (GGN) and
-    damping, by conjugate gradients, which Martens' rule stops. The damping is adapted by the rule
-    of Levenberg and Marquardt, and a line search then determines the length of the step. With a
-    second batch, the step sizes along the directions of the first batch are measured on the second
-    batch. Damping and line search also use the second batch, so they are not biased by the batch
-    that determined the directions. Without a second batch, the optimiser is the single-batch
-    Hessian-free method.
+    Each step minimises a damped quadratic model of the batch loss, whose curvature is the
+    generalised Gauss-Newton matrix (GGN). It is minimised by conjugate gradients until Martens'
+    rule stops them. A line search then determines the length of the step, and the
+    Levenberg–Marquardt rule adapts the damping. If there is a second batch, the directions come
+    from the first batch, and the step sizes along them are measured on the second one. Damping and
+    line search also use the second batch, so they are not biased by the batch that determined the
+    directions. Without a second batch, the optimiser is the single-batch Hessian-free method.
 
     The loss must be convex in the outputs (cross-entropy, squared error, ...), so that the GGN is
     positive semi-definite. Closures must be deterministic, without dropout. Batch normalisation in
-    training mode updates its running statistics with every call of a closure, that is, several
+    training mode updates its running statistics every time a closure is called, that is, several
     times per step.
 
-    Weight decay is set per parameter group, as in `torch.optim`. To exclude the biases, give them a
-    group of their own with `weight_decay=0`. Weight decay is an exact part of the quadratic.
+    Weight decay is set per parameter group, as in `torch.optim`. To exclude the biases, put them
+    into a separate group with `weight_decay=0`. The quadratic includes weight decay exactly.
 
     Args:
         params: Parameters or groups.
-        damping: The initial λ ≥ 0, the factor of an identity matrix that is added to the GGN. λ is
-            adapted by factors, so 0 remains 0. λ is part of the state.
+        damping: The initial λ ≥ 0; λ times the identity matrix is added to the GGN. λ is adapted by
+            multiplication, so 0 remains 0. The current λ is part of `state_dict`.
         max_iter: Largest number of iterations of conjugate gradients.
-        tol: Tolerance of conjugate gradients on the residual, relative to the gradient.
+        tol: Tolerance of conjugate gradients: the residual norm relative to the norm of the
+            gradient.
         weight_decay: β of ½ β ‖θ‖², for each group.
         adapt_damping: Whether to adapt λ.
-        line_search: Whether to search along the step; if false, the full step is taken.
+        line_search: Whether to search along the step; if false, the full step is always taken.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -100,8 +103,7 @@ class DebiasedHessianFree(Optimizer):
         Debiasing mini-batch quadratics for applications in deep learning, Section 4.2.1.
     """
 
-    # The default is an attribute of the class, because torch's copies of an optimizer drop instance
-    # attributes.
+    # A class attribute, because torch drops instance attributes when it copies an optimizer.
     last_step: StepReport | None = None
 
     def __init__(
@@ -137,13 +139,13 @@ class DebiasedHessianFree(Optimizer):
             param_group: A dictionary with `params` and, optionally, `weight_decay`.
 
         Raises:
-            ValueError: If the weight decay is negative or not finite, or if another option differs
+            ValueError: If the weight decay is negative or not finite, or another option differs
                 from its value in the other groups.
             NotImplementedError: If parameters are split over processes.
         """
         first = self.param_groups[0] if self.param_groups else self.defaults
-        # The options are read from the groups, which contain the current damping, not the initial
-        # damping.
+        # Read the options from the groups, which contain the current damping instead of the initial
+        # one.
         shared = {name: first[name] for name in self.defaults if name != "weight_decay"}
         for name, value in shared.items():
             if param_group.get(name, value) != value:
@@ -167,20 +169,21 @@ class DebiasedHessianFree(Optimizer):
         """Take one step.
 
         Args:
-            first: Computes the outputs and the mean loss of the batch that makes the directions
-                and returns `(loss, outputs)`, without weight decay. The graph must contain every
-                parameter that the step changes, and the loss must be a function of the outputs.
-            second: Computes outputs and mean loss of the batch that sets step sizes, which must be
-                independent of the first batch. Default: the first batch also sets the step sizes.
+            first: A closure that computes the outputs and the mean loss of the batch that
+                determines the directions, and returns `(loss, outputs)`. The loss must be a
+                function of the outputs, and must not include weight decay. Its graph must contain
+                every parameter that the step should change.
+            second: A closure for the batch that sets the step sizes, which must be independent of
+                the first batch. Default: the first batch also sets the step sizes.
 
         Returns:
-            The loss before the step, with weight decay, of the batch that sets step sizes. The
-            record of the step is in `last_step`.
+            The loss before the step, including weight decay, on the batch that sets the step sizes.
+            `last_step` contains a full record of the step.
 
         Raises:
             TypeError: If a closure does not return two tensors, the first of them a scalar.
-            ValueError: If there is no parameter to move, a loss is not finite, or a loss depends
-                on parameters directly.
+            ValueError: If no parameter requires a gradient, the parameters differ in dtype or
+                device, a loss is not finite, or a loss depends on parameters directly.
         """
         parameters = self._parameters()
         options = self.param_groups[0]
@@ -220,13 +223,13 @@ class DebiasedHessianFree(Optimizer):
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        # The ratio is defined only if a change is predicted, which is not the case at a minimum.
+        # At a minimum, no change is predicted, and the ratio is undefined.
         if options["adapt_damping"] and predicted != 0:
             self._adapt_damping(reduction_ratio)
         return theta.new_tensor(second_model.loss)
 
     def _weight_decays(self) -> Tensor:
-        """Return the weight decay of every entry of the parameters, `[D]`."""
+        """Return the weight decay that applies to each entry of the parameters, `[D]`."""
         decays = [
             torch.full_like(p, group["weight_decay"]).flatten()
             for group in self.param_groups
@@ -238,10 +241,10 @@ class DebiasedHessianFree(Optimizer):
     def _newton_step(
         self, first_model: LocalModel, second_model: LocalModel, shift: Tensor
     ) -> tuple[Solution, int]:
-        """Compute the step by conjugate gradients, with step sizes from the second model.
+        """Compute the step by conjugate gradients, whose step sizes come from the second model.
 
         Returns:
-            The solution, and the number of products with a GGN.
+            The solution, and the total number of products with the GGNs.
         """
         options = self.param_groups[0]
         rule = relative_progress()
@@ -270,7 +273,7 @@ class DebiasedHessianFree(Optimizer):
                 group["damping"] /= _DAMPING_FACTOR
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters to train, and require one dtype and one device."""
+        """Return the parameters to train, which must all have the same dtype and device."""
         parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if not parameters:
             raise ValueError(

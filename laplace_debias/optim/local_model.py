@@ -1,4 +1,4 @@
-"""The local model of a batch's loss, and the loss itself along a step."""
+"""The local quadratic model of a batch's loss, and the loss itself along a step."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,8 +15,8 @@ class LocalModel:
     """The quadratic model of a batch's loss at the current parameters.
 
     Attributes:
-        loss: The loss, with weight decay.
-        gradient: The gradient of the loss with weight decay, `[D]`.
+        loss: The loss, including weight decay.
+        gradient: The gradient of this loss, `[D]`.
         ggn: The GGN of the loss without weight decay, `[D, D]`.
     """
 
@@ -58,11 +58,11 @@ def _depends_directly(loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -
 
 
 class GraphGGN(Symmetric):
-    """The GGN of a computed loss; products differentiate the graph of the loss twice.
+    """The GGN of a loss whose graph is kept; each product differentiates through this graph.
 
-    The products use the method of Pearlmutter and Schraudolph: the product with the Jacobian is the
-    derivative of the product with the adjoint of the Jacobian, and the product with the loss
-    Hessian is the derivative of the loss gradient.
+    The products use the method of Pearlmutter (1994) and Schraudolph (2002): the product with the
+    Jacobian is the derivative of the product with the adjoint of the Jacobian, and the product with
+    the loss Hessian is the derivative of the loss gradient.
     """
 
     def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:
@@ -72,7 +72,8 @@ class GraphGGN(Symmetric):
         adjoint = torch.autograd.grad(
             outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
         )
-        # Parameters on which the outputs do not depend have no columns in the Jacobian.
+        # Leave out parameters that the outputs do not depend on; their columns of the Jacobian are
+        # zero.
         self._adjoint = [(i, row) for i, row in enumerate(adjoint) if row is not None]
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
@@ -84,7 +85,7 @@ class GraphGGN(Symmetric):
 
     @property
     def operands(self) -> list[Tensor]:
-        """The parameters, which have the dtype and the device of the operator."""
+        """The parameters, which determine the dtype and the device of the operator."""
         return list(self._parameters)
 
     @property
@@ -119,7 +120,7 @@ class GraphGGN(Symmetric):
 
 
 def evaluate_closure(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
-    """Evaluate a closure; return the loss and the outputs.
+    """Call a closure, check what it returns, and return the loss and the outputs.
 
     Raises:
         TypeError: If the closure does not return two tensors, or the first tensor is not a scalar.
@@ -146,19 +147,19 @@ def evaluate_closure(closure: Closure, finite: bool = True) -> tuple[Tensor, Ten
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Join tensors into one vector."""
+    """Flatten tensors and join them into one vector, without a graph."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 _SUFFICIENT_DECREASE = 1e-2
-"""Armijo's condition requires this fraction of the decrease that the slope predicts."""
+"""Armijo's condition requires at least this fraction of the decrease that the slope predicts."""
 _BACKTRACK = 0.8
 """The step is multiplied by this factor until the condition is met."""
 _MAX_BACKTRACKS = 30
 
 
 class LossAlongStep:
-    """The loss at θ + size · step; the parameters are moved in place."""
+    """The loss at θ + size · step as a function of `size`; parameters are moved in place."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class LossAlongStep:
         return float(loss) + 0.5 * float(self._decay @ theta.square())
 
     def move(self, size: float) -> Tensor:
-        """Move the parameters to θ + size · step."""
+        """Move the parameters to θ + size · step, and return this position as a vector."""
         theta = self._theta + size * self._step if size else self._theta
         with torch.no_grad():
             entries = theta.split([p.numel() for p in self._parameters])
@@ -213,7 +214,7 @@ def backtrack(
     size = 1.0
     new_loss = full_step_loss
     for _ in range(_MAX_BACKTRACKS):
-        # The comparison is written such that a loss of NaN does not meet the condition.
+        # This form of the comparison is false if the loss is NaN.
         if new_loss <= loss + _SUFFICIENT_DECREASE * size * slope:
             return size, new_loss
         size *= _BACKTRACK

@@ -29,14 +29,14 @@ _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": H
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """A loss, its derivatives at the parameters, and the parameters.
+    """A loss with its derivatives at the current parameters, and a copy of these parameters.
 
     Attributes:
         value: The loss.
         gradient: The gradient of the loss, `[D]`.
         matrix: The curvature of the loss, `[D, D]`.
         position: The parameters, `[D]`.
-        decayed: The entries on which weight decay acts, `[D]`; see `decay_mask`.
+        decayed: Mask of the entries that weight decay acts on, `[D]`; see `decay_mask`.
     """
 
     value: Float[Tensor, ""]
@@ -97,14 +97,14 @@ def objective(
         value=value * scale,
         gradient=gradient * scale,
         matrix=matrix,
-        # Copy the parameters, because the training of the model may continue.
+        # Copy the parameters, because the model may be trained further.
         position=network.join([p.clone() for p in network.parameters], batched=False),
         decayed=decay_mask(network.parameters),
     )
 
 
 def _copy_of_values(model: nn.Module) -> nn.Module:
-    """Copy a model and its values, because training may continue; share quantised values."""
+    """Copy a model, because its training may continue; quantised values are shared, not copied."""
     plain = unwrapped(model)
     copied = shared_copy(plain)
     for module, copied_module in zip(plain.modules(), copied.modules(), strict=True):
@@ -117,9 +117,9 @@ def _copy_of_values(model: nn.Module) -> nn.Module:
 
 
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
-    """Mark the entries of the flattened parameters on which weight decay (β of Eq. 1) acts.
+    """Return a mask of the flattened entries that weight decay (β of Eq. 1) acts on.
 
-    Weight decay acts on weights, which have more than one dimension, but not on biases or on the
-    scales of normalisations.
+    These are the entries of weights, which have more than one dimension, but not of biases and
+    normalisation scales.
     """
     return torch.cat([torch.full((p.numel(),), p.dim() > 1, device=p.device) for p in parameters])

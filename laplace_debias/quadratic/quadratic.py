@@ -19,7 +19,7 @@ from laplace_debias.system.checks import check_no_autocast
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    r"""A quadratic restricted to a plane through a position θ.
+    r"""A quadratic restricted to a line, plane or hyperplane through a position θ.
 
     $$q(\theta + V a) = L + s^\top a + \tfrac12 a^\top C a$$
 
@@ -34,18 +34,18 @@ class Cut:
     curvatures: Float[Tensor, "k k"]
 
     def __call__(self, *coordinates: Tensor | float) -> Tensor:
-        """Evaluate the polynomial at points of the plane, without a product.
+        """Evaluate the restricted quadratic at points, without any matrix product.
 
         Args:
             *coordinates: The coordinates along each of the k directions, in shapes that can be
-                broadcast: `cut(a)` for points on a line, `cut(a[:, None], b)` for a grid
-                `[len(a), len(b)]`, numbers for a single point.
+                broadcast against each other: `cut(a)` for points on a line, `cut(a[:, None], b)`
+                for a grid `[len(a), len(b)]`, or numbers for a single point.
 
         Returns:
             A value for every point.
 
         Raises:
-            ValueError: If there are not k coordinates.
+            ValueError: If the number of coordinates is not k.
         """
         if len(coordinates) != len(self.slopes):
             raise ValueError(
@@ -58,7 +58,7 @@ class Cut:
         return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
 
     def minimizer(self) -> Float[Tensor, " k"]:
-        """Compute the coordinates of the minimum, −C⁻¹s.
+        """Compute the coordinates a of the minimum, −C⁻¹s.
 
         Raises:
             ValueError: If C is not positive definite, so that there is no minimum.
@@ -74,7 +74,7 @@ _WITHOUT_STEP = (
 
 
 def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
-    """Solve a small positive definite system `[k, k]` by a Cholesky factorisation."""
+    """Solve a small positive definite system `[k, k]` by a Cholesky factorisation of its matrix."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info > 0:
         smallest = float(eigh(matrix, "the curvature in the subspace")[0][0])
@@ -93,8 +93,9 @@ class Quadratic:
     + \tfrac12 (\theta - \theta_0)^\top H (\theta - \theta_0)$$
 
     Build quadratics from one mini-batch, from several mini-batches or from the full set, and
-    compare them along the same directions. Directions are vectors `[D]`, or columns `[D, k]`, of
-    any length. Slopes and curvatures are per unit of length, as if the directions were normalised.
+    compare them along the same directions. A direction is a vector `[D]` of any length; several
+    directions are the columns of a matrix `[D, k]`. Slopes and curvatures are per unit of length,
+    as if the directions were normalised.
 
     Args:
         value: L, the loss at θ₀, a number.
@@ -149,20 +150,20 @@ class Quadratic:
     ) -> "Quadratic":
         r"""Build the quadratic model of a loss on data, at the network's parameters (Eq. 1, 2).
 
-        Value and gradient take one pass over the data, and every product with the curvature takes
-        another pass. The model is not changed, and you may continue to train it, because the
-        quadratic has a copy of its parameters.
+        Computing the value and the gradient needs one pass over the data, and every product with
+        the curvature needs another pass. The model is not changed. You can continue to train it,
+        because the quadratic has its own copy of the parameters.
 
         Args:
             model: A deterministic model, in eval mode.
             loss: A torch loss, a function of outputs and targets, or a `Likelihood`.
-            data: A re-iterable of batches (inputs, targets): one batch in a list, a loader, ...
+            data: Batches (inputs, targets) that can be iterated over repeatedly: a loader, or a
+                list with one or more batches.
             curvature: `"ggn"` or `"hessian"`.
-            params: Which parameters are θ; see `GGN`.
+            params: The parameters that form θ; see `GGN`.
             weight_decay: β, which adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ, pass δ/N.
-            decay_biases: Whether β acts on all parameters. If not, it acts only on weights
-                (parameters of more than one dimension), and not on biases or on the scales of
-                normalisations.
+            decay_biases: Whether β acts on all parameters. If false, it acts only on weights
+                (parameters of more than one dimension), and not on biases and normalisation scales.
             num_data: The number of examples, or None if the number is not known; see `GGN`.
             reduction: `"mean"` or `"sum"` over examples, for a loss that does not specify it; see
                 `GGN`.
@@ -199,11 +200,11 @@ class Quadratic:
 
         Args:
             weight_decay: β ≥ 0. For a prior precision δ on N examples, pass δ/N.
-            on: A mask of the parameters on which weight decay acts, such as all parameters but the
+            on: A mask of the parameters that weight decay acts on, such as all parameters but the
                 biases. Default: all parameters.
 
         Raises:
-            ValueError: If β is negative or not finite, or the mask does not fit.
+            ValueError: If β is negative or not finite, or the mask has the wrong shape.
         """
         if not 0 <= weight_decay < math.inf:
             raise ValueError(
@@ -225,7 +226,7 @@ class Quadratic:
         )
 
     def __call__(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
-        """Compute q(θ) at a position `[D]`, or at k positions `[D, k]`; one product each."""
+        """Compute q(θ) at a position `[D]`, or at k positions `[D, k]`; each needs one product."""
         offset = self._offset(theta)
         product = self.matrix @ offset
         return self.value + (_inner(self.gradient, offset) + _inner(offset, product) / 2)
@@ -239,20 +240,20 @@ class Quadratic:
         direction: Float[Tensor, "dim *k"],
         at: Float[Tensor, "dim *m"] | None = None,
     ) -> Float[Tensor, "*k"]:
-        """Compute the slopes dᵀ(g + H(θ − θ₀)) along unit vectors d (Eq. 10).
+        """Compute the slopes dᵀ(g + H(θ − θ₀)) along normalised directions d (Eq. 10).
 
         Args:
             direction: `[D]`, or k of them `[D, k]`.
-            at: θ, `[D]` for all directions, or `[D, k]` with a position per direction, such as the
-                iterates of CG. Each position needs one product. Default: θ₀, which needs no
-                product.
+            at: The position θ: `[D]` for all directions, or `[D, k]` with one position per
+                direction, such as the iterates of CG. Each position needs one product. Default: θ₀,
+                which needs none.
 
         Returns:
-            The slope at each position: a scalar, or a tensor `[k]` for k positions, in units of the
-            loss per unit of length.
+            The slopes: a scalar, or `[k]` for k directions or positions, in units of the loss per
+            unit of length.
 
         Raises:
-            ValueError: If a shape does not fit, or a direction is zero or not finite.
+            ValueError: If a shape does not match, or a direction is zero or not finite.
         """
         unit = self._unit(direction)
         if at is None:
@@ -266,16 +267,16 @@ class Quadratic:
         return _inner(self.gradient_at(at), unit)
 
     def curvature(self, direction: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
-        """Compute the curvatures dᵀHd along unit vectors d (Eq. 10).
+        """Compute the curvatures dᵀHd along normalised directions d (Eq. 10).
 
         Args:
             direction: `[D]`, or k of them `[D, k]`. Each direction needs one product.
 
         Returns:
-            A number, or `[k]`; in units of the loss per squared unit of length.
+            The curvatures: a scalar, or `[k]`, in units of the loss per squared unit of length.
 
         Raises:
-            ValueError: If a shape does not fit, or a direction is zero or not finite.
+            ValueError: If a shape does not match, or a direction is zero or not finite.
         """
         unit = self._unit(direction)
         return _inner(unit, self.matrix @ unit)
@@ -287,17 +288,17 @@ class Quadratic:
     ) -> Cut:
         """Restrict the quadratic to a line or (hyper)plane, given by directions.
 
-        This needs one product per direction, and one more product if the position is not θ₀. The
-        result can then be evaluated at any number of points without further products (the plane of
-        Figure 1 consists of six numbers).
+        This needs one product per direction, and one more if the position is not θ₀. The result can
+        then be evaluated at any number of points without further products: the plane of Figure 1,
+        for example, consists of only six numbers.
 
         Args:
-            directions: V, `[D]` or `[D, k]`. They are not normalised, so a step of 1 is a step of
-                the length of V.
+            directions: V, `[D]` or `[D, k]`. They are not normalised, so a coordinate of 1 is one
+                full step along the direction.
             at: θ, `[D]`. Default: θ₀.
 
         Returns:
-            The polynomial of a in q(θ + V a).
+            The restriction, as a polynomial of the coordinates a: q(θ + V a).
         """
         self._check(directions, "directions")
         V = directions.reshape(len(directions), -1)
@@ -323,10 +324,10 @@ class Quadratic:
         """Compute −(H + damping·I)⁻¹ g, the step from θ₀ to the minimum (Eq. 3).
 
         Args:
-            method: `"cg"`: conjugate gradients, truncated by `tol`, `max_iter` or `stop`; for the
-                full record, call `cg(q.matrix, -q.gradient, ...)`. `"exact"`: a Cholesky factor of
-                the dense matrix, which needs D products and D² memory.
-            damping: A multiple of the identity to add.
+            method: `"cg"`: conjugate gradients, truncated by `tol`, `max_iter` or `stop`. (To get
+                the full history, call `cg(q.matrix, -q.gradient, ...)`.) `"exact"`: a Cholesky
+                factorisation of the dense matrix, which needs D products and D² memory.
+            damping: The multiple of the identity to add to H.
             tol: For `"cg"`: the tolerance on the residual, relative to the gradient.
             max_iter: For `"cg"`: the largest number of iterations. Default: 10 D.
             preconditioner: For `"cg"`: a symmetric positive definite approximation of the inverse,
@@ -373,7 +374,7 @@ class Quadratic:
         return theta - _columns(self.position, theta)
 
     def _unit(self, direction: Tensor) -> Tensor:
-        """Scale directions to length 1; they must be finite and not zero."""
+        """Normalise directions, which must be finite and not zero."""
         self._check(direction, "direction")
         norm = direction.norm(dim=0)
         if not (norm.isfinite() & (norm > 0)).all():
@@ -384,7 +385,7 @@ class Quadratic:
         return direction / norm
 
     def _check(self, tensor: Tensor, name: str) -> None:
-        """Require a vector `[D]`, or several vectors `[D, k]`."""
+        """Raise an error unless a tensor is a vector `[D]`, or k vectors `[D, k]`."""
         check_no_autocast(self.position.device, self.position.dtype)
         size = self.gradient.shape[0]
         if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
