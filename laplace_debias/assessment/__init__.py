@@ -1,4 +1,4 @@
-"""Assessment of a network's uncertainty: a comparison of methods on the network's data."""
+"""Assessment of a network's uncertainty, by comparing several methods on the network's data."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The assessment of a network: a comparison of several methods."""
+"""Assess a network by comparing several methods."""
 
 import dataclasses
 import hashlib
@@ -50,28 +50,30 @@ def assess(
     writes to the folder.
 
     Every posterior is fitted to the training examples and tuned on the validation examples. If
-    there are no validation examples, it is tuned by the marginal likelihood. An interrupted run
-    resumes after its last complete part and ends with the same predictions. Checksums of the
-    network and of the data that the run reads identify the run. For folders of images, the
-    checksums are computed from the files' names, sizes and times, and from the first batch.
+    there are no validation examples, it is tuned by the marginal likelihood. To resume an
+    interrupted run, make the same call again: the run continues after its last complete part, and
+    ends with the same predictions. A run is identified by its settings and by checksums of the
+    network and of the data that it reads. For folders of images, the checksum uses the files'
+    names, sizes and times, and the first batch.
 
     Args:
         loaded: The network and its data.
-        output: The folder: a new folder, or the folder of the same run.
-        methods: Methods to compare, the network first. None selects `default_methods`.
+        output: The run folder: a new folder, or the folder of the same run, which is then resumed.
+        methods: Methods to compare; the first one must be the network. Default: `default_methods`.
         title: Title of the page.
-        settings: Further settings that identify a run, as plain data; for example, the source of
-            the network and its data.
-        config: The text of `config.yaml`, with which the run can be repeated; None to write no
+        settings: Further settings that identify the run, as plain data, such as the source of the
+            network and its data.
+        config: The text of `config.yaml`, with which the run can be repeated; None to write no such
             file.
         seed: Seed of all random choices.
-        seconds: Seconds of earlier stages by name, for `seconds` of `run.json`.
+        seconds: Times of earlier stages by name, in seconds, to be added to `seconds` in
+            `run.json`.
         overwrite: Whether to remove an earlier run in the folder first.
-        log: A function that is called with a line about each next step, such as `print`.
+        log: A function that is called with a line of text before each step, such as `print`.
 
     Raises:
         FileExistsError: If the folder contains other files, or a run with other settings.
-        ValueError: If methods and data do not match, or `Laplace` raises this error.
+        ValueError: If the methods and the data do not match. Also raises the errors of `Laplace`.
         OSError: If the folder cannot be written to. If the disk was full, the same call resumes the
             run.
     """
@@ -82,15 +84,15 @@ def assess(
     identity = _identity(loaded, methods, settings or {}, seed)
     folder = RunFolder(output)
     ranks = process_group()
-    # With several processes, only the first process prepares the folder and writes to it.
+    # If there are several processes, only the first one prepares the folder and writes to it.
     earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
     earlier = ranks.from_rank(earlier, 0)
     record = run_record(
         loaded, methods, identity, earlier, title=title, seed=seed, seconds=seconds or {}
     )
     run = Run(loaded, methods, folder, record, seed=seed, log=log or (lambda line: None))
-    # `run.json` is written first and removed last, because it marks a folder as the folder of a
-    # run.
+    # Write `run.json` first, because it marks the folder as a run folder. (For the same reason, it
+    # is removed last.)
     run.write()
     if config is not None:
         folder.write_config(config)
@@ -138,7 +140,7 @@ def _method_identity(method: Method) -> dict[str, Any]:
 
 
 def _num_read(methods: Sequence[Method]) -> int | None:
-    """Return the number of training examples that a run reads, or None if it reads all."""
+    """Return how many training examples a run reads, or None if it reads all of them."""
     largest = TRAINING_EXAMPLES
     for method in methods:
         choice = method.posterior
@@ -151,18 +153,18 @@ def _num_read(methods: Sequence[Method]) -> int | None:
 
 
 def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None) -> str:
-    """Hash a set, or its first examples, in order.
+    """Compute a checksum of a set, or of its first examples, which depends on their order.
 
-    Decoding all images of a folder, or corrupting all images of a set, may take as long as the
-    predictions. Therefore, only the first batch of such a set is read, in addition to the
-    properties of the files or the uncorrupted images. A loader that shuffles is not compared.
+    Decoding all images of a folder, or corrupting all images of a set, can take as long as
+    predicting them. Therefore, only the first batch of such a set is read, in addition to the
+    properties of the files or the uncorrupted images. A loader that shuffles gets no checksum.
     """
     digest = hashlib.blake2b(digest_size=8)
     # Out-of-distribution data may lack targets; the checksum then uses zeros.
     read = BatchReader(model, needs_targets=False)
     source = batches.source if isinstance(batches, Changed) else batches
     if random_samplers_of(source):
-        # The examples have a different order in every pass, so their checksum would differ, too.
+        # The order of the examples differs in every pass, so the checksum would differ, too.
         return "in random order"
     files = files_of(source)
     if files is not None or isinstance(batches, Changed):
@@ -180,7 +182,7 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
 
 
 def _marks(batches: Batches, read: BatchReader, limit: int | None) -> Iterator[str]:
-    """Yield a string per batch that depends on all entries, up to a number of examples."""
+    """Yield one string per batch that depends on all of its entries, for up to `limit` examples."""
     num_examples = 0
     for loaded_batch in batches:
         batch = read(loaded_batch)

@@ -1,11 +1,10 @@
-"""The verdict of a run: three to five sentences on what its numbers show.
+"""The verdict on a run: three to five sentences on what its numbers show.
 
-Methods are judged by three criteria together: two proper scores, and the error of the network's
-confidence (for a regression, of its standard deviation). A method is better than another method if
-it is significantly better in at least one criterion and significantly worse in none, on the
-examples that both predicted. A difference is significant if the 95 % interval of the paired
-difference excludes zero. Differences that are too small to matter do not count, however certain
-they are.
+Methods are compared by three criteria: two proper scores, and the error of the network's confidence
+(for a regression, of its standard deviation). One method is better than another if, on the examples
+that both predicted, it is significantly better in at least one criterion and significantly worse in
+none. A difference is significant if the 95 % interval of the paired difference excludes zero.
+Differences that are too small to matter are ignored, even if they are significant.
 """
 
 import dataclasses
@@ -33,16 +32,16 @@ _CRITERIA = {
     "scaled_error": ("misfit of the standard deviations", "{}"),
 }
 _LARGEST_TEMPERATURE = 20.0
-"""With a temperature above this, the network's confidence is meaningless."""
+"""If the fitted temperature is above this, the network's confidence is meaningless."""
 _MOST_OVERCONFIDENCE = 0.1
-"""A trained network is never more over-confident than this on its training examples."""
+"""A properly trained network is not more over-confident than this on its own training examples."""
 _LEAST_ABOVE_CHANCE = 0.1
-"""A network whose score covers less than this fraction of the range from chance to a perfect score
-has learnt nothing."""
+"""If a network's score covers less than this fraction of the range from chance to a perfect score,
+the network has learnt nothing."""
 
 
 def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
-    """Return the verdict on a run and its metrics; each entry has one or two sentences."""
+    """Return the verdict on a run, given its metrics; each entry has one or two sentences."""
     verdict = _Verdict(record, measurements)
     doubts = list(verdict.doubts())
     if doubts:
@@ -58,12 +57,12 @@ def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
 
 
 def points(share: float) -> str:
-    """Format a share as percentage points."""
+    """Format a fraction in percentage points."""
     return f"{100 * share:.1f}".replace("-", "−")
 
 
 class _Verdict:
-    """A run with its metrics, and the sentences about these metrics."""
+    """A run with its metrics; the methods return sentences about the metrics."""
 
     def __init__(self, record: RunRecord, measurements: Measurements) -> None:
         self._record = record
@@ -89,13 +88,13 @@ class _Verdict:
     # ------------------------------------------------------------------------- the metrics
 
     def _metric(self, metric: str, method: str | None = None, set_name: str = "test") -> MetricRow:
-        """Return a metric of a method; the default method is the network."""
+        """Return a metric of a method; the default is the network."""
         return self._rows[method or self._network, metric, set_name, None]
 
     def _difference(
         self, method: str, reference: str, metric: str, set_name: str = "test"
     ) -> DifferenceRow:
-        """Return the difference of a method's metric from a reference on the examples of both."""
+        """Return a method's metric minus a reference method's, on the examples of both."""
         row = self._differences.get((method, reference, metric, set_name, None))
         if row is not None:
             return row
@@ -112,7 +111,7 @@ class _Verdict:
     def _significant(
         self, method: str, reference: str
     ) -> tuple[dict[str, DifferenceRow], dict[str, DifferenceRow]]:
-        """Return the criteria in which a method is significantly better, or significantly worse."""
+        """Return the criteria in which a method is significantly better, and worse."""
         better = {}
         worse = {}
         for metric in self._criteria:
@@ -125,7 +124,7 @@ class _Verdict:
         return better, worse
 
     def _sign(self, difference: DifferenceRow) -> int:
-        """Return the sign of a significant difference that is large enough to matter, or 0."""
+        """Return the sign of a difference, or 0 if it is not significant or too small to matter."""
         reference_metrics = {
             metric: row.value
             for (method, metric, set_name, _), row in self._rows.items()
@@ -140,13 +139,13 @@ class _Verdict:
         return bool(better) and not worse
 
     def _inputs(self, count: int | None) -> str:
-        """Format a number of inputs, such as `300 images`."""
+        """Format a number of inputs, as in `300 images`."""
         return f"{count:,} {self._record.input_name}{'' if count == 1 else 's'}"
 
     # ------------------------------------------------------------------------- the set-up
 
     def doubts(self) -> Iterator[str]:
-        """Yield the signs that the network and the data do not match."""
+        """Yield sentences on signs that the network and the data do not match."""
         training = self._record.training
         if training is not None:
             yield from self._doubts_of_training(training)
@@ -160,7 +159,7 @@ class _Verdict:
                 )
 
     def _doubts_of_training(self, training: TrainingRecord) -> Iterator[str]:
-        """Yield the signs in the metrics on the network's own training examples."""
+        """Yield sentences on such signs in the metrics on the network's own training examples."""
         rows = training.metrics()
         inputs = f"its own training {self._record.input_name}s"
         if "explained" in rows and rows["explained"].value < _LEAST_ABOVE_CHANCE:
@@ -186,7 +185,7 @@ class _Verdict:
                 break
 
     def advice_to_check(self, doubts: Sequence[str]) -> str:
-        """Advise to check the network and the data before any other step."""
+        """Return the advice to check the network and the data first."""
         causes = "the order of the classes, the normalisation of the inputs and the checkpoint"
         if self._has_numbers:
             causes = (
@@ -202,7 +201,7 @@ class _Verdict:
     # ------------------------------------------------------------------------- the network
 
     def on_network(self) -> str:
-        """Describe the network's confidence, and its accuracy or errors."""
+        """Describe the network's confidence and its accuracy or, for a regression, its errors."""
         num_examples = self._record.test.num_examples
         beginning = f"On {self._inputs(num_examples)} of the test set, the network has"
         nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
@@ -234,14 +233,14 @@ class _Verdict:
         )
 
     def _on_coverage(self) -> str:
-        """Describe the share of targets in the intervals, or return "" if it was not measured."""
+        """Describe how many targets lie in the intervals, or return "" if this was not measured."""
         coverage = self._rows.get((self._network, "coverage", "test", None))
         if coverage is None:
             return ""
         return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
-        """Describe whether the standard deviations match the errors; return "" if one is zero."""
+        """Describe how well the standard deviations match the errors; return "" if one is zero."""
         scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
         if scaled_error is None:
             return ""
@@ -260,7 +259,7 @@ class _Verdict:
     def best_method(self) -> str | None:
         """The method to use, or None if no method is better than the network."""
         remedies = [key for key in self._others if self._is_better(key, self._network)]
-        # The first method on which no other method improves is chosen, because simple methods come
+        # Choose the first method that no other method improves on, because simple methods come
         # first.
         unbeaten = [
             key
@@ -270,7 +269,7 @@ class _Verdict:
         return next(iter(unbeaten or remedies), None)
 
     def remedy(self) -> list[str]:
-        """Describe the best method, and compare the other methods with it."""
+        """Describe the best method, and how the other methods compare with it."""
         if not self._others:
             return ["Only the network was evaluated. Add a method to compare it with."]
         best = self.best_method
@@ -329,7 +328,7 @@ class _Verdict:
     # ------------------------------------------------------- inputs that differ from the test set
 
     def on_shifts(self, best_method: str | None) -> list[str]:
-        """Describe the network on the hardest shift, and how the best method differs from it."""
+        """Describe the network on the most severe shift, and how the best method changes this."""
         shifts = self._record.sets_of("shift")
         if not shifts:
             return []
@@ -356,9 +355,10 @@ class _Verdict:
         return [f"{sentence}. {label} {verb} {_amounts({calibration: row})}."]
 
     def on_ood_sets(self) -> list[str]:
-        """Describe how well OOD sets are detected, and which score detects them.
+        """Describe how well the OOD sets are detected, and by which score.
 
-        A score is not recommended for a set if its AUROC on the set may be 0.5 or less.
+        A score is not recommended for a set if the interval of its AUROC on this set includes 0.5
+        or less.
         """
         sentences = {}
         for ood_set in self._record.sets_of("ood"):
@@ -425,7 +425,7 @@ class _Verdict:
         return f"{sentence} {comparison} is {direction} by {amount} ({interval})."
 
     def _reference_auroc(self, set_name: str) -> MetricRow | None:
-        """Return the reference AUROC, which uses the network's entropy if the network has one."""
+        """Return the reference AUROC: of the network's entropy or, for numbers, of a variance."""
         scores = [("entropy", self._network), *(("variance", key) for key in self._others)]
         rows = (self._rows.get((method, "auroc", set_name, score)) for score, method in scores)
         return next((row for row in rows if row is not None), None)
@@ -433,7 +433,7 @@ class _Verdict:
     def _on_missed_set(
         self, set_name: str, recommended: Recommendation, reference: MetricRow
     ) -> str:
-        """Describe a set that the score chosen beforehand does not detect."""
+        """Describe a set that the recommended score does not detect."""
         row = self._auroc(recommended, set_name)
         score = self._named_score(row.score, row.method)
         sentence = (
@@ -447,12 +447,12 @@ class _Verdict:
 
 
 def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:
-    """Whether a row belongs to the recommended score."""
+    """Whether a row contains a metric of the recommended score."""
     return (recommended.method, recommended.score) == (row.method, row.score)
 
 
 def _in_words(row: MetricValue, text: Callable[[float], str]) -> tuple[str, str]:
-    """Format a value and its interval for the sentences, and drop their signs if significant."""
+    """Format a value and its interval for a sentence, without their signs if it is significant."""
     ends = [row.lower, row.upper]
     if row.sign():
         ends = sorted(map(abs, ends))
@@ -482,7 +482,7 @@ def _amounts(rows: Mapping[str, MetricValue]) -> str:
 
 
 def _join_with_and(texts: Sequence[str]) -> str:
-    """Join texts as in `a, b and c`."""
+    """Join strings as in `a, b and c`."""
     if len(texts) < 2:
         return "".join(texts)
     return f"{', '.join(texts[:-1])} and {texts[-1]}"

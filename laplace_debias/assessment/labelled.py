@@ -1,4 +1,4 @@
-"""Metrics and scores of one table of predictions."""
+"""Metrics and OOD scores, computed from one table of predictions."""
 
 from collections.abc import Mapping
 
@@ -31,8 +31,8 @@ def labelled_report(table: Columns, likelihood: Likelihood) -> metrics.Report:
 def scores_of(table: Columns, likelihood: Likelihood) -> dict[str, Tensor]:
     """Compute OOD scores, which are higher for inputs unlike the training data.
 
-    Several labels have no score for the largest probability. The only score of numbers is the
-    variance without the noise.
+    If examples have several labels, there is no score for the largest probability. For a
+    regression, the only score is the variance without the noise.
     """
     if likelihood.predicts_numbers:
         variance = per_example(table["epistemic"].square())

@@ -54,7 +54,7 @@ def _read_columns(run: Run, method: Method, set_name: str) -> dict[str, Tensor]:
 
 
 def _record_seconds(run: Run, method: Method) -> None:
-    """Record the time of a method's predictions."""
+    """Record the time that a method takes to predict one example."""
     summaries = [run.summary(method, name) for name in run.sets]
     seconds = sum(summary.seconds for summary in summaries if summary is not None)
     num_examples = sum(summary.num_examples for summary in summaries if summary is not None)
@@ -64,11 +64,12 @@ def _record_seconds(run: Run, method: Method) -> None:
 
 
 def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommendation | None:
-    """Return the recommended OOD score, an entropy.
+    """Return the recommended OOD score, which is always an entropy, or None for a regression.
 
-    The rule depends neither on the test set nor on OOD sets. In `examples/study`, this score was
-    not worse than the entropy of temperature scaling on any problem, neither for all parameters nor
-    for the last layer. Mutual information was worse on four of eleven problems.
+    The choice depends on neither the test set nor the OOD sets. In `examples/study`, this score was
+    not worse than the entropy of temperature scaling on any problem, neither for posteriors over
+    all parameters nor for those over the last layer. Mutual information, however, was worse on four
+    of eleven problems.
     """
     if likelihood.predicts_numbers:
         return None
@@ -77,7 +78,7 @@ def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommenda
 
 
 def common(table: Columns, reference: Columns) -> Columns:
-    """Select the rows of a table whose examples are also in a reference."""
+    """Select the rows of a table whose examples the reference table also contains."""
     rows = torch.isin(table["index"], reference["index"])
     return table if bool(rows.all()) else {name: column[rows] for name, column in table.items()}
 
@@ -115,9 +116,9 @@ class Comparison:
     def differences(self) -> Iterator[DifferenceRow]:
         """Compute differences between methods on the examples that both have predicted.
 
-        On labelled sets, every method is compared with every method before it. On OOD sets, every
-        method and score is compared with the first score: the network's entropy, or the variance of
-        the first posterior of a regression.
+        On labelled sets, every method is compared with every earlier method. On OOD sets, each
+        score of each method is compared with the first score, which is the network's entropy; for a
+        regression, it is the variance of the first posterior.
         """
         for set_name, role in self._roles.items():
             pairs: Iterator[tuple[str, str]] = itertools.combinations(self._methods, 2)
@@ -135,9 +136,9 @@ class Comparison:
     def _differences_from(
         self, reference: str, method: str, set_name: str
     ) -> Iterator[DifferenceRow]:
-        """Yield the differences of a method from a reference on a set, metric by metric.
+        """Yield the difference between a method and a reference on a set for each metric.
 
-        With several OOD scores, each score is compared with the first score of the reference.
+        If there are several OOD scores, each one is compared with the first score of the reference.
         """
         reports = self._reports(method, set_name, reference)
         reference_reports = self._reports(reference, set_name, method)
@@ -158,7 +159,7 @@ class Comparison:
                 )
 
     def _reports(self, method: str, set_name: str, reference: str) -> dict[str, metrics.Report]:
-        """Return a method's reports on a reference's examples, keyed by score for an OOD set."""
+        """Return a method's reports on the reference's examples, by score if it is an OOD set."""
         table = common(self._tables[method, set_name], self._tables[reference, set_name])
         test = common(self._tables[method, TEST], self._tables[reference, TEST])
         key = (method, set_name, len(table["index"]), len(test["index"]))
@@ -169,7 +170,7 @@ class Comparison:
     def _reports_by_score(
         self, table: Columns, test: Columns, role: str
     ) -> dict[str, metrics.Report]:
-        """Compute reports on a table of predictions; an OOD set is compared with the test set."""
+        """Compute reports on a table; an OOD set is compared with the test set, by each score."""
         if role == "ood":
             inside = scores_of(test, self._likelihood)
             outside = scores_of(table, self._likelihood)

@@ -22,21 +22,22 @@ class PosteriorChoice:
     """A posterior to fit and tune.
 
     Attributes:
-        curvature: Structure of the posterior's curvature. `curvature`, `params`, `fisher`, `joint`
-            and `sharing` are arguments of `Laplace`.
-        params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names that are
-            separated by commas.
-        fisher: Labels for the curvature: the exact expectation over labels (`exact`), an estimate
-            of this expectation from drawn labels (`mc`) or random signs (`signs`), or the true
-            labels (`empirical`).
-        joint: Put a layer's weight and bias into one block.
-        sharing: Approximation for weights that several positions share, in convolutions and
+        curvature: Structure of the posterior's curvature. This attribute, `params`, `fisher`,
+            `joint` and `sharing` are arguments of `Laplace`.
+        params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or comma-separated
+            names.
+        fisher: Labels at which the curvature is computed: the exact expectation over labels
+            (`exact`), an estimate of it from sampled labels (`mc`) or random signs (`signs`), or
+            the true labels (`empirical`).
+        joint: Combine a layer's weight and bias in one block.
+        sharing: Approximation for weights that are shared by several positions, in convolutions and
             sequences.
-        mode: How much training data to use; the argument of `Laplace.fit`.
+        mode: Which training data the fit uses; an argument of `Laplace.fit`.
         fit_examples: Largest number of training examples for the fit. With `mode="full"`, the fit
             uses a random subset of this size, and the likelihood is rescaled to the full size. In
-            other modes, this is the size of a batch. By default, all examples, or the loader's
-            batches, are used. Not available with `mode="auto"`, which determines the number itself.
+            other modes, this is the size of a batch. By default, the fit uses all examples or, in
+            other modes, the loader's batches. Not available with `mode="auto"`, which chooses the
+            number itself.
 
     Raises:
         ValueError: If `fit_examples` is less than two, or is passed with `mode="auto"`.
@@ -65,24 +66,24 @@ class PosteriorChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to get predictions from a trained network.
+    """A method of predicting with a trained network, such as a temperature or a posterior.
 
     Attributes:
-        key: The name in file names, of lower-case letters, digits, `.`, `_` and `-`.
+        key: The name in file names, which consists of lower-case letters, digits, `.`, `_` and `-`.
         label: The name on the page.
         describes: A description in one sentence.
-        posterior: The posterior for the predictions, or a file of `Laplace.save`, which is neither
-            fitted nor tuned; None for the network itself.
-        has_temperature: Whether a temperature is fitted on the validation examples and divides the
-            network's logits; only for the network itself.
-        recalibration: A map that is applied to the network's logits and fitted on the validation
+        posterior: The posterior to fit and tune, or a file that `Laplace.save` wrote, which is
+            neither fitted nor tuned again; None for the network itself.
+        has_temperature: Whether to divide the network's logits by a temperature that is fitted on
+            the validation examples; only for the network itself.
+        recalibration: A map to apply to the network's logits, which is fitted on the validation
             examples; only for the network itself.
-        examples: The number of examples of each set to predict. The examples are chosen at random;
-            methods with the same number predict the same examples. None stands for all examples;
-            for a posterior over more than the last layer, for as many examples as take about ten
-            minutes. The validation set is limited in the same way.
-        uses_all_checkpoints: Whether to average the predictives of all checkpoints' networks, each
-            with a posterior of this kind.
+        examples: The number of examples to predict from each set. They are chosen at random, and
+            methods with the same number predict the same examples. By default, all examples are
+            predicted; a posterior over more than the last layer predicts as many as it can in about
+            ten minutes. The validation set is limited in the same way.
+        uses_all_checkpoints: Whether to average the predictives over the networks of all
+            checkpoints; if there is a posterior, each network gets its own.
 
     Raises:
         ValueError: If the key cannot be used in file names.
@@ -181,12 +182,12 @@ BUILT_IN = {
 def default_methods(loaded: "Loaded") -> tuple[Method, ...]:
     """Return the methods that `report` compares by default.
 
-    A posterior over all parameters is compared only on request: in `examples/study`, its NLL is
-    better than the NLL of temperature scaling on three problems of 14; the NLL of a posterior over
+    A posterior over all parameters is compared only on request. In `examples/study`, its NLL is
+    better than the NLL of temperature scaling on three of 14 problems; the NLL of a posterior over
     the last layer is better on four.
 
-    Temperature scaling is included if there are logits and validation examples. The noise of a
-    regression is always fitted.
+    Temperature scaling is included if there are logits and validation examples. For a regression,
+    the noise is always fitted.
     """
     has_temperature = loaded.likelihood.activation is not None and loaded.validation is not None
     default = (NETWORK, TEMPERATURE, LAST_LAYER)
@@ -199,7 +200,7 @@ def chosen_methods(
     examples: int | None,
     loaded: "Loaded",
 ) -> tuple[Method, ...]:
-    """Return the methods with these names and posteriors; the network is the first method."""
+    """Return the named methods, and one method per posterior; the network is first."""
     unknown = [name for name in names or () if name not in BUILT_IN]
     if unknown:
         raise ValueError(
@@ -241,7 +242,7 @@ def method_of(
 
 
 def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
-    """Require that the methods can be compared."""
+    """Raise an error if the methods cannot be compared on the data."""
     scaled = [method.key for method in methods if method.has_temperature]
     if scaled and loaded.likelihood.activation is None:
         raise ValueError(

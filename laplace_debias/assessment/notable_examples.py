@@ -1,4 +1,4 @@
-"""Test examples to look at: uncertain predictions and confident mistakes."""
+"""Test examples that are worth looking at: uncertain predictions and confident mistakes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +52,7 @@ def chosen_examples(
     mistakes with the largest probability (for a regression, the largest errors in units of the
     standard deviation).
     """
-    # Only a posterior has an uncertainty of the parameters, by which it is recognised.
+    # Recognise posteriors by this column, because only they have an uncertainty of the parameters.
     epistemic = "variance"
     uncertainty = "entropy"
     if likelihood.predicts_numbers:
@@ -73,7 +73,7 @@ def chosen_examples(
 def _highest(
     tables: Mapping[str, Mapping[str, Tensor]], method: str, scores: Tensor, likelihood: Likelihood
 ) -> list[ExampleRecord]:
-    """Return a method's examples with the highest scores above minus infinity."""
+    """Return the examples with the highest scores; scores of minus infinity are left out."""
     # Examples with equal scores keep the order of the set.
     order = scores.argsort(descending=True, stable=True)[:NUM_EXAMPLES]
     indices = [int(tables[method]["index"][i]) for i in order if scores[i] > -torch.inf]
@@ -97,7 +97,7 @@ def _confidence_in_mistakes(table: Mapping[str, Tensor], likelihood: Likelihood)
 def _record(
     tables: Mapping[str, Mapping[str, Tensor]], index: int, likelihood: Likelihood
 ) -> ExampleRecord:
-    """Return an example with the predictions of all methods that have predicted this example."""
+    """Return the record of an example, with the predictions of all methods that have any."""
     record = ExampleRecord(index)
     for key, table in tables.items():
         if index not in table["index"]:
@@ -115,7 +115,7 @@ def _record(
 
 
 def _likeliest(probs: Tensor) -> list[Any]:
-    """Return pairs of the most probable classes and their probabilities."""
+    """Return the most probable classes as pairs of class and probability."""
     top = probs.topk(min(NUM_CLASSES, len(probs)))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [list(pair) for pair in pairs]

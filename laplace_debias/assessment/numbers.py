@@ -1,4 +1,4 @@
-"""Predictions of numbers, computed from moments of the outputs or a predictive distribution."""
+"""Predictions of numbers, computed from the moments of the outputs or from a predictive."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from laplace_debias.laplace.prediction.intervals import (
 from laplace_debias.operators.eigh import eigh
 
 LEVEL = 0.95
-"""The level of the intervals whose lower and upper ends are columns of the table."""
+"""The level of the intervals whose ends are columns of the table of predictions."""
 
 
 def number_predictions(
@@ -33,8 +33,8 @@ def number_predictions(
     Args:
         likelihood: The likelihood.
         mean: Means of the outputs.
-        covariance: The covariances of the outputs, or only variances; None for outputs without
-            uncertainty.
+        covariance: The covariances of the outputs, or only their variances; None if the outputs are
+            certain.
         targets: The true targets.
     """
     epistemic = None
@@ -46,7 +46,7 @@ def number_predictions(
 def describe_predictive(
     predictive: Any, epistemic: Float[Tensor, "n outputs"] | None, targets: Tensor | None = None
 ) -> NumberPredictions:
-    """Describe a predictive of numbers.
+    """Compute the table's numbers, such as means and intervals, from a predictive.
 
     Args:
         predictive: The predictive.
@@ -76,7 +76,7 @@ def describe_predictive(
 
 
 def _predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor | None) -> Distribution:
-    """Return the distributions of single targets in closed form if possible, or the predictive."""
+    """Return the marginal distribution of each target in closed form, or else the predictive."""
     if not likelihood.has_marginals:
         return likelihood.predictive(mean, covariance)
     variances = torch.zeros_like(mean) if covariance is None else _variances(mean, covariance)
@@ -91,7 +91,7 @@ def _variances(mean: Tensor, covariance: Tensor) -> Tensor:
 def _epistemic_variance(
     likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> Float[Tensor, "n targets"]:
-    """Compute the variance of the targets' means in closed form or over Sobol points."""
+    """Compute the variance of the targets' means in closed form, or else over Sobol points."""
     if likelihood.has_marginals:
         return likelihood.epistemic_variances(mean, _variances(mean, covariance))
     return uncertainty_of_draws([likelihood], [gaussian_draws(mean, covariance)]).epistemic
@@ -101,7 +101,7 @@ def gaussian_draws(
     mean: Float[Tensor, "n outputs"],
     covariance: Float[Tensor, "n outputs outputs"] | Float[Tensor, "n outputs"],
 ) -> Float[Tensor, "samples n outputs"]:
-    """Draw Gaussian outputs, in float64 on the CPU, at the Sobol points that links use."""
+    """Draw Gaussian outputs, in float64 on the CPU, at the same Sobol points as the links."""
     if covariance.ndim == mean.ndim:
         covariance = torch.diag_embed(covariance)
     values, vectors = eigh(covariance.double().cpu(), "the functional covariance")

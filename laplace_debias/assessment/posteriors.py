@@ -1,4 +1,4 @@
-"""Fit, tune and thin the posteriors of a loaded network."""
+"""Fit, tune and thin posteriors of a loaded network."""
 
 import math
 from pathlib import Path
@@ -31,17 +31,17 @@ from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
 TRAINING_EXAMPLES = 1000
-"""The number of training examples on which the network is evaluated."""
+"""The number of training examples on which the network itself is evaluated."""
 _THINNING_EXAMPLES = 32
-"""The number of validation examples for choosing directions and measuring the resulting error."""
+"""The number of validation examples on which thinning chooses directions and measures its error."""
 _THINNING_ERROR = 1e-3
-"""The largest relative error of a standard deviation that the removal of directions may cause."""
+"""The largest relative error that the removal of directions may cause in a standard deviation."""
 
 
 def fitted_posterior(
     loaded: Loaded, choice: PosteriorChoice | Path, seed: int, resume: Path
 ) -> Laplace:
-    """Fit a posterior to the training examples, or read the posterior from a file."""
+    """Fit a posterior to the training examples, or read it from a file."""
     if isinstance(choice, Path):
         return loaded.posterior(choice)
     names = [name.strip() for name in choice.params.split(",")]
@@ -67,10 +67,10 @@ def fitted_posterior(
 
 
 def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -> Batches:
-    """Return the first training examples; the order of the data must mix the classes.
+    """Return the first training examples; the data must be in an order that mixes the classes.
 
-    The examples are returned in `num_batches` batches of equal size. None keeps the loader's own
-    batches.
+    They are divided into `num_batches` batches of equal size, or kept in the loader's own batches
+    if `num_batches` is None.
     """
     num_missing = num_examples
     read = BatchReader(loaded.model)
@@ -93,19 +93,19 @@ def _first_batches(loaded: Loaded, num_examples: int, num_batches: int | None) -
 def tune_posterior(
     la: Laplace, choice: PosteriorChoice | Path, validation: Batches | None
 ) -> tuple[Sweep, tuple[str, ...]]:
-    """Tune the prior precision of a posterior, and also the noise of a regression.
+    """Tune the prior precision of a posterior and, for a regression, the noise.
 
     The criterion is the negative log-likelihood of the validation examples. If there are no
     validation examples, the marginal likelihood is used; if it has no optimum, nothing is tuned. A
     posterior that was read from a file is not changed.
 
     Returns:
-        The search, and notes for the reader.
+        The record of the search, and notes for the reader.
     """
     sweep = Sweep(chosen=la.prior_precision.tolist())
     if isinstance(choice, Path):
         return sweep, ()
-    # With the empirical Fisher, the best noise has no closed form, so the noise is not tuned.
+    # With the empirical Fisher, there is no closed form for the best noise, so it is not tuned.
     with_noise = la.likelihood.has_sigma and choice.fisher != "empirical"
     if validation is not None:
         tuning = la.tune(validation, sigma=with_noise)
@@ -146,7 +146,7 @@ def thin_posterior(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) 
 
 
 def training_record(loaded: Loaded) -> TrainingRecord:
-    """Evaluate the network on the first of its own training examples."""
+    """Evaluate the network on the first `TRAINING_EXAMPLES` of its own training examples."""
     all_outputs = []
     all_targets = []
     with alone():
@@ -162,12 +162,12 @@ def training_record(loaded: Loaded) -> TrainingRecord:
 
 
 def _record_of_numbers(outputs: Tensor, targets: Tensor, likelihood: Likelihood) -> TrainingRecord:
-    """Compute the explained fraction of the variance of the targets that vary."""
+    """Compute the fraction of the targets' variance that the network explains."""
     mean = number_predictions(likelihood, outputs, None, None).mean
     targets = targets.double().reshape(mean.shape)
     squared_error = (mean - targets).square().mean(0)
     variance = (targets - targets.mean(0)).square().mean(0)
-    # Leave out constant targets, whose variance consists only of rounding errors.
+    # Leave out constant targets, whose variance is nothing but rounding errors.
     rounding = 64 * torch.finfo(torch.float64).eps
     varies = variance > rounding**2 * targets.square().mean(0)
     if not varies.any():
@@ -177,7 +177,7 @@ def _record_of_numbers(outputs: Tensor, targets: Tensor, likelihood: Likelihood)
 
 
 def _record_of_classes(outputs: Tensor, targets: Tensor, likelihood: Likelihood) -> TrainingRecord:
-    """Compute the metrics that show whether classes and network belong together."""
+    """Compute the metrics that reveal whether the classes are those of the network."""
     log_probs = network_classes(outputs, likelihood).log_probs
     probs = probabilities(log_probs, likelihood)
     columns = {"probs": probs, "label": labels_like(probs, targets, likelihood)}

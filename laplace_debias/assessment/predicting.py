@@ -1,4 +1,4 @@
-"""The predictions of a network, or of a posterior, for a data set."""
+"""Predict a data set with a network or a posterior."""
 
 import itertools
 import operator
@@ -33,16 +33,16 @@ from laplace_debias.sources.shares import dealt
 from laplace_debias.system.ranks import process_group
 
 MOST_OUTPUTS = 100
-"""With more outputs than this, the covariance costs too much. Only the variances of the outputs are
-computed, including the part that all outputs share. Mutual information, aleatoric uncertainty and
-instability are then not available."""
+"""With more outputs than this, computing the covariance would be too expensive. Only the variances
+of the outputs are then computed, including the part that all outputs share, so mutual information,
+aleatoric uncertainty and instability are not available."""
 
 
 def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | None:
-    """Return the indices of the examples that a method predicts, or None for all.
+    """Return the indices of the examples that a method predicts, or None if it predicts all.
 
-    The positions are the same for all sets of equal size, so that the corrupted examples correspond
-    to the examples of the test set.
+    They are the same for all sets of equal size, so that corrupted examples correspond to the
+    examples of the test set.
     """
     if limit is None or limit >= num_examples:
         return None
@@ -59,8 +59,8 @@ def selected_batches(
 ) -> Iterator[Batch]:
     """Read all or selected examples, and move the inputs to the model's device.
 
-    With n processes, each process reads every n-th batch. Indices count the selected examples of
-    all processes. If a set has no labels, its targets are zeros.
+    If there are n processes, each one reads every n-th batch. The indices of a batch count the
+    selected examples of all processes. If a set has no labels, its targets are zeros.
     """
     device = next(model.parameters()).device
     for batch in dealt(batches, BatchReader(model, needs_targets=has_labels)):
@@ -86,7 +86,7 @@ def in_order(own_results: Sequence[tuple[int, Result]]) -> list[Result]:
     """Collect the results of all processes in the order of the batches.
 
     Args:
-        own_results: For each batch of this process, the index of the first example, and the result.
+        own_results: For each batch of this process, the index of its first example and the result.
     """
     results = itertools.chain.from_iterable(process_group().exchange(own_results))
     return [result for _, result in sorted(results, key=operator.itemgetter(0))]
@@ -121,17 +121,18 @@ def network_classes(
 
 
 def _log_probs(predictive: Any) -> Float[Tensor, "n classes"]:
-    """Return the logarithms of the probabilities of classes."""
+    """Return the logarithms of the class probabilities."""
     return predictive.probs.double().cpu().log()
 
 
 def posterior_predictions(la: Laplace, x: Inputs, targets: Tensor | None = None) -> Predictions:
-    """Predict with a Laplace posterior by `method="glm"` in closed form.
+    """Predict with a Laplace posterior in closed form, as with `method="glm"`.
 
     Args:
         la: The posterior.
         x: Inputs.
-        targets: The targets of the examples, for their log-probabilities; None without targets.
+        targets: The targets of the examples, for their log-probabilities; None if there are no
+            targets.
     """
     if la.likelihood.predicts_numbers:
         return posterior_numbers(la, x, targets)
@@ -159,7 +160,7 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
     predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
     per_label = getattr(predictive, "base_dist", predictive)
     log_probs = per_label.logits.reshape(mean.shape).double().cpu()
-    # Scores are computed from logits divided by a temperature, as by `Laplace.uncertainty`.
+    # Compute the scores from logits divided by the temperature, as `Laplace.uncertainty` does.
     moments = mean.double(), covariance.double()
     temperature = 1.0 if link is None else link.temperature
     tempered_mean, tempered_covariance = links.tempered_moments(*moments, temperature)
@@ -177,7 +178,7 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
 def _information_scores(
     la: Laplace, mean: Float[Tensor, "n outputs"], covariance: Float[Tensor, "n outputs outputs"]
 ) -> dict[str, Float[Tensor, " n"]]:
-    """Compute mutual information and aleatoric entropy at the Sobol points that links use."""
+    """Compute mutual information and aleatoric entropy at the same Sobol points as the links."""
     uncertainty = uncertainty_of_draws([la.likelihood], [gaussian_draws(mean, covariance)])
     return {"aleatoric": uncertainty.aleatoric, "mutual_information": uncertainty.epistemic}
 
@@ -190,13 +191,13 @@ def predict_set(
     *,
     has_labels: bool = True,
 ) -> PredictedSet:
-    """Predict a set on all processes together, with a posterior or the network itself.
+    """Predict a set with a posterior or the network itself; all processes share the work.
 
     Args:
-        loaded: The network and its data, with the noise of its likelihood.
+        loaded: The network and its data; for a regression, its likelihood must include the noise.
         batches: The set.
         la: The posterior; None for the network itself.
-        positions: Positions of the examples to predict; None for all.
+        positions: Indices of the examples to predict; None for all.
         has_labels: Whether the set has true targets, whose log-probabilities are predicted.
     """
     own_batches: list[tuple[int, tuple[Predictions, Tensor]]] = []

@@ -1,4 +1,4 @@
-"""Predictions of a posterior as the columns of a table."""
+"""Compute the predictions of a posterior as columns of a table."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -44,11 +44,11 @@ def prediction_columns(
         la: The posterior.
         loaded: The posterior's network and data.
         batches: Inputs to predict, with targets if `has_targets` is true.
-        method: The prediction method; this and `samples` are arguments of `Laplace.predict`.
+        method: The prediction method. This and `samples` are arguments of `Laplace.predict`.
         samples: Number of draws.
         seed: Seed of the draws.
-        has_targets: Whether the batches contain true targets, which also become columns.
-        progress: Show a progress bar.
+        has_targets: Whether the batches contain true targets, which are then added as columns.
+        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: If there are no inputs.
@@ -56,7 +56,7 @@ def prediction_columns(
     has_draws = method in ("glm-mc", "nn") or samples is not None
     generator = Generator(la.mean.device).manual_seed(seed)
     own_tables: list[tuple[int, tuple[dict[str, Tensor], Tensor]]] = []
-    # Draws depend on the order of all batches, so the first process makes all draws.
+    # Draws depend on the order of all batches, so the first process draws for all of them.
     takes_part = process_group().rank == 0 or not has_draws
     with alone() if has_draws else contextlib.nullcontext():
         own_batches: Iterable[Batch] = ()
@@ -83,7 +83,7 @@ def prediction_columns(
 
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
-    """Return the true targets; classes are replaced by their names."""
+    """Return the columns of the true targets; classes are replaced by their names."""
     has_classes = loaded.likelihood.targets == "class" and not _has_one_logit(loaded)
     if has_classes and loaded.classes is not None:
         return {"label": [loaded.classes[label] for label in y.tolist()]}
@@ -125,7 +125,7 @@ def _batch_columns(
 
 
 def _has_one_logit(loaded: Loaded) -> bool:
-    """Whether the network returns one logit, so only the probability of class 1 is known."""
+    """Whether the network returns a single logit, and the table only the probability of class 1."""
     return loaded.likelihood.targets == "class" and loaded.likelihood.activation == "sigmoid"
 
 
@@ -144,9 +144,9 @@ def _probability_columns(probs: Tensor, loaded: Loaded) -> dict[str, Tensor]:
 def _number_columns(
     la: Laplace, x: Inputs, method: str, samples: int | None, generator: Generator
 ) -> dict[str, Tensor]:
-    """Compute each target's mean, standard deviation with and without the noise, and interval.
+    """Compute each target's mean, standard deviations (with and without the noise) and interval.
 
-    For a predictive without quantiles, the interval of the normal distribution is used.
+    If the predictive has no quantiles, the interval is that of a normal distribution.
     """
     if method == "glm" and samples is None:
         predictions = posterior_numbers(la, x)
@@ -173,7 +173,7 @@ def _number_columns(
 
 
 def _numbered_columns(name: str, values: Tensor) -> dict[str, Tensor]:
-    """Return the columns of `[N]` or `[N, K]`; several columns have numbered names."""
+    """Split values `[N]` or `[N, K]` into columns; several columns get numbered names."""
     if values.ndim == 1 or values.shape[1] == 1:
         return {name: values.flatten()}
     return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}

@@ -1,6 +1,6 @@
-"""Predictions of a method for a data set: classes or labels, or numbers.
+"""A method's predictions for a data set: of classes, of labels or of numbers.
 
-All tensors have one row per example, and are in float64 on the CPU.
+All tensors have one row per example. They are in float64 on the CPU.
 """
 
 import math
@@ -22,11 +22,11 @@ from laplace_debias.metrics.ood import label_entropy
 POSTERIOR_SCORES = ("mutual_information", "variance", "instability")
 """Scores that need a posterior."""
 SCORES = (*POSTERIOR_SCORES, "energy", "max_logit")
-"""Scores that probabilities do not determine. The last two need the network's own logits."""
+"""Scores that cannot be computed from probabilities. The last two need the network's own logits."""
 
 
 class Predictions(ABC):
-    """The base class of predictions of classes and of predictions of numbers."""
+    """Base class for predictions of classes and predictions of numbers."""
 
     @classmethod
     @abstractmethod
@@ -53,8 +53,8 @@ class ClassPredictions(Predictions):
     """Predictions of classes or labels.
 
     Attributes:
-        log_probs: Logarithms of probabilities, `[n, C]`; logits if each logit has its own sigmoid.
-        scores: The available scores out of `SCORES` and `aleatoric` (in nats), each `[n]`.
+        log_probs: Log-probabilities, `[n, C]`; or logits, if each logit has its own sigmoid.
+        scores: The available scores among `SCORES` and `aleatoric` (in nats), each `[n]`.
         logits: The network's own logits, `[n, C]`; None for other predictions, and for a likelihood
             without logits.
     """
@@ -67,7 +67,7 @@ class ClassPredictions(Predictions):
     def from_logits(
         cls, logits: Float[Tensor, "n outputs"], likelihood: Likelihood
     ) -> "ClassPredictions":
-        """Build predictions from changed logits, for which no scores are available."""
+        """Build predictions from rescaled or recalibrated logits, which have no scores."""
         is_softmax = likelihood.activation == "softmax"
         return cls(logits.log_softmax(1) if is_softmax else logits)
 
@@ -89,8 +89,8 @@ class ClassPredictions(Predictions):
     ) -> "ClassPredictions":
         """Average several predictives for the same examples.
 
-        The mutual information is the information between the label and the pair of member and
-        parameters. Other scores of single posteriors are not available.
+        The mutual information is that between the label and the pair of member and parameters. The
+        other scores are defined only for a single posterior, so they are not available.
         """
         log_probs = mean_logits(
             torch.stack([member.log_probs for member in members]),
@@ -150,8 +150,8 @@ class NumberPredictions(Predictions):
         upper: Upper ends; None if `lower` is None.
         log_prob: Log-probabilities of the targets, `[n]`; None if the predictive is normal or there
             are no targets.
-        interval_level: The smallest levels of intervals that contain the targets, `[n, C]`; None if
-            `log_prob` is None, or if the predictive has no distribution function.
+        interval_level: The smallest level of a central interval that contains the target, `[n, C]`;
+            None if `log_prob` is None, or if the predictive has no distribution function.
         epistemic: Standard deviations without the noise, `[n, C]`.
     """
 
@@ -182,8 +182,8 @@ class NumberPredictions(Predictions):
     ) -> "NumberPredictions":
         """Average several predictives for the same examples.
 
-        The intervals of the mixture cannot be computed from the intervals of its members, so they
-        are left out.
+        Intervals are left out, because those of a mixture cannot be computed from those of its
+        members.
         """
         means = torch.stack([member.mean for member in members])
         variance_of_means = means.var(0, unbiased=False)
@@ -206,7 +206,7 @@ class NumberPredictions(Predictions):
         )
 
     def columns(self, likelihood: Likelihood, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the columns of a table of predictions that follow the index column."""
+        """Return the columns of a table of predictions, after the index."""
         columns = {name: part for name, part in vars(self).items() if part is not None}
         if targets is not None:
             columns = {"target": targets.double().reshape(self.mean.shape), **columns}
@@ -221,7 +221,7 @@ class PredictedSet:
         predictions: The predictions.
         targets: The targets; zeros if the set has no targets.
         index: Positions of the examples in the set.
-        seconds: The time for the predictions in the slowest process, without reading the data.
+        seconds: The prediction time of the slowest process in seconds, without reading the data.
     """
 
     predictions: Predictions
@@ -241,7 +241,7 @@ class PredictedSet:
 
 
 def entropy(log_probs: Tensor, likelihood: Likelihood) -> Float[Tensor, " n"]:
-    """Compute the entropy of the label, or of all labels together, in nats."""
+    """Compute the entropy of the label, or the total entropy of independent labels, in nats."""
     probs = probabilities(log_probs, likelihood)
     return label_entropy(probs) if likelihood.targets == "labels" else metrics.entropy(probs)
 
@@ -260,13 +260,13 @@ def probabilities(
 def labels_like(
     probs: Float[Tensor, "n classes"], targets: Tensor, likelihood: Likelihood
 ) -> Integer[Tensor, "n *labels"]:
-    """Return the labels in the shape for probabilities: one per example, or one per probability."""
+    """Reshape labels to match probabilities: one label per example, or one per probability."""
     shape = probs.shape if likelihood.targets == "labels" else probs.shape[:1]
     return targets.long().reshape(shape)
 
 
 def _concatenate(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate a part of all batches, or return None if no batch has this part."""
+    """Concatenate one part of all batches, or return None if the batches lack this part."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None

@@ -14,9 +14,10 @@ from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.system.checks import imports_of_extra
 
 Recalibration = Callable[[Tensor], Tensor]
-"""A function from logits to recalibrated logits, `[n, C]`. A single logit belongs to class 1."""
+"""A function from logits to recalibrated logits, `[n, C]`. A single logit is that of class 1."""
 
-# If all examples are classified correctly, the best temperature would be 0.
+# A lower bound is needed, because the best temperature is 0 if all examples are classified
+# correctly.
 _LEAST_TEMPERATURE = 0.5
 
 
@@ -27,14 +28,15 @@ def fit_recalibration(
 ) -> Recalibration:
     r"""Fit a recalibration to validation examples.
 
-    - `"vector"`: logits $w_c z_c + b_c$ (Guo et al., 2017), which minimise the NLL plus the penalty
+    - `"vector"`: logits $w_c z_c + b_c$ (Guo et al., 2017) that minimise the NLL plus the penalty
       $\tfrac12 \sum_c (w_c - 1/T)^2 + b_c^2$, where T is the temperature, at least 0.5.
     - `"platt"`, for a single logit: $w z + b$ with the lowest cross-entropy for the targets
       $(n_1 + 1) / (n_1 + 2)$ of the $n_1$ examples of class 1, and $1 / (n_0 + 2)$ of the $n_0$
       other examples (Platt, 1999).
     - `"isotonic"`: the monotone step function with the least squared error (Zadrozny & Elkan,
-      2002), of the logit, or of the probability of each class against all others; the results are
-      then normalised. Probabilities are bounded by 1/(2n) and 1 − 1/(2n).
+      2002), as a function of the logit; or, for several classes, of the probability of each class
+      against all others, after which the results are normalised. Probabilities are bounded by
+      1/(2n) and 1 − 1/(2n).
 
     The penalty, the targets and the bounds keep all parameters finite even if every example is
     classified correctly.
@@ -66,12 +68,12 @@ def fit_recalibration(
 
 
 def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
-    """Fit a weight and an offset of each class to logits `[N, C]` and labels `[N]`.
+    """Fit a weight and an offset for each class to logits `[N, C]` and labels `[N]`.
 
-    A penalty draws the weights to 1 / temperature and the offsets to 0, so that classes with few
-    examples change little.
+    A penalty pulls the weights towards 1 / temperature and the offsets towards 0, so that classes
+    with few examples change little.
     """
-    # SciPy is imported here because the import takes a third of a second.
+    # Import SciPy only here, because its import takes a third of a second.
     from scipy.optimize import minimize
 
     num_classes = z.shape[1]
@@ -97,8 +99,8 @@ def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
 def _fit_platt(z: Tensor, y: Tensor) -> Recalibration:
     """Fit a weight and an offset to logits `[N, 1]` and labels 0 and 1.
 
-    As proposed by Platt, the targets are slightly inside of 0 and 1, so that the fit stays finite
-    for separable data.
+    As proposed by Platt, the targets lie slightly between 0 and 1, so that the fit stays finite if
+    the data is separable.
     """
     with imports_of_extra("sklearn", "sklearn"):
         from sklearn.linear_model import LogisticRegression

@@ -1,4 +1,4 @@
-"""A run: network, data, methods, and a folder with a `run.json` that each stage updates."""
+"""A run in progress, and its folder with a `run.json` that each stage updates."""
 
 import platform
 import time
@@ -30,15 +30,15 @@ _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-p
 
 
 class Run:
-    """The network, data, methods and folder of a run, and its record so far.
+    """A run in progress: its network, data, methods and folder, and the record so far.
 
     Attributes:
-        methods: The methods; the network is the first.
+        methods: The methods, the network first.
         sets: The sets on which the methods are evaluated, by name.
         folder: The run folder.
         record: The content of `run.json`.
         seed: Seed of all random choices.
-        log: A function that is called with a line about each next step of the run.
+        log: A function that is called with a line of text before each step.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Run:
         return replace(self._loaded, likelihood=self._loaded.likelihood.with_sigma(sigma))
 
     def save_noise(self, sigma: float | list[float]) -> None:
-        """Record the noise of a regression, which the run uses from now on."""
+        """Record the estimated noise of a regression, which the run uses from then on."""
         self.record.sigma = sigma
         self.write()
 
@@ -87,7 +87,7 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
-        """Add the time of a stage, or of one method in a stage, to the record."""
+        """Measure the time of a block, and add it to the record of the run or of a method."""
         start = time.perf_counter()
         yield
         seconds = self.record.seconds
@@ -101,7 +101,7 @@ class Run:
         return self.folder.predictions_summary(method.key, set_name)
 
     def note(self, text: str) -> None:
-        """Add a note to the page, unless the page already has this note."""
+        """Add a note to the page, unless it is already there."""
         if text not in self.record.notes:
             self.record.notes.append(text)
 
@@ -131,16 +131,16 @@ def run_record(
     seed: int,
     seconds: Mapping[str, float],
 ) -> RunRecord:
-    """Return the record with which a run begins, or continues if it was interrupted.
+    """Return the record of a new run, or the updated record of an interrupted run.
 
     Args:
         loaded: The network and its data.
-        methods: The methods; the network is the first.
+        methods: The methods, the network first.
         identity: The settings that identify a run when it is resumed.
         earlier: The record of the interrupted run; None for a new run.
-        title: The title of the page; if empty, the title is the type of the network.
+        title: The title of the page; if empty, the type of the network is used.
         seed: Seed of all random choices.
-        seconds: The seconds of earlier stages, by name.
+        seconds: The times of earlier stages by name, in seconds.
     """
     new = RunRecord(
         format=FORMAT,
@@ -185,7 +185,7 @@ def _set_records(loaded: Loaded) -> list[SetRecord]:
 
 
 def _method_record(method: Method) -> MethodRecord:
-    """Return the record of a method that has not been measured yet."""
+    """Return the initial record of a method, before anything is measured."""
     return MethodRecord(
         key=method.key,
         label=method.label,
@@ -197,7 +197,7 @@ def _method_record(method: Method) -> MethodRecord:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages on which the numbers depend."""
+    """Return the versions of Python and of the packages that the results depend on."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

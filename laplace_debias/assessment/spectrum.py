@@ -31,8 +31,8 @@ class Spectrum:
     Attributes:
         eigenpairs: The leading eigenpairs.
         trace: The trace, including the leading eigenvalues.
-        density: The density of the other eigenvalues; None if all of them count as zero.
-        seconds: The time that the measurement took.
+        density: The density of the remaining eigenvalues; None if all of them count as zero.
+        seconds: The time that the measurement took, in seconds.
     """
 
     eigenpairs: EigenPairs
@@ -56,7 +56,7 @@ def curvature_of(
 
 
 def _first_batches(loaded: Loaded, examples: int) -> Batches:
-    """Return the first training examples on the network's device, as the loss requires them."""
+    """Return the first training examples, on the network's device and in the loss's form."""
     device = next(loaded.model.parameters()).device
     batches: list[tuple[Tensor, Tensor]] = []
     num_missing = examples
@@ -87,24 +87,24 @@ def measure_spectrum(
     seed: int = 0,
     progress: bool = False,
 ) -> Spectrum:
-    r"""Measure leading eigenpairs, trace and remaining density of a symmetric operator.
+    r"""Measure a symmetric operator's leading eigenpairs, trace and remaining density.
 
-    After deflation by the eigenpairs $V\Lambda V^\top$, the trace and the density of
-    $A - V\Lambda V^\top$ have no outliers, so few products are enough to estimate them well. The
-    method is the deflation of Hutch++, with the eigenvectors instead of a sketch.
+    The leading eigenpairs are deflated. The remaining operator $A - V\Lambda V^\top$ has no
+    outliers, so few products are enough to estimate its trace and density well. This is the
+    deflation of Hutch++, with the eigenvectors instead of a sketch.
 
     Args:
         A: The operator.
         eigenpairs: Number of leading eigenpairs.
         tolerance: Largest residual norm of an eigenpair, relative to the largest eigenvalue.
         max_matvecs: Largest number of products for the eigenpairs.
-        trace_matvecs: Number of products for the remaining trace.
+        trace_matvecs: Number of products for the trace of the remaining operator.
         density_probes: Number of probes of the density.
         density_steps: Number of Lanczos steps per probe.
         density_width: Width of the density's smoothing, in decades.
         density_floor: Eigenvalues up to this multiple of the largest eigenvalue count as zero.
         seed: Seed of all random vectors.
-        progress: Show progress bars.
+        progress: Whether to show progress bars.
 
     Reference:
         Gambhir, Stathopoulos, Orginos. Deflation as a method of variance reduction for estimating
@@ -113,7 +113,7 @@ def measure_spectrum(
     start = time.perf_counter()
     generator = torch.Generator(A.device).manual_seed(seed)
     with warnings.catch_warnings():
-        # The status is printed, so no warning about convergence is needed.
+        # Convergence warnings are not needed, because the status is printed.
         warnings.simplefilter("ignore", RuntimeWarning)
         pairs = eigsh(
             A,
@@ -132,7 +132,7 @@ def measure_spectrum(
     )
     floor = density_floor * float(pairs.values.abs().max())
     density = None
-    # If no eigenvalue is negative, no other eigenvalue exceeds the smallest leading eigenvalue.
+    # If no eigenvalue is negative, all remaining ones are at most the smallest leading eigenvalue.
     are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
     num_others = A.shape[0] - len(pairs.values)
     if not are_zero and num_others and _exceeds(deflated, floor, density_steps):
@@ -156,13 +156,13 @@ def measure_spectrum(
 
 
 def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
-    """Whether an eigenvalue is larger than a bound, according to the power method.
+    """Whether an absolute eigenvalue exceeds a bound, according to the power method.
 
-    Unlike Lanczos, the power method also works for operators that consist only of rounding errors.
+    Unlike Lanczos, the power method also works if an operator is nothing but rounding errors.
     """
     vector = draw(A, 1, "gaussian", torch.Generator().manual_seed(0))[:, 0]
     for _ in range(max_matvecs):
-        # The norm of the image of a unit vector is at most the largest absolute eigenvalue.
+        # The norm of a unit vector's image is a lower bound on the largest absolute eigenvalue.
         vector = A @ (vector / vector.norm())
         norm = float(vector.norm())
         if norm > bound or norm == 0:
@@ -171,7 +171,7 @@ def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
 
 
 def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:
-    """Return the density of the other eigenvalues, and leave out the zeros from the deflation."""
+    """Return the density of the remaining eigenvalues, without the zeros that deflation creates."""
     num_null = size * density.null_fraction - (size - num_others)
     null_fraction = max(0.0, num_null) / num_others
     growth = (1 - null_fraction) / (1 - density.null_fraction)

@@ -1,7 +1,7 @@
-"""The first stages of a run: posteriors and temperatures, then predictions.
+"""The first stages of a run: fitting posteriors and temperatures, and then predicting.
 
-Each stage reads the results that the run's folder already contains, and computes and writes the
-missing results.
+Each stage reads the results that the run's folder already contains, and computes and writes only
+the missing ones.
 """
 
 import math
@@ -50,7 +50,7 @@ from laplace_debias.system.ranks import alone, process_group
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A network with its data and, after a fit, its posterior or recalibration."""
+    """A network with its data and the posterior or recalibration that was fitted for it."""
 
     loaded: Loaded
     posterior: Laplace | None
@@ -58,17 +58,18 @@ class Member:
 
 
 ANNOUNCED_SECONDS = 60.0
-"""If work is expected to take at least this many seconds, the expected time is printed first."""
+"""If a step is expected to take at least this many seconds, the expected time is printed first."""
 AFFORDED_SECONDS = 600.0
-"""The time in seconds for a posterior over more than the last layer. It limits the number of
-examples that the posterior predicts."""
+"""The time budget in seconds for a posterior over more than the last layer, which limits the number
+of examples that it predicts."""
 FEWEST_EXAMPLES = 100
-"""The number of examples of each set that are always predicted, however long this takes."""
+"""At least this many examples of each set are predicted, however long it takes."""
 _MEASURED_SECONDS = 2.0
 """Once a timed prediction takes longer than this many seconds, no more examples are timed."""
 _PASSES_OF_TUNING = 3
-"""The cost of tuning per example, in units of predictions. Tuning makes one pass, over a grid. On
-the All-CNN-C, it costs as much as 1.6 (last layer) to 4.2 (all parameters) predictions."""
+"""The cost of tuning, as a multiple of the cost of predicting the validation examples. Tuning makes
+a single pass, in which it evaluates a grid. On the All-CNN-C, this costs 1.6 (last layer) to 4.2
+times (all parameters) as much as predicting."""
 
 
 def fit(run: Run) -> dict[str, list[Member]]:
@@ -99,9 +100,9 @@ def fit(run: Run) -> dict[str, list[Member]]:
 
 
 def _noise(loaded: Loaded) -> float | list[float]:
-    """Return the RMS residuals of the validation examples or, without them, the training set.
+    """Estimate the noise as the RMS residual on the validation, or else the training examples.
 
-    If there are several outputs, the result has one number per output.
+    If there are several outputs, there is one number per output.
     """
     data = loaded.train if loaded.validation is None else loaded.validation
     predicted = predict_set(loaded, data)
@@ -121,7 +122,7 @@ def _noise(loaded: Loaded) -> float | list[float]:
 
 
 def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Laplace | None:
-    """Return a checkpoint's posterior, which is fitted unless its file exists, or None."""
+    """Return a checkpoint's posterior, fitted if its file does not exist; None for the network."""
     choice = method.posterior
     if choice is None:
         return None
@@ -130,8 +131,8 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
     if not process_group().from_rank(path.exists(), 0):
         with states_kept():
             _make_posterior(run, method, choice, model, number)
-    # Read the posterior back even in the run that wrote it, so that an uninterrupted run and a
-    # resumed run give the same numbers.
+    # Read the posterior from its file even if it was just fitted, so that a resumed run gives the
+    # same numbers as an uninterrupted one.
     la = run.loaded.posterior(path, model)
     record = run.method_record(method)
     if not method.uses_all_checkpoints:
@@ -145,7 +146,7 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
 def _make_posterior(
     run: Run, method: Method, choice: PosteriorChoice | Path, model: nn.Module, number: int
 ) -> None:
-    """Fit and tune a checkpoint's posterior, and write the search and the posterior to files."""
+    """Fit and tune a checkpoint's posterior, and write it and the record of the search to files."""
     loaded = replace(run.loaded, model=model)
     name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
     verb = "Reading" if isinstance(choice, Path) else "Fitting"
@@ -164,14 +165,14 @@ def _make_posterior(
         for note in notes:
             run.note(f"{method.label}: {note}")
         run.folder.write_sweep(name, sweep)
-    # This file is written last, so its existence shows that the other files are complete.
+    # Write this file last, so that its existence shows that the other files are complete.
     path = run.folder.posterior(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     la.save(path, own_likelihood=la.likelihood.name is None)
 
 
 def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | None:
-    """Return the examples for tuning, limited to the number of examples predicted per set.
+    """Return the validation examples for tuning, limited to the number predicted per set.
 
     The result can be read only once.
     """
@@ -188,7 +189,7 @@ def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | N
 
 
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
-    """Choose the number of examples to predict if it is not set, and print the expected time."""
+    """Choose how many examples to predict unless this is set, and print the expected time."""
     passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
     sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
     sizes = [size_of(batches) for batches in sets if batches is not None]
@@ -217,7 +218,7 @@ def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
 
 
 def size_of(batches: Batches) -> float:
-    """Return the number of examples of a set, or infinity if it is not known."""
+    """Return the number of examples of a set, or infinity if it is unknown."""
     source: Any = batches.source if isinstance(batches, Changed) else batches
     if isinstance(source, DataLoader) and source.batch_size is not None:
         return len(source.dataset)  # type: ignore[arg-type]
@@ -226,14 +227,14 @@ def size_of(batches: Batches) -> float:
 
 
 def num_predictions(sizes: Sequence[float], examples: float) -> float:
-    """Count the predictions for sets of these sizes; each set has the same limit."""
+    """Count the predictions for sets of these sizes, with at most `examples` per set."""
     return sum(min(size, examples) for size in sizes)
 
 
 def affordable_examples(sizes: Sequence[float], limit: float) -> int | None:
-    """Return the number of examples per set that can be predicted in a limited time.
+    """Return the limit per set that keeps the total number of predictions within `limit`.
 
-    The number is at least 100.
+    It is at least `FEWEST_EXAMPLES`, and None if no limit is needed.
     """
     if sum(sizes) <= limit:
         return None
@@ -261,7 +262,7 @@ def _find_temperature(run: Run, method: Method) -> None:
 
 
 def _recalibration(run: Run, method: Method) -> Recalibration:
-    """Fit a method's map of the network's logits on the validation examples."""
+    """Fit a method's recalibration of the network's logits on the validation examples."""
     assert run.loaded.validation is not None
     assert method.recalibration is not None
     with run.stage("tune", method):
@@ -274,14 +275,14 @@ def _recalibration(run: Run, method: Method) -> Recalibration:
 
 
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
-    """Measure the seconds per predicted example on the first test batch.
+    """Measure the prediction time per example, in seconds, on the first test batch.
 
-    If the batch takes long, only its first examples are measured.
+    If the batch takes long, only its first examples are predicted.
     """
     with alone():
         x = next(selected_batches(loaded.model, loaded.test)).inputs
-    # A prediction is made before the measurement, because first calls also choose algorithms and
-    # allocate memory.
+    # Predict once before measuring, because the first call also chooses algorithms and allocates
+    # memory.
     posterior_predictions(la, take(x, slice(1)))
     size = 1
     largest = num_examples(x)
@@ -325,7 +326,7 @@ def _write_predictions(
     predicted: PredictedSet,
     recalibration: Recalibration | None,
 ) -> None:
-    """Write a method's predictions, after any recalibration or temperature of the method."""
+    """Apply a method's recalibration or temperature, if any, and write its predictions."""
     likelihood = run.loaded.likelihood
     predictions = predicted.predictions
     if recalibration is not None:
@@ -355,7 +356,7 @@ def _raw_predictions(
     positions = None
     limit = run.method_record(method).examples
     if limit is not None:
-        # The network is the first method and predicts all examples, so its table shows their
+        # The table of the first method, the network, contains all examples and therefore their
         # number.
         summary = run.summary(run.methods[0], set_name)
         assert summary is not None

@@ -1,4 +1,4 @@
-"""The run folder, whose files are written atomically and checked when read."""
+"""The folder of a run. Its files are written atomically, and checked when they are read."""
 
 import io
 import json
@@ -47,22 +47,21 @@ _OURS = (
     "examples",
     "pictures",
     "state",
-    # `run.json` is removed last, because without it, the other files would not be recognised as a
-    # run.
+    # Remove `run.json` last, because the folder is not recognised as a run without it.
     "run.json",
 )
 
 
 class RunFolder:
-    """A folder with a run.
+    """The folder that contains a run.
 
-    If there are several processes, the first process writes, and the other processes wait.
+    If there are several processes, the first one writes each file while the others wait.
 
     Attributes:
         path: The folder.
-        page: The page of the run.
-        config: The file of settings with which the run can be repeated.
-        state: The folder of the state that an interrupted fit has saved.
+        page: The HTML page of the run.
+        config: The settings file with which the run can be repeated.
+        state: The folder in which fits save their state, so that they can be resumed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,7 +84,7 @@ class RunFolder:
         return self.path / "posteriors" / f"{name}.safetensors"
 
     def sweep(self, name: str) -> Path:
-        """Return the path of the search for a posterior's prior precision."""
+        """Return the path where the search for a posterior's prior precision is recorded."""
         return self.path / "sweeps" / f"{name}.json"
 
     def example(self, index: int) -> Path:
@@ -99,11 +98,11 @@ class RunFolder:
     # --------------------------------------------------------------------------- reading
 
     def read_record(self) -> RunRecord:
-        """Read `run.json` of a run that may not be complete.
+        """Read the `run.json` of a run, which may be incomplete.
 
         Raises:
             FileNotFoundError: If there is no run.
-            ValueError: If the file has a different format or is damaged.
+            ValueError: If the file has a different format version or is damaged.
         """
         if not self._record.is_file():
             state = "does not exist"
@@ -123,7 +122,7 @@ class RunFolder:
             return from_json(RunRecord, content)
 
     def read_complete_record(self) -> RunRecord:
-        """Read `run.json` of a complete run, from which a page can be drawn.
+        """Read the `run.json` of a complete run, from which the page can be drawn.
 
         Raises:
             FileNotFoundError: If there is no run, or the run has no metrics.
@@ -152,11 +151,11 @@ class RunFolder:
         return self._read_record_file(Measurements, self._measurements)
 
     def read_sweep(self, name: str) -> Sweep:
-        """Read the search for a prior precision, which may be empty."""
+        """Read the record of a search for a prior precision; it is empty if there is no file."""
         return self._read_or_empty(Sweep, self.sweep(name))
 
     def read_examples(self) -> ExampleGroups:
-        """Read the groups of notable examples, which may be empty."""
+        """Read the groups of notable examples; they are empty if there is no file."""
         return self._read_or_empty(ExampleGroups, self._examples)
 
     def _read_record_file(self, kind: type[Record], path: Path) -> Record:
@@ -168,10 +167,11 @@ class RunFolder:
         return self._read_record_file(kind, path) if path.is_file() else kind()
 
     def read_predictions(self, method: str, set_name: str, *columns: str) -> dict[str, np.ndarray]:
-        """Read the named columns of a table of predictions, or all of them; nulls become NaN.
+        """Read the named columns of a table of predictions, or all columns; nulls become NaN.
 
         Returns:
-            Arrays by name, `[n]` or `[n, k]`. Columns that the table lacks are left out.
+            The columns by name, as arrays `[n]` or `[n, k]`. Columns that do not exist are left
+            out.
         """
         path = self.predictions(method, set_name)
         arrays: dict[str, np.ndarray] = {}
@@ -201,10 +201,11 @@ class RunFolder:
         """Prepare the folder for a run before work begins.
 
         Returns:
-            The record of the same run if this run was interrupted, otherwise None.
+            The earlier record if the folder already contains this run, otherwise None.
 
         Raises:
-            FileExistsError: If the folder contains other files, or a run with different settings.
+            FileExistsError: If the path is a file, or if the folder contains other files or a run
+                with different settings.
         """
         if self.path.is_dir() and overwrite and self._record.exists():
             self._remove_run()
@@ -260,7 +261,7 @@ class RunFolder:
         write_json(self._measurements, measurements)
 
     def write_sweep(self, name: str, sweep: Sweep) -> None:
-        """Write the search for a prior precision."""
+        """Write the record of a search for a prior precision."""
         write_json(self.sweep(name), sweep)
 
     def write_examples(self, examples: ExampleGroups) -> None:
@@ -282,7 +283,7 @@ class RunFolder:
         columns: Mapping[str, np.ndarray],
         summary: PredictionsSummary,
     ) -> None:
-        """Write a table of columns `[n]` or `[n, k]` and its summary, and replace NaN by null."""
+        """Write columns `[n]` or `[n, k]` and their summary as a table, and replace NaN by null."""
         arrays = {
             name: pa.array(list(values) if values.ndim == 2 else values, from_pandas=True)
             for name, values in columns.items()
@@ -294,14 +295,14 @@ class RunFolder:
         write_bytes(self.predictions(method, set_name), buffer.getvalue())
 
     def remove_state(self) -> None:
-        """Remove the state that interrupted fits have saved."""
+        """Remove the state that fits have saved for resuming."""
         shutil.rmtree(self.state, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically on the first process.
+    """Write a file atomically in the first process.
 
-    The other processes wait for it.
+    The other processes wait until the file is complete.
     """
     ranks = process_group()
     if ranks.rank == 0:
@@ -340,7 +341,7 @@ def _metadata(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _naming_damaged_file(path: Path) -> Iterator[None]:
-    """Name the file and the remedy in the error if reading the file fails."""
+    """If reading a file fails, raise an error that names the file and the remedy."""
     try:
         yield
     except (

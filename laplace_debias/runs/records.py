@@ -1,8 +1,8 @@
 """The records of a run: the contents of its JSON files, as dataclasses.
 
-The names of fields are the keys in the files, unless `metadata` specifies a different key. Fields
-with a default may be missing in a file, for example in a file of an earlier version. Keys without a
-field are ignored.
+The names of the fields are the keys in the files, unless `metadata` specifies a different key.
+Fields with a default may be missing from a file, for example if an earlier version wrote it. Keys
+that do not correspond to a field are ignored.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ _TARGETS_BY_TASK: dict[str, TargetKind] = {
     "regression": "numbers",
     "heteroscedastic": "numbers",
 }
-"""Kinds of targets by task. Runs of earlier versions record only the task."""
+"""The kind of targets of each task, because runs of earlier versions record only the task."""
 FORMAT = 1
-"""The version of the files."""
+"""Version of the file format."""
 TEST = "test"
 """Name of the test set."""
 
@@ -38,7 +38,7 @@ class SetRecord:
     Attributes:
         name: Name of its files.
         role: `test`, `shift` (corrupted test examples) or `ood`.
-        severity: Severity of a shift, 1 … 5.
+        severity: Severity of the shift, 1 … 5; None for other sets.
         num_examples: Number of examples; None before the network has predicted them.
     """
 
@@ -50,23 +50,23 @@ class SetRecord:
 
 @dataclass
 class MethodRecord:
-    """A method, its tuned values and its costs.
+    """A method with its tuned values and its costs.
 
     Attributes:
         key: Name of its files.
         label: Name on the page.
-        describes: Description in a sentence.
-        is_laplace: Whether it has a posterior.
+        describes: Description in one sentence.
+        is_laplace: Whether the method uses a Laplace posterior.
         temperature: Fitted temperature of the network's logits.
-        prior_precision: Tuned prior precision, one or several.
-        link: Tuned link.
+        prior_precision: Tuned prior precision: one number or several.
+        link: Link that the tuning chose.
         prior_precision_at_limit: Whether the metric was still improving at the end of the search
             range.
         posterior: Key under which the posterior and the sweep are stored.
         examples: Number of examples of each set that the method predicts; None for all examples.
-        seconds: Seconds by stage.
-        seconds_per_example: Seconds to predict an example.
-        bytes: Size of its posterior files.
+        seconds: Time by stage, in seconds.
+        seconds_per_example: Time to predict one example, in seconds.
+        bytes: Size of the method's posterior files.
     """
 
     key: str
@@ -86,7 +86,7 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValue:
-    """A metric with its 95 % interval; the ends of an unknown interval are None."""
+    """A metric with its 95 % interval; `low` and `high` are None if there is no interval."""
 
     metric: str
     value: float
@@ -110,7 +110,7 @@ class MetricValue:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow(MetricValue):
-    """A metric of a method on a set; a metric on an OOD set also has the name of the score."""
+    """A metric of a method on a set; for an OOD set, also the name of the score."""
 
     method: str
     set_name: str = field(metadata={"key": "set"})
@@ -128,7 +128,7 @@ class DifferenceRow(MetricRow):
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The method and the score that are recommended for out-of-distribution inputs."""
+    """The method and the score that are recommended for detecting out-of-distribution inputs."""
 
     method: str
     score: str
@@ -145,10 +145,10 @@ class Measurements:
 
 @dataclass
 class TrainingRecord:
-    """The network's metrics on the first training examples.
+    """The network's metrics on the first of its training examples.
 
     Attributes:
-        num_examples: Number of these examples.
+        num_examples: Number of examples.
         rows: Metrics on these examples.
         num_classes: Number of classes, or of labels.
         uniform_nll: Negative log-likelihood of a uniform guess, in nats.
@@ -174,26 +174,26 @@ class RunRecord:
         title: Title of the page.
         created: Time at which the run began, in ISO 8601.
         task: Name of the likelihood.
-        targets: Kind of the targets: a class, several labels, or numbers. Runs of earlier versions
-            have None.
+        targets: Kind of the targets: a class, several labels, or numbers. None in runs of earlier
+            versions.
         input_name: Name of an input, in the singular.
-        target: Column of a table that is predicted.
+        target: Name of the predicted column, if the data is a table.
         classes: Names of the classes.
         num_train: Number of training examples.
         num_parameters: Number of the network's parameters.
         sets: The sets, the test set first.
         methods: The methods, the network first.
-        sigma: Standard deviation of a regression's noise, one per output. In runs of earlier
-            versions, it is a single number.
+        sigma: Standard deviation of a regression's noise, one number per output. Runs of earlier
+            versions have a single number.
         training: The network's metrics on its own training examples.
-        notes: Notes for the reader, as sentences.
+        notes: Notes for the reader, each one a sentence or more.
         conclusion: The verdict, as sentences.
-        versions: Versions of packages.
+        versions: Versions of Python and of the packages.
         seed: Seed of all random choices.
         device: Device of the network.
-        threads: Number of torch's threads.
-        seconds: Seconds by stage.
-        identity: Settings that identify a run when it is resumed.
+        threads: Number of threads that torch used.
+        seconds: Time by stage, in seconds.
+        identity: Settings that identify the run when it is resumed.
     """
 
     format: int
@@ -222,7 +222,7 @@ class RunRecord:
 
     @property
     def target_kind(self) -> TargetKind:
-        """The kind of the targets, which is inferred for runs of earlier versions."""
+        """The kind of the targets; for runs of earlier versions, it is inferred from the task."""
         return self.targets or _TARGETS_BY_TASK[self.task]
 
     @property
@@ -245,14 +245,14 @@ class RunRecord:
         return next(method for method in self.methods if method.key == key)
 
     def sets_of(self, role: Role) -> list[SetRecord]:
-        """Return the sets of a role, ordered by severity."""
+        """Return the sets with the given role, ordered by severity."""
         sets = [dataset for dataset in self.sets if dataset.role == role]
         return sorted(sets, key=lambda dataset: dataset.severity or 0)
 
 
 @dataclass
 class SweepPoint:
-    """The score at a prior precision and its 95 % interval."""
+    """The metric at one prior precision, with its 95 % interval."""
 
     prior_precision: Any
     value: float | None
@@ -265,10 +265,12 @@ class Sweep:
     """`sweeps/METHOD.json`: the search for a prior precision.
 
     Attributes:
-        metric: Metric that was optimised, or `log_marginal_likelihood`; None without a search.
+        metric: Metric that was optimised, or `log_marginal_likelihood`; None if there was no
+            search.
         rows: The values that were tried.
-        chosen: The chosen prior precision, one or several.
-        flat: Range of prior precisions whose metric is within one standard error of the best value.
+        chosen: The chosen prior precision: one number or several.
+        flat: Range of prior precisions for which the metric is within one standard error of the
+            best value.
         sigma: The noise that was found together with the prior precision.
     """
 
@@ -280,7 +282,7 @@ class Sweep:
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether the search chose an end of its range, and was still improving there."""
+        """Whether the search ended at a limit of its range while the metric still improved."""
         points = self.rows
         if len(points) < 2 or points[0].low is None:
             return False
@@ -305,8 +307,8 @@ class ExampleRecord:
         label: The class of the example, or whether each label applies.
         probs: The most probable classes with their probabilities, by method.
         predictions: Mean and standard deviation of a regression, by method.
-        inputs: The numbers of an input that is not an image.
-        columns: The columns of a row of a table, in the units of the table.
+        inputs: The input itself, as numbers, if it is not an image.
+        columns: The values of a table row by column, in the units of the table.
     """
 
     index: int
@@ -338,7 +340,7 @@ class PredictionsSummary:
 
 
 def to_json(value: Any) -> Any:
-    """Convert a record to dictionaries and lists, and omit empty optional fields."""
+    """Convert a record to dictionaries and lists; empty optional fields are omitted."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {}
         for column in dataclasses.fields(value):
@@ -355,7 +357,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Record], content: Any) -> Record:
-    """Build a record of a type from JSON content.
+    """Build a record of the given type from JSON content.
 
     Raises:
         TypeError: If the content is not a mapping.
@@ -377,7 +379,7 @@ def from_json(kind: type[Record], content: Any) -> Record:
 
 
 def _value(kind: Any, content: Any) -> Any:
-    """Convert the content of a field, including records within it."""
+    """Convert the content of a field, including any records within it."""
     if get_origin(kind) in (Union, UnionType):
         if content is None:
             return None

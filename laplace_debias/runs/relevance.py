@@ -1,11 +1,12 @@
-"""Differences between methods that are too small to matter, even if they are certain."""
+"""Decide whether a difference between methods is large enough to matter."""
 
 from collections.abc import Mapping
 
 _SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
 _SMALLEST_SHARE = 1e-3
 _RELATIVE_TO = {"crps": "crps", "rmse": "rmse", "mae": "mae", "width": "width", "bias": "rmse"}
-"""Metrics in the unit of the targets; their smallest difference is a share of the second metric."""
+"""For each metric in the unit of the targets, the metric of the reference that determines the
+smallest relevant difference."""
 
 
 def matters(metric: str, difference: float, reference_metrics: Mapping[str, float]) -> bool:

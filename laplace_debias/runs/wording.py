@@ -1,4 +1,4 @@
-"""Names of scores, and formats of numbers for readers."""
+"""Names of scores and formats of numbers, as readers see them."""
 
 import math
 from collections.abc import Iterable
@@ -14,23 +14,23 @@ SCORE_LABELS = {
     "energy": "energy",
     "max_logit": "largest logit",
 }
-"""Scores that separate familiar from unfamiliar inputs, and their names for readers."""
+"""Scores that separate familiar from unfamiliar inputs, and the names that readers see."""
 
 _MOST_DECIMALS = 5
-"""A number that needs more decimals is written with a power of ten."""
+"""Numbers that need more decimals than this are written with a power of ten."""
 
 
 def in_order(metrics: Iterable[str]) -> list[str]:
-    """Return each metric once in the order of `METRICS`."""
+    """Return the metrics without repetitions, in the order of `METRICS`."""
     names = set(metrics)
     return [name for name in METRICS if name in names]
 
 
 def decimals(low: float, high: float, value: float) -> int:
-    """Return the number of decimals that shows two significant digits of an interval.
+    """Return the number of decimals that shows two significant digits of an interval's half-width.
 
-    Without an interval, `value` has three significant digits, or two if three digits would need
-    more than three decimals.
+    Without an interval, `value` is shown with three significant digits, or with two if three would
+    need more than three decimals.
     """
     half_width = (high - low) / 2
     magnitude = abs(value)
@@ -56,7 +56,7 @@ def most_decimals(largest: float) -> int:
 def number(value: float | None, places: int) -> str:
     """Format a number with a typographic minus sign, or a missing number as a dash.
 
-    If there are more than five decimals, a power of ten is used.
+    If `places` is more than five, the number is written with a power of ten.
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -67,7 +67,7 @@ def number(value: float | None, places: int) -> str:
 
 
 def _with_power_of_ten(value: float, places: int) -> str:
-    """Round a number to a number of decimals, and format it with a power of ten."""
+    """Round a number to `places` decimals, and format it with a power of ten."""
     rounded = round(value, places)
     if rounded == 0:
         return "0"
