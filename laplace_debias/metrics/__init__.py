@@ -1,4 +1,4 @@
-"""Metrics of predictives: accuracy, calibration, OOD detection, intervals."""
+"""Metrics of predictive distributions: accuracy, calibration, OOD detection and intervals."""
 
 from laplace_debias.metrics.calibration import (
     ReliabilityCurve,

@@ -1,9 +1,9 @@
-"""The difference between confidence and accuracy: calibration errors and reliability curves.
+"""Calibration errors and reliability curves, which compare confidence with accuracy.
 
-Every function takes probabilities `[n, classes]`, or `[n]` of class 1 of a binary problem, and
-class indices `[n]`. In a binary problem, the confidence is the probability of the more probable
-class. The functions raise a TypeError if an argument is not a tensor, and a ValueError if the
-arguments are not probabilities and labels of matching shapes.
+All functions expect class indices `[n]` and probabilities `[n, classes]`, or `[n]` for class 1 of a
+binary problem. In a binary problem, the confidence is the probability of the more probable class.
+The functions raise a TypeError if an argument is not a tensor, and a ValueError if the arguments
+are not probabilities and labels of matching shapes.
 """
 
 import math
@@ -20,18 +20,18 @@ Probs = Float[Tensor, "n *classes"]
 Labels = Integer[Tensor, " n"]
 
 _STEPS = 24
-"""Number of bisection steps, which find the bandwidth of the smooth error to within 2⁻²⁴."""
+"""Number of bisection steps. They determine the bandwidth of the smooth error to within 2⁻²⁴."""
 
 _NEAR_ONE = 0.999
-"""Confidence above which the error probability is the sum of the other classes' probabilities."""
+"""Above this confidence, the error probability is the sum of the other classes' probabilities."""
 
 
 def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
     """Compute the expected calibration error (ECE), `Σ_b (n_b/n) |acc_b - conf_b|`.
 
-    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence; a confidence of 1
-    belongs to the last bin. (torchmetrics' `MulticlassCalibrationError` puts a confidence of 1 in a
-    separate bin; otherwise, the two functions agree.) Sums are in float64.
+    The range of the confidence is divided into `num_bins` equal bins `[lower, upper)`; the last bin
+    includes a confidence of 1. (torchmetrics' `MulticlassCalibrationError` puts a confidence of 1
+    into a separate bin; otherwise, the two functions agree.) Sums are computed in float64.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -51,7 +51,7 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
 
 
 def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Compute the maximum calibration error (MCE), which is the largest gap of a bin.
+    """Compute the maximum calibration error (MCE), the largest gap of any bin.
 
     The gap of a bin is `|acc_b - conf_b|`, and the bins are the same as for `ece`. A bin with few
     examples often has the largest gap by chance. Arguments and errors are the same as for `ece`.
@@ -73,11 +73,11 @@ def _bin_gaps(
 
 
 def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Compute the expected calibration error over bins with equal numbers of examples.
+    """Compute the expected calibration error over bins that contain equal numbers of examples.
 
-    Examples are ranked by the probability of their most probable class. Equal confidences get the
-    mean of their ranks and share a bin, so the order of the examples does not matter. Arguments and
-    errors are the same as for `ece`. The result is float64.
+    Examples are ranked by their confidence. Examples with equal confidence get the mean of their
+    ranks and share a bin, so the order of the examples does not matter. Arguments and errors are
+    the same as for `ece`. The result is float64.
 
     Reference:
         Nixon, Dusenberry, Zhang, Jerfel, Tran. Measuring calibration in deep learning. CVPR
@@ -86,7 +86,7 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
     whole(num_bins, "num_bins")
     confidences, right = confidence_and_right(probs, labels)
     _, index, counts = confidences.unique(return_inverse=True, return_counts=True)
-    # Integers are exact, whereas the quotient of two integers would have torch's default dtype.
+    # Use integers, which are exact. A quotient would have torch's default dtype.
     twice_mean_ranks = 2 * counts.cumsum(0) - counts
     bins = (twice_mean_ranks * num_bins // (2 * len(right))).clamp(max=num_bins - 1)[index]
     sums = torch.zeros(num_bins, dtype=torch.float64, device=bins.device)
@@ -94,11 +94,11 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
 
 
 def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Compute the classwise calibration error, which is the mean ECE over the classes.
+    """Compute the classwise calibration error, which is the ECE averaged over the classes.
 
-    Each class is a binary problem with equal bins of its probability, and its calibration error is
-    `Σ_b (n_b/n) |freq_b - mean p_b|`. A probability of 1 belongs to the last bin. Arguments and
-    errors are the same as for `ece`. The result is float64.
+    Each class is treated as a binary problem, whose calibration error is
+    `Σ_b (n_b/n) |freq_b - mean p_b|` over equal bins of its probability. The last bin includes a
+    probability of 1. Arguments and errors are the same as for `ece`. The result is float64.
 
     Reference:
         Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach. Beyond temperature scaling:
@@ -121,15 +121,14 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
 
     For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
     the Gaussian kernel of width σ, reflected at 0 and 1. The result is the σ for which
-    `smECE_σ = σ`. It changes continuously with the probabilities, and does not depend on a number
-    of bins. On small sets, it has a smaller bias than `ece`, but the bias is not zero. The result
-    is float64.
+    `smECE_σ = σ`. It changes continuously with the probabilities, and no number of bins has to be
+    chosen. On small sets, it is less biased than `ece`, but not unbiased. The result is float64.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
-        num_points: Number of intervals of the grid for residuals and integral. The error is of
-            order `num_points⁻²`.
+        num_points: Number of intervals of the grid on which residuals and integral are computed.
+            The discretisation error is of order `num_points⁻²`.
 
     Raises:
         ValueError: If `num_points` < 2.
@@ -151,14 +150,14 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
 
 
 def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
-    """Find the fixed point `smECE_σ = σ` of residuals on a grid of [0, 1], including both ends.
+    """Find the fixed point `smECE_σ = σ` for residuals on a grid of [0, 1] with both ends.
 
     Smoothing by the reflected Gaussian multiplies the k-th coefficient of the cosine series by
     `exp(-(πkσ)²/2)`. `smECE_σ` decreases as σ increases, so bisection finds the fixed point.
     """
     num_intervals = len(residuals) - 1
-    # Extend the residuals by reflection at both ends, so that the discrete Fourier transform is the
-    # cosine series. Each end is its own mirror image, and counts twice.
+    # Reflect the residuals at both ends, so that the discrete Fourier transform is the cosine
+    # series. Each end is its own mirror image, so it counts twice.
     doubled = residuals.clone()
     doubled[[0, -1]] *= 2
     spectrum = torch.fft.rfft(torch.cat([doubled, doubled[1:-1].flip(0)]))
@@ -170,8 +169,7 @@ def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
     for _ in range(_STEPS):
         sigma = (low + high) / 2
         damped = spectrum * (-(frequencies * sigma).square() / 2).exp()
-        # The values are sums over a grid cell, so the trapezoidal rule needs no factor for the cell
-        # width.
+        # The values are already sums over grid cells, so the trapezoidal rule needs no cell width.
         smoothed = torch.fft.irfft(damped, n=2 * num_intervals)[: num_intervals + 1].abs()
         error = smoothed.sum() - (smoothed[0] + smoothed[-1]) / 2
         is_below = error > sigma  # the fixed point is above sigma
@@ -184,10 +182,10 @@ class ReliabilityCurve(NamedTuple):
     """Confidence and accuracy of the examples in each bin of a reliability diagram.
 
     Attributes:
-        edges: Borders of the bins, `[bins + 1]`, from 0 to 1.
+        edges: Edges of the bins, `[bins + 1]`, from 0 to 1.
         fraction: Fraction of the examples in each bin, `[bins]`, with sum 1.
         confidence: Mean probability of the most probable class, `[bins]`; NaN in empty bins.
-        accuracy: Fraction of examples that are classified correctly, `[bins]`; NaN in empty bins.
+        accuracy: Fraction of correctly classified examples, `[bins]`; NaN in empty bins.
     """
 
     edges: Float[Tensor, " bins_plus_one"]
@@ -197,7 +195,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> ReliabilityCurve:
-    """Compute the confidence and the accuracy of examples grouped by confidence.
+    """Compute the mean confidence and the accuracy of examples that are binned by confidence.
 
     The bins, arguments and errors are the same as for `ece`.
 
@@ -223,7 +221,7 @@ def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> Relia
 def confidence_and_right(
     probs: Probs, labels: Labels
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Return each example's confidence, and 1 where the predicted class is the label."""
+    """Return each example's confidence, and 1 if its predicted class is the label, otherwise 0."""
     probs, labels = check_classification(probs, labels)
     confidences, predictions = probs.double().max(dim=1)
     return confidences, (predictions == labels).double()
@@ -232,18 +230,18 @@ def confidence_and_right(
 def error_probability(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
     """Compute the probability that the most probable class is wrong, `1 - max_c p_c`, in float64.
 
-    Near 0, it is computed as the sum of the other classes' probabilities, because these
-    probabilities have digits that float32 rounds away in a number near 1. Confident predictions
-    therefore keep their order.
+    Near 0, it is computed as the sum of the other classes' probabilities, because a float32 number
+    near 1 cannot represent the digits of such small probabilities. Thus, confident predictions keep
+    their order.
     """
     probs = probs.double()
     confidences, predictions = probs.max(dim=1)
     summed = probs.scatter(1, predictions[:, None], 0).sum(dim=1)
-    # Elsewhere, the difference is used, so that equal confidences have equal error probabilities.
+    # For lower confidences, use the difference, so that equal confidences give equal results.
     return torch.where(confidences > _NEAR_ONE, summed, 1 - confidences)
 
 
 def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "*n"]:
-    """Return indices of equal intervals `[lower, upper)` of [0, 1]; the last one includes 1."""
+    """Return the index of each value's bin. Bins divide [0, 1] equally; the last one includes 1."""
     edges = torch.linspace(0, 1, num_bins + 1, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, edges, right=True).sub(1).clamp(0, num_bins - 1)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of metrics, before anything is computed."""
+"""Checks of the arguments of metrics, which run before anything is computed."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace_debias.system.checks import real
 
 _ROW_SUM_TOLERANCE = 1e-4
-"""The largest allowed difference from 1 of the sum of a row of float32 or float64 probabilities."""
+"""How far the sum of a row of float32 or float64 probabilities may differ from 1."""
 
 
 def check_probs(
@@ -17,9 +17,9 @@ def check_probs(
 ) -> Float[Tensor, "n classes"]:
     """Check probabilities, and convert them to the shape `[n, classes]` and at least float32.
 
-    Rows whose sum differs from 1 only by rounding are not changed, unless they are in half
-    precision. The rounding errors of half precision are large, so these rows are divided by their
-    sums. Entries that exceed 1 only by rounding are set to 1.
+    Rows whose sum differs from 1 only by rounding are left as they are. In half precision, however,
+    rounding errors are large, so the rows are divided by their sums. Entries that exceed 1 only by
+    rounding are set to 1.
     """
     _check_numbers(probs, name)
     if probs.ndim not in (1, 2):
@@ -93,7 +93,7 @@ def check_classification(
 
 
 def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
-    """Check the scores of examples; infinity is allowed, because only their order matters."""
+    """Check the scores of examples. They may be infinite, because only their order matters."""
     _check_numbers(scores, name)
     if scores.ndim != 1:
         raise ValueError(
@@ -108,7 +108,7 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
 
 
 def check_score_pair(scores_id: Float[Tensor, " n"], scores_ood: Float[Tensor, " m"]) -> None:
-    """Check the scores of ID and of OOD examples, which may differ in number."""
+    """Check the scores of ID and OOD examples, whose numbers may differ."""
     check_scores(scores_id, "scores_id")
     check_scores(scores_ood, "scores_ood")
     check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
@@ -135,7 +135,7 @@ def check_tensor(values: object, name: str) -> None:
 
 
 def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
-    """Require a floating-point tensor with at least one entry."""
+    """Raise an error unless an argument is a floating-point tensor with at least one entry."""
     check_tensor(values, name)
     if not values.is_floating_point():
         raise ValueError(
@@ -167,6 +167,6 @@ def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
 
 
 def check_level(level: float) -> None:
-    """Check the level of an interval."""
+    """Check that the level of an interval is between 0 and 1."""
     if not 0 < real(level, "level") < 1:
         raise ValueError(f"`level` is {level}. Pass a fraction between 0 and 1, for example 0.95.")

@@ -1,7 +1,7 @@
-"""Metrics of predicted class probabilities: accuracy, NLL, Brier score, over-confidence.
+"""Metrics of predicted class probabilities: accuracy, NLL, Brier score and over-confidence.
 
-Every function takes class indices `[n]` and probabilities `[n, classes]`, or `[n]` of class 1 of a
-binary problem. It returns a scalar tensor on their device, or the value of each example if
+All functions expect class indices `[n]` and probabilities `[n, classes]`, or `[n]` for class 1 of a
+binary problem. They return a scalar tensor on the same device, or one value per example if
 `reduction="none"`. Half-precision inputs are converted to float32.
 """
 
@@ -25,7 +25,7 @@ def accuracy(
 ) -> Float[Tensor, "..."]:
     """Compute the fraction of examples whose most probable class is the label.
 
-    If several classes are most probable, the class that `Tensor.argmax` returns is used.
+    If several classes are equally probable, the prediction is the one that `Tensor.argmax` returns.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -49,15 +49,15 @@ def nll(
 ) -> Float[Tensor, "..."]:
     """Compute the mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
-    A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
-    in float32), so one certain mistake gives a large value instead of infinity. Arguments and
-    errors are the same as for `accuracy`.
+    A probability of zero is replaced by the smallest normal number of the dtype (`finfo.tiny`, 87.3
+    nats in float32). Therefore, a single mistake with a confidence of 1 gives a large value instead
+    of infinity. Arguments and errors are the same as for `accuracy`.
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
     log_probs = likelihoods.clamp(min=finfo(probs.dtype).tiny).log()[:, 0]
-    # Take the mean before the negation. Negation does not round, and the order of the terms in
-    # memory does not change.
+    # Negate after taking the mean. Negation does not round, and this preserves the order of the
+    # terms in memory.
     return -reduce_examples(log_probs, reduction)
 
 
@@ -69,8 +69,9 @@ def brier(
 ) -> Float[Tensor, "..."]:
     """Compute the Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`.
 
-    This is Brier's own definition, between 0 and 2. The common binary definition, the squared error
-    of class 1 only, is half of this value. Arguments and errors are the same as for `accuracy`.
+    This is Brier's original definition, which lies between 0 and 2. The common definition for
+    binary problems, the squared error for class 1 only, is half of it. Arguments and errors are the
+    same as for `accuracy`.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,
@@ -88,9 +89,9 @@ def overconfidence(
 ) -> Float[Tensor, "..."]:
     """Compute the mean confidence minus the accuracy.
 
-    The difference is `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`. It is positive if the
-    network is more confident than accurate. In a binary problem, the confidence is the probability
-    of the more probable class. The result is float64. Arguments and errors are the same as for
+    The difference is `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`. A positive value means
+    that the network is over-confident. In a binary problem, the confidence is the probability of
+    the more probable class. The result is float64. Arguments and errors are the same as for
     `accuracy`.
     """
     confidences, right = confidence_and_right(probs, labels)
@@ -98,7 +99,7 @@ def overconfidence(
 
 
 def reduce_examples(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
-    """Return the mean of the examples' values, or the values unchanged."""
+    """Return the mean of the values, or the values unchanged if `reduction` is `"none"`."""
     if reduction not in ("mean", "none"):
         raise ValueError(f'`reduction` is {reduction!r}. Use "mean" or "none".')
     return values.mean() if reduction == "mean" else values

@@ -1,4 +1,4 @@
-"""The definition of every metric: its name, its unit and its statistic."""
+"""The definitions of all metrics: their names, units and statistics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ from laplace_debias.metrics.statistics import Area, Mean, MeanShare, Proportion,
 
 
 def proportion_statistic(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
-    """Build the statistic of a function whose value is the fraction of examples with a property."""
+    """Build the statistic of a metric that is the fraction of examples with a property."""
     return lambda probs, labels: Proportion(
         function(probs, labels).item(), function(probs, labels, reduction="none")
     )
@@ -51,19 +51,19 @@ def proportion_statistic(function: Callable[..., Tensor]) -> Callable[[Tensor, T
 def mean_statistic(
     function: Callable[..., Tensor], **options: Any
 ) -> Callable[[Tensor, Tensor], Statistic]:
-    """Build the statistic of a function whose value is the mean over examples."""
+    """Build the statistic of a metric that is a mean over examples."""
     return lambda probs, labels: Mean(
         function(probs, labels).item(), function(probs, labels, reduction="none"), **options
     )
 
 
 def without_interval(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
-    """Build the statistic of a function for which no interval of nominal coverage is known."""
+    """Build the statistic of a metric for which no interval with nominal coverage is known."""
     return lambda probs, labels: Statistic(function(probs, labels).item(), labels)
 
 
 def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
-    """Compute `aurc`, which is, to first order, a mean over the examples.
+    """Compute `aurc` and its influences; to first order, it is a mean over the examples.
 
     Let R be the risk and S the coverage at each example's confidence. The influence of an example
     with error e on `E[R]` is R plus the mean of `(e - R)/S` over the examples that are at most as
@@ -75,14 +75,14 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     order = error_probabilities.argsort()
     risks = risk_coverage_curve(probs, labels).risk
     answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
-    # Each sum is over the less confident examples and the example itself.
+    # Sum over the example itself and all less confident examples.
     error_weights = (1 / answered).flip(0).cumsum(0).flip(0)
     offsets = risks - (risks / answered).flip(0).cumsum(0).flip(0)
 
     def by_example(by_confidence: Tensor) -> Tensor:
         values = torch.empty_like(by_confidence)
         values[order] = by_confidence
-        # Equally confident examples are exchangeable, so their values are averaged.
+        # Average the values of equally confident examples, because these examples are exchangeable.
         return mean_of_equals(error_probabilities, values)
 
     influence = by_example(offsets) + (1 - right) * by_example(error_weights)
@@ -188,9 +188,10 @@ CLASSIFICATION_METRICS = (
 
 
 def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> Statistic:
-    """Build a statistic of `n · labels` binary problems, where only the examples are random draws.
+    """Reduce a statistic of `n · labels` binary problems to one value per example.
 
-    `num_terms` is the number of labels if the metric is their sum, and 1 if it is their mean.
+    Only the examples, and not their labels, are independent draws. `num_terms` is the number of
+    labels if the metric is a sum over them, and 1 if it is a mean.
     """
     influence = statistic.influence.view(shape)
     if isinstance(statistic, Proportion):
@@ -208,7 +209,7 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
 
 
 def _exact_match_statistic(probs: Tensor, labels: Tensor) -> Statistic:
-    # torchmetrics is imported here, because the import takes seconds.
+    # Import torchmetrics only here, because its import takes seconds.
     from torchmetrics.functional.classification import multilabel_exact_match
 
     hits = accuracy(probs.flatten(), labels.flatten(), reduction="none").view(probs.shape)
@@ -229,7 +230,7 @@ EXACT_MATCH = Metric(
 
 
 def _auroc_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
-    """Compute `auroc` with DeLong's placement values.
+    """Compute `auroc` and its influences, which are DeLong's placement values.
 
     Reference:
         DeLong, DeLong, Clarke-Pearson. Comparing the areas under two or more correlated receiver
@@ -253,12 +254,12 @@ def _aupr_in_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
 def _average_precision_influences(
     positive: Tensor, negative: Tensor
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"]]:
-    """Compute the influence of positive and of negative examples on the mean precision.
+    """Compute the influence of each positive and negative example on the average precision.
 
     Let A and B be the fractions of positive and negative examples at or above a threshold, and λ
     the number of negative examples per positive example. The precision is `A / (A + λB)`. A
-    positive example adds the precision at its own score. Every example also changes A or B, and
-    therefore the precision at all scores below its own score.
+    positive example contributes the precision at its own score. In addition, every example changes
+    A or B, and therefore the precision at all scores below its own.
     """
     ratio = len(negative) / len(positive)
     at_least = 1 - _share_below(positive, positive)
@@ -274,9 +275,9 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """Compute `fpr95` with its influence function.
 
     An OOD example below the threshold shifts the threshold down by a quantile of 1/n, where n is
-    the number of OOD examples. This shift changes the false alarms along the ROC curve. The slope
-    of the curve is estimated between the thresholds that detect two standard errors more and fewer
-    of the OOD examples.
+    the number of OOD examples. This changes the false-positive rate along the ROC curve. The slope
+    of the curve is estimated between two thresholds, which detect two standard errors more and two
+    standard errors fewer of the OOD examples.
     """
     ordered = scores_ood.sort().values
     m = len(scores_ood)
@@ -296,7 +297,7 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
 def _share_below(
     reference: Float[Tensor, " m"], values: Float[Tensor, " n"], with_equal: bool = False
 ) -> Float[Tensor, " n"]:
-    """Compute the fraction of a set that is less than or equal to each value."""
+    """Compute the fraction of `reference` below, or `with_equal` at or below, each value."""
     counts = torch.searchsorted(reference.sort().values, values.contiguous(), right=with_equal)
     return counts.double() / len(reference)
 
@@ -304,13 +305,13 @@ def _share_below(
 def _share_below_or_tied(
     reference: Float[Tensor, " m"], values: Float[Tensor, " n"]
 ) -> Float[Tensor, " n"]:
-    """Compute the fraction of a set that is less than each value; equal values count half."""
+    """Compute the fraction of `reference` below each value; equal numbers count half."""
     below = _share_below(reference, values)
     return (below + _share_below(reference, values, with_equal=True)) / 2
 
 
 def _sum_up_to(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, " n"]:
-    """For each value, sum the weights whose keys are at most this value."""
+    """For each value, sum the weights of all keys that are at most this value."""
     ordered, order = keys.sort()
     sums = torch.nn.functional.pad(weights[order].cumsum(0), (1, 0))
     return sums[torch.searchsorted(ordered, values.contiguous(), right=True)]
@@ -363,7 +364,7 @@ OOD_METRICS = (
 
 
 def per_example(values: Float[Tensor, "n *outputs"]) -> Float[Tensor, " n"]:
-    """Compute the mean over the outputs of each example."""
+    """Average over the outputs of each example."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values
 
 
@@ -410,7 +411,7 @@ def _coverage_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float)
 
 
 def share_statistic(inside: Float[Tensor, "n *outputs"]) -> Statistic:
-    """Compute the fraction of targets inside their interval; `inside` is 1 for these targets."""
+    """Build the statistic of the fraction of targets for which `inside` is 1, not 0."""
     if inside.numel() == len(inside):
         return Proportion(inside.mean().item(), per_example(inside))
     return MeanShare(inside.mean().item(), per_example(inside))
@@ -513,7 +514,7 @@ MOMENT_METRICS = (
     *(metric for metric in REGRESSION_METRICS if metric.name in _MOMENTS),
     MEAN_ABSOLUTE_ERROR,
 )
-"""Metrics of numbers that need only the predictive mean and standard deviation."""
+"""Metrics of predicted numbers that need only the predictive mean and standard deviation."""
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -525,4 +526,4 @@ METRICS: dict[str, Metric] = {
         *OOD_METRICS,
     )
 }
-"""The metrics, keyed by name and ordered as they are shown."""
+"""All metrics by name, in the order in which they are shown."""

@@ -1,4 +1,4 @@
-"""All metrics of one predictive at once."""
+"""Compute all metrics of one predictive at once."""
 
 from collections.abc import Callable, Mapping
 
@@ -48,10 +48,10 @@ def evaluate(
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
-        ood: The predicted probabilities `[m, classes]` (or `[m]`) of each out-of-distribution set,
-            by the name of the set.
-        log_probs: Log-probabilities of the labels, `[n]`, for the NLL, if they are known more
-            precisely than `probs`.
+        ood: For each out-of-distribution set, by name, the predicted probabilities `[m, classes]`
+            or `[m]`.
+        log_probs: Log-probabilities of the labels, `[n]`. Pass them if they are more precise than
+            `probs`; they are used for the NLL.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals.
 
@@ -98,19 +98,18 @@ def evaluate_multilabel(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Evaluate predicted probabilities of independent labels: calibration and OOD detection.
+    """Evaluate predicted probabilities of independent labels: accuracy, calibration, OOD detection.
 
-    Every label of every example is one binary problem. For the intervals, the examples are the
-    random sample, not the single labels. The accuracy is torchmetrics' `multilabel_accuracy` with
-    `average="micro"`.
+    Every label of every example is a binary problem. For the confidence intervals, the examples are
+    treated as independent draws, but not the labels of an example. The accuracy is torchmetrics'
+    `multilabel_accuracy` with `average="micro"`.
 
     Args:
-        probs: The probability that each label applies, `[n, labels]`.
+        probs: Probability that each label applies, `[n, labels]`.
         labels: Whether each label applies, 0 or 1, `[n, labels]`.
-        ood: The predicted probabilities `[m, labels]` of each out-of-distribution set, by the name
-            of the set.
-        log_probs: Log-probabilities of each example's labels, `[n]`, summed over the labels, if
-            they are known more precisely than `probs`.
+        ood: For each out-of-distribution set, by name, the predicted probabilities `[m, labels]`.
+        log_probs: Log-probabilities of the labels, `[n]`, summed over each example's labels. Pass
+            them if they are more precise than `probs`.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals.
 
@@ -169,13 +168,14 @@ def evaluate_regression(
     """Evaluate Gaussian predictions: errors, calibration and OOD detection.
 
     Args:
-        mean: `[n]` or `[n, outputs]`.
-        standard_deviation: Positive, in the same shape, with the noise included.
+        mean: Predicted means, `[n]` or `[n, outputs]`.
+        standard_deviation: Predicted standard deviations, including the noise; positive, and of the
+            same shape.
         targets: Numbers in the same shape.
         ood: The predicted standard deviations of each out-of-distribution set, `[m]` or
             `[m, outputs]`, by the name of the set.
-        log_probs: Log-densities of the targets of each example, `[n]`, if outputs are correlated.
-            Default: the sum over the outputs.
+        log_probs: Joint log-densities of each example's targets, `[n]`. Pass them if outputs are
+            correlated. Default: the sum over the outputs.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals. It is also the level of the predicted
             intervals that `coverage` and `width` measure.
@@ -230,7 +230,7 @@ def evaluate_numbers(
 
     Args:
         mean: Means of the predictive, `[n]` or `[n, outputs]`.
-        standard_deviation: Standard deviations of the predictive, not negative, in the same shape.
+        standard_deviation: Standard deviations of the predictive, at least 0, of the same shape.
         targets: Numbers in the same shape.
         log_probs: Log-probabilities or log-densities of each example's targets, `[n]`.
         ood: The predicted standard deviations of each out-of-distribution set, `[m]` or
@@ -244,11 +244,11 @@ def evaluate_numbers(
             intervals.
 
     Returns:
-        `nll` (nats per example), `rmse` and `bias` as for `evaluate_regression`, also
-        `scaled_error` if every standard deviation is positive, and `mae` (mean absolute error, in
-        units of the targets). With `levels` also `coverage`, and with `interval` also `width`. The
-        score of the OOD metrics of `evaluate`, for each out-of-distribution set, is the mean
-        variance of an example.
+        `nll` (nats per example), `rmse` and `bias` as for `evaluate_regression`, and `mae` (the
+        mean absolute error in the units of the targets). If every standard deviation is positive,
+        there is also `scaled_error`; with `levels`, `coverage`; and with `interval`, `width`. For
+        each out-of-distribution set, there are the OOD metrics of `evaluate`, whose score is an
+        example's mean variance.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -301,13 +301,13 @@ def evaluate_ood(
 ) -> Report:
     """Evaluate OOD detection by an arbitrary score.
 
-    The score must be higher on OOD examples than on ID examples. Such scores are `entropy`,
+    The score should be higher for OOD examples than for ID examples, as it is for `entropy`,
     `max_probability` and the epistemic part of `uncertainty`. Intervals and their level are the
     same as for `evaluate`.
 
     Returns:
-        `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` can compare this report to the report
-        of a different score for the same examples in the same order.
+        `auroc`, `aupr_out`, `aupr_in` and `fpr95`. To compare two scores, pass their reports on the
+        same examples, in the same order, to `compare`.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -320,7 +320,7 @@ def evaluate_ood(
 
 
 def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str, Statistic]:
-    """Compute `auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` for each OOD set."""
+    """Compute the statistics `auroc_<name>`, `aupr_<name>` and so on for each OOD set."""
     statistics: dict[str, Statistic] = {}
     for name, scores in scores_ood.items():
         for metric in OOD_METRICS:
@@ -349,7 +349,7 @@ def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Stat
 def _checked_sets(
     ood: Sets | None, probs: Tensor, check: Callable[[Tensor, str], Tensor], columns: str
 ) -> dict[str, Tensor]:
-    """Check that the OOD sets have the same columns (classes or labels) as the test set."""
+    """Check the OOD sets, which must have the same columns (classes or labels) as the test set."""
     checked = {}
     for name, ood_probs in (ood or {}).items():
         checked[name] = check(ood_probs, f"ood[{name!r}]")

@@ -1,4 +1,4 @@
-"""A number with its confidence interval, and intervals in closed form."""
+"""A number with a confidence interval, and closed-form confidence intervals."""
 
 import math
 
@@ -10,11 +10,11 @@ from torch import Tensor
 class Interval(float):
     """A metric with a confidence interval.
 
-    The object is the metric as a float, in the metric's units. Comparisons and arithmetic use only
-    this value, not the ends.
+    The object is a float, the value of the metric in its units. Comparisons and arithmetic use only
+    this value, not the ends of the interval.
 
     Attributes:
-        value: The metric on all examples.
+        value: The value of the metric.
         low: Lower end of the interval; NaN if it is unknown.
         high: Upper end of the interval; NaN if it is unknown.
     """
@@ -23,7 +23,7 @@ class Interval(float):
     high: float
 
     def __new__(cls, value: float, low: float = math.nan, high: float = math.nan) -> "Interval":
-        """Make a metric with an interval, whose ends are unknown by default."""
+        """Make a metric with an interval; by default, its ends are unknown."""
         interval = super().__new__(cls, value)
         interval.low = float(low)
         interval.high = float(high)
@@ -31,7 +31,7 @@ class Interval(float):
 
     @property
     def value(self) -> float:
-        """The metric as a plain float."""
+        """The value of the metric as a plain float."""
         return float(self)
 
     @property
@@ -45,7 +45,7 @@ class Interval(float):
     def __str__(self) -> str:
         if not self.is_known:
             return f"{self.value:.4g}"
-        # The number of digits is chosen such that the width has two significant digits.
+        # Choose the number of digits such that the width has two significant digits.
         width = self.high - self.low
         digits = 4
         if 0 < width < math.inf:
@@ -54,7 +54,7 @@ class Interval(float):
 
 
 def normal_quantile(level: float) -> float:
-    """Return half the width of an interval in standard errors, such as 1.96 for the level 0.95."""
+    """Return the half-width of a normal interval in standard errors, such as 1.96 for 0.95."""
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
 
 
@@ -69,8 +69,7 @@ def proportion_interval(successes: float, total: int, level: float) -> tuple[flo
     centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half_width = z / (1 + z**2 / total)
     half_width *= math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    # At shares of 0 and 1, one end of the interval is 0 or 1, which rounding errors must not
-    # change.
+    # If no or all examples are successes, one end must be exactly 0 or 1, despite rounding errors.
     low = 0.0 if successes == 0 else centre - half_width
     high = 1.0 if successes == total else centre + half_width
     return max(0.0, low), min(1.0, high)
@@ -79,10 +78,10 @@ def proportion_interval(successes: float, total: int, level: float) -> tuple[flo
 def paired_proportions_interval(
     difference: Float[Tensor, " n"], level: float
 ) -> tuple[float, float]:
-    """Compute an interval for the difference of two probabilities on the same examples.
+    """Compute an interval for the difference of two proportions on the same examples.
 
-    The difference of each example is -1, 0 or 1. The interval is the normal approximation after
-    half an example is added to each of the four cells.
+    The difference for each example is -1, 0 or 1. The interval is the normal approximation after
+    adding half an example to each of the four cells.
 
     Reference:
         Agresti, Min. Simple improved confidence intervals for comparing matched proportions.
@@ -101,16 +100,16 @@ def paired_proportions_interval(
 def mean_interval(
     value: float, influence: Float[Tensor, " n"], level: float
 ) -> tuple[float, float]:
-    """Compute an interval for a mean, to first order at least, corrected for skewness.
+    """Compute a skewness-corrected interval for a metric that is, at least to first order, a mean.
 
-    The interval is Hall's transformation of Student's t. For a skewed quantity, such as the NLL,
-    the mean lies above the t interval more often than below the interval. This interval corrects
-    the asymmetry to second order. It is NaN for fewer than two examples.
+    For a skewed quantity, such as the NLL, the true mean lies above Student's t interval more often
+    than below it. Hall's transformation of the t statistic corrects this asymmetry to second order.
+    For fewer than two examples, the interval is NaN.
 
     Reference:
         Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
     """
-    # SciPy is imported here, because the import takes long.
+    # Import SciPy only here, because its import is slow.
     from scipy.special import stdtrit
 
     n = len(influence)
@@ -139,14 +138,14 @@ def area_interval(
 ) -> tuple[float, float]:
     """Compute an interval for a quantity in [0, 1] by a normal approximation of its logit.
 
-    A value of 0 or 1 has no standard error. Its interval is Wilson's interval for a proportion of 0
-    or 1 in the smaller of the sets.
+    If the value is 0 or 1, the approximation fails, so Wilson's interval for a proportion of 0 or 1
+    in the smaller set is used.
 
     Reference:
         Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,
         section 5.2.4.
     """
-    # The rounding errors of a long sum may lead to a value outside of [0, 1].
+    # Rounding errors of a long sum can make the value leave [0, 1].
     if value <= 0 or value >= 1:
         return proportion_interval(smallest if value >= 1 else 0, smallest, level)
     if math.isnan(standard_error):
@@ -157,5 +156,5 @@ def area_interval(
 
 
 def _sigmoid(x: float) -> float:
-    """Compute the logistic function without overflow."""
+    """Evaluate the logistic function without overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

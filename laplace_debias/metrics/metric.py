@@ -1,4 +1,4 @@
-"""The definition of a metric: its name, its unit, its meaning and its statistic."""
+"""The definition of a metric: its name, unit, meaning and statistic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,19 +20,20 @@ class Metric:
     Attributes:
         name: Name in reports.
         label: Name in tables and on axes.
-        statistic: Computes the metric from probabilities and labels, from scores of ID and OOD
-            examples, or from mean, standard deviation, targets and the level of the interval.
-        better: Whether `lower` or `higher` is better; `level` if the metric should equal the level
-            of the interval that it measures; `ideal` if it should be a certain number (differences
-            are then between the distances from this number, and lower is better); None if no value
-            is better than another.
-        unit: Unit of the values; "" for numbers between 0 and 1.
-        interval: One sentence on what the interval of the metric means.
+        statistic: A function that computes the metric from probabilities and labels, from scores of
+            ID and OOD examples, or from mean, standard deviation, targets and the level of the
+            interval.
+        better: `lower` or `higher`, whichever is better; `level` if the metric should equal the
+            level of the interval that it measures; `ideal` if it should be a certain number
+            (differences are then between the distances from this number, and lower is better); None
+            if no value is better than another.
+        unit: Unit of the values; "" if they have no unit.
+        interval: One sentence on what the confidence interval of the metric means.
         meaning: One sentence on what the metric measures.
-        is_main: Whether the first table of a report contains the metric. A table of all metrics
-            always contains it.
-        over_labels: Whether the metric is also reported for several labels per example, as the mean
-            or the sum over an example's labels; None if it is not reported.
+        is_main: Whether the main table of a report contains the metric. The table of all metrics
+            always does.
+        over_labels: If the metric is also reported for several labels per example, whether it is
+            the mean or the sum over an example's labels; None if it is not reported.
     """
 
     name: str

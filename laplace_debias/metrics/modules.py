@@ -1,15 +1,16 @@
-"""The metrics as torchmetrics classes, which accumulate over batches and processes.
+"""The metrics as torchmetrics classes, which accumulate examples over batches and processes.
 
-Import a class from this module, as in `from laplace_debias.metrics.modules import NLL`. The module
-is separate from the other metrics, because torchmetrics takes seconds to import. `update` takes a
-batch of the arguments of the function after which the class is named, such as `low`, `high` and
-`targets` for `IntervalCoverage`. The classes of OOD detection take the scores of a batch, and 1 for
-each OOD example and 0 for all other examples. `compute` returns the function's value on all
-examples of all processes. The classes can be logged in Lightning like any metric of torchmetrics.
-`torchmetrics.regression.MeanSquaredError(squared=False)` is the root mean squared error.
+Import a class from this module, as in `from laplace_debias.metrics.modules import NLL`. It is
+separate from the other metrics, because torchmetrics takes seconds to import. Each class is named
+after a function. Its `update` method expects a batch of the arguments of this function, such as
+`low`, `high` and `targets` for `IntervalCoverage`. For OOD detection, it expects the scores of a
+batch, and labels: 1 for each OOD example and 0 for all others. `compute` returns the value of the
+function on all examples of all processes. In Lightning, the classes can be logged like any
+torchmetrics metric. For the root mean squared error, use
+`torchmetrics.regression.MeanSquaredError(squared=False)`.
 
-All classes store their inputs. For example, the metrics of probabilities need 4 · (classes + 2)
-bytes per example in float32.
+All classes store the inputs of `update`. Metrics of probabilities, for example, need 4 · (classes +
+2) bytes per example in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,12 +53,12 @@ __all__ = [
 
 
 class _BatchedMetric(Metric):
-    """A metric that is a function of the tensors of all batches.
+    """A metric that is computed from the stored tensors of all batches.
 
     Attributes:
-        _function: The metric as a function of these tensors.
+        _function: The function that computes the metric from these tensors.
         _num_inputs: The number of these tensors.
-        _option_defaults: Options of the function, by name.
+        _option_defaults: Default values of the function's options, by name.
     """
 
     is_differentiable = False
@@ -95,7 +96,7 @@ class _ProbabilityMetric(_BatchedMetric):
     _num_inputs = 2
 
     def update(self, probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> None:
-        """Add a batch: probabilities `[n, classes]`, or `[n]` of class 1, and class indices."""
+        """Add a batch of probabilities `[n, classes]` (or `[n]` of class 1) and class indices."""
         check_classification(probs, labels)
         self._add(probs, labels)
 
@@ -119,7 +120,7 @@ class _ScoreMetric(_BatchedMetric):
         self._add(scores, is_ood)
 
     def forward(self, *batch: Tensor, **named: Tensor) -> Float[Tensor, ""]:
-        """Add a batch and return its value, which is NaN if the batch lacks ID or OOD examples."""
+        """Add a batch and return the metric on it, or NaN if it lacks ID or OOD examples."""
         self._is_in_forward = True
         try:
             return super().forward(*batch, **named)
@@ -138,7 +139,7 @@ class _GaussianMetric(_BatchedMetric):
     _num_inputs = 3
 
     def update(self, mean: Real, standard_deviation: Real, targets: Real) -> None:
-        """Add a batch of Gaussian predictions, which include the noise, and their targets."""
+        """Add a batch of Gaussian predictions (including the noise) and their targets."""
         check_gaussian(mean, standard_deviation, targets)
         self._add(mean, standard_deviation, targets)
 
@@ -165,7 +166,7 @@ class _TransformMetric(_BatchedMetric):
     _num_inputs = 1
 
     def update(self, pit: Real) -> None:
-        """Add a batch of probability integral transforms, such as the result of `gaussian_pit`."""
+        """Add a batch of probability integral transforms, such as those of `gaussian_pit`."""
         check_pit(pit)
         self._add(pit)
 
@@ -177,7 +178,7 @@ def _metric_class(
     function: Callable[..., Tensor],
     **defaults: int,
 ) -> Any:
-    """Make the class that computes a metric of `METRICS` over batches."""
+    """Make the torchmetrics class for one of the `METRICS`."""
     definition = METRICS[metric]
     return type(
         name,

@@ -1,7 +1,8 @@
-"""Detection of out-of-distribution (OOD) examples among in-distribution (ID) ones by a score.
+"""Metrics of how well a score separates out-of-distribution from in-distribution examples.
 
-ID is the negative class (0), and OOD is the positive class (1). A good score, such as the entropy
-of the predictive, is higher on OOD examples. Only the order of the scores matters.
+In-distribution (ID) is the negative class (0), out-of-distribution (OOD) the positive class (1). A
+good score, such as the entropy of the predictive, is higher for OOD examples; only the order of the
+scores matters.
 """
 
 import torch
@@ -25,7 +26,7 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
 
 
 def label_entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
-    """Compute the entropy of each example in nats, summed over its independent labels."""
+    """Compute the total entropy of each example's independent labels, in nats."""
     return entropy(probs.flatten()).view(probs.shape).sum(1)
 
 
@@ -34,8 +35,8 @@ def auroc(
 ) -> Float[Tensor, ""]:
     """Compute the area under the ROC curve of OOD detection (AUROC).
 
-    The AUROC is the probability that an OOD example has a higher score than an ID example, where
-    ties count half. A score without information has an AUROC of 0.5.
+    The AUROC is the probability that a random OOD example has a higher score than a random ID
+    example; ties count half. An uninformative score has an AUROC of 0.5.
 
     Raises:
         TypeError: If an argument is not a tensor.
@@ -51,7 +52,7 @@ def auroc(
     ranks_ood = ranks[target == 1]
     num_below = torch.searchsorted(ranks_id, ranks_ood)
     num_below_or_tied = torch.searchsorted(ranks_id, ranks_ood, right=True)
-    # Compute in float64, so that perfect detection is exactly 1.
+    # Divide in float64, so that the result of perfect detection is exactly 1.
     num_pairs = len(ranks_id) * len(ranks_ood)
     share = (num_below + num_below_or_tied).sum().double() / (2 * num_pairs)
     return share.to(torch.get_default_dtype())
@@ -62,9 +63,9 @@ def aupr(
 ) -> Float[Tensor, ""]:
     """Compute the average precision (AUPR) with the OOD examples as positives.
 
-    The AUPR is `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
-    without information, it is the fraction of OOD examples, so compare only sets of equal sizes.
-    Scores and errors are the same as for `auroc`.
+    The AUPR is `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For an
+    uninformative score, it equals the fraction of OOD examples, so compare it only between sets of
+    equal sizes. Scores and errors are the same as for `auroc`.
     """
     ranks, target = _ranks_and_labels(scores_id, scores_ood)
     return _average_precision(ranks, target)
@@ -75,9 +76,9 @@ def aupr_in(
 ) -> Float[Tensor, ""]:
     """Compute the average precision (AUPR) with the ID examples as positives.
 
-    It is `aupr` with the two sets exchanged and the order of the scores reversed. For a score
-    without information, it is the fraction of ID examples. Scores and errors are the same as for
-    `auroc`.
+    It is `aupr` with the two sets exchanged and the order of the scores reversed. For an
+    uninformative score, it equals the fraction of ID examples. Scores and errors are the same as
+    for `auroc`.
     """
     ranks, target = _ranks_and_labels(scores_id, scores_ood)
     return _average_precision(1 - ranks, 1 - target)
@@ -86,11 +87,11 @@ def aupr_in(
 def fpr95(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
-    """Compute the false-positive rate at which 95 % of the OOD examples are detected.
+    """Compute the false-positive rate at the threshold that detects 95 % of the OOD examples.
 
-    The FPR95 is the fraction of ID examples that are taken for OOD. OOD is the positive class, as
-    in the reference. Some papers take ID as the positive class, which gives a different number.
-    Scores and errors are the same as for `auroc`.
+    The FPR95 is the fraction of ID examples that are mistaken for OOD at this threshold. OOD is the
+    positive class, as in the reference. In some papers, ID is the positive class, which gives a
+    different number. Scores and errors are the same as for `auroc`.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.
@@ -120,8 +121,8 @@ def _ranks_and_labels(
 ) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
     """Return scores as ranks in [0, 1], and labels: 1 for OOD examples and 0 for ID examples.
 
-    Ranks preserve the order and the ties exactly. torchmetrics would take scores outside of [0, 1]
-    for logits, and the sigmoid would make large scores equal.
+    Ranks preserve order and ties exactly. torchmetrics would mistake scores outside of [0, 1] for
+    logits, and its sigmoid would make all large scores equal.
     """
     check_score_pair(scores_id, scores_ood)
     if torch.finfo(torch.get_default_dtype()).bits < 32:

@@ -1,8 +1,8 @@
-"""Metrics of Gaussian predictives of real numbers, and their intervals.
+"""Metrics of Gaussian predictions of real numbers, and of intervals and quantiles.
 
-Targets are `[n]` or `[n, outputs]`. A predictive is given by its mean and its standard deviation,
-both in the shape of the targets; the standard deviation includes the noise. Functions return a
-scalar over all targets, or one value per target if `reduction="none"`. Half-precision inputs are
+Targets are `[n]` or `[n, outputs]`. A Gaussian predictive is given by its mean and its standard
+deviation, which includes the noise; both have the shape of the targets. Functions return a scalar,
+the mean over all targets, or one value per target if `reduction="none"`. Half-precision inputs are
 converted to float32.
 """
 
@@ -25,8 +25,8 @@ def gaussian_nll(
 ) -> Float[Tensor, "..."]:
     """Compute the negative log-density of a Gaussian predictive distribution, in nats.
 
-    It is `½ log(2πσ²) + (y - μ)²/(2σ²)`. For several outputs, the mean over outputs is returned,
-    not the sum.
+    It is `½ log(2πσ²) + (y - μ)²/(2σ²)`. If there are several outputs, it is averaged over them,
+    not summed.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -67,8 +67,8 @@ def crps(
 ) -> Float[Tensor, "..."]:
     """Compute the continuous ranked probability score (CRPS) of Gaussian predictions.
 
-    `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0,
-    the CRPS is the absolute error. It has the units of the targets. Arguments and errors are the
+    The CRPS is `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`,
+    in the units of the targets. For σ → 0, it is the absolute error. Arguments and errors are the
     same as for `gaussian_nll`.
 
     Reference:
@@ -86,7 +86,7 @@ def crps(
 def gaussian_interval(
     mean: Real, standard_deviation: Real, level: float = 0.95
 ) -> tuple[Real, Real]:
-    """Compute the ends of central intervals of a Gaussian predictive distribution.
+    """Compute the lower and upper ends of central intervals of a Gaussian predictive distribution.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -110,7 +110,8 @@ def interval_coverage(
 ) -> Float[Tensor, "..."]:
     """Compute the fraction of targets within their intervals.
 
-    Each interval includes its ends. Compare the fraction with the level of the intervals.
+    Each interval includes its ends. If the predictive is calibrated, the fraction is close to the
+    level of the intervals.
 
     Args:
         low: Lower ends, `[n]` or `[n, outputs]`.
@@ -131,8 +132,8 @@ def interval_coverage(
 def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
     """Compute the mean width of intervals, in the units of the targets.
 
-    If two predictives have the same coverage, the one with the narrower intervals is better.
-    Arguments and errors are the same as for `interval_coverage`.
+    Of two predictives with the same coverage, the better one has narrower intervals. Arguments and
+    errors are the same as for `interval_coverage`.
     """
     check_intervals(low, high)
     low, high = _at_least_float32(low, high)
@@ -145,14 +146,15 @@ def interval_score(
     r"""Compute Winkler's interval score: the width, plus a penalty if the target is outside.
 
     $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
-    with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the
-    true distribution has the lowest mean score.
+
+    with α = 1 − `level`, in the units of the targets. The score is proper: it is lowest on average
+    for the central interval of the true distribution.
 
     Args:
         low: Lower ends, `[n]` or `[n, outputs]`.
         high: Upper ends, of the same shape.
         targets: Numbers in the same shape.
-        level: The intervals' probability, between 0 and 1.
+        level: The nominal probability of the intervals, between 0 and 1.
         reduction: `"mean"`, or `"none"` for a value per target.
 
     Raises:
@@ -177,8 +179,9 @@ def pinball(
     r"""Compute the pinball loss of a predicted quantile.
 
     $$\max(p\,(y - q),\ (p - 1)(y - q))$$
-    in the units of the targets. It is proper: the p-quantile of the true distribution has the
-    lowest mean loss.
+
+    in the units of the targets. The loss is proper: it is lowest on average for the p-quantile of
+    the true distribution.
 
     Args:
         quantile: The predicted quantile q of each target, `[n]` or `[n, outputs]`.
@@ -204,8 +207,8 @@ def pinball(
 def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
     """Compute the probability integral transform (PIT) `Φ((y - μ)/σ)` of each target.
 
-    It is uniform between 0 and 1 if the predictive is calibrated. Arguments and errors are the same
-    as for `gaussian_nll`.
+    If the predictive is calibrated, the transforms are distributed uniformly between 0 and 1.
+    Arguments and errors are the same as for `gaussian_nll`.
     """
     check_gaussian(mean, standard_deviation, targets)
     mean, standard_deviation, targets = _at_least_float32(mean, standard_deviation, targets)
@@ -219,8 +222,8 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
     levels p.
 
     Args:
-        pit: Probability integral transform of each target, in [0, 1], by `gaussian_pit` or by the
-            distribution function of a different predictive.
+        pit: Probability integral transform of each target, in [0, 1], computed by `gaussian_pit` or
+            by the distribution function of any other predictive.
         num_levels: K, the number of levels, which are `1/(K+1) … K/(K+1)`.
 
     Raises:
@@ -229,7 +232,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
 
     Reference:
         Kuleshov, Fenner, Ermon. Accurate uncertainties for deep learning using calibrated
-        regression. ICML, 2018, section 3.5; absolute values instead of squares.
+        regression. ICML, 2018, section 3.5 (with squares instead of absolute values).
     """
     whole(num_levels, "num_levels")
     check_pit(pit)
@@ -278,5 +281,5 @@ def check_pit(pit: Real) -> None:
 
 
 def _at_least_float32(*tensors: Real) -> tuple[Real, ...]:
-    """Convert half precision, in which squares may overflow and means are rounded, to float32."""
+    """Convert half precision to float32, to avoid overflow of squares and rounding of means."""
     return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)

@@ -1,4 +1,4 @@
-"""A table of metrics with their intervals, and the paired comparison of two such tables."""
+"""Reports, which are tables of metrics with intervals, and the paired comparison of two reports."""
 
 import math
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Report(dict[str, Interval]):
     """A mapping from names to metrics, each with its confidence interval.
 
-    A report stores the contribution of each example for use in `compare`. A copy as a plain `dict`
-    or as JSON contains only the numbers.
+    A report also stores the contribution of each example, which `compare` needs. A plain `dict` or
+    JSON copy contains only the numbers.
 
     Attributes:
         level: Nominal coverage of the intervals.
@@ -55,7 +55,7 @@ class Report(dict[str, Interval]):
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a list for JSON that contains one dictionary per metric."""
+        """Return one dictionary per metric, in a list that can be converted to JSON."""
         return [
             {
                 "metric": name,
@@ -67,7 +67,7 @@ class Report(dict[str, Interval]):
         ]
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """Return the header and a line for each metric."""
+        """Return the cells of the table: the header, and a line for each metric."""
         width = 4 if any(metric.is_known for metric in self.values()) else 2
         lines: list[tuple[str, ...]] = [("metric", "value", "low", "high")[:width]]
         for name, metric in self.items():
@@ -90,7 +90,7 @@ def report_of(
     level: float = 0.95,
     intervals: bool = True,
 ) -> Report:
-    """Build the report that contains the given statistics."""
+    """Build a report from statistics, with or without intervals."""
     check_level(level)
     values = {
         name: statistic.interval(level) if intervals else Interval(statistic.value)
@@ -100,12 +100,12 @@ def report_of(
 
 
 def compare(a: Report, b: Report) -> Report:
-    """Compare two reports by the paired differences a − b of their metrics.
+    """Compare two methods by the paired differences a − b between the metrics of their reports.
 
-    Both methods predict the same easy and hard examples, so the difference is known more precisely
-    than either metric. The interval of the difference may exclude 0 although the intervals of the
-    two metrics overlap. If a metric should be a certain number (`overconfidence` and `bias` 0,
-    `scaled_error` 1), the difference is between the distances from this number.
+    Both methods predict the same easy and hard examples, so their difference is known more
+    precisely than either metric: its interval can exclude 0 even if the intervals of the two
+    metrics overlap. If a metric has an ideal value (0 for `overconfidence` and `bias`, 1 for
+    `scaled_error`), the difference is that of the distances from this value.
 
     Args:
         a: The report of one method.

@@ -1,4 +1,4 @@
-"""Selective prediction: the risk if the network answers only when it is confident."""
+"""Selective prediction: the error rate if the network answers only when it is confident."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class RiskCoverageCurve(NamedTuple):
     """The error rate among the most confident examples as a function of the coverage.
 
     Attributes:
-        coverage: Fractions of the examples that are answered, `[n]`: 1/n, 2/n … 1.
+        coverage: Fraction of the examples that the network answers, `[n]`: 1/n, 2/n … 1.
         risk: The error rate among the answered examples, `[n]`.
     """
 
@@ -25,12 +25,12 @@ class RiskCoverageCurve(NamedTuple):
 def risk_coverage_curve(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> RiskCoverageCurve:
-    """Compute the error rate among the most confident examples for every coverage.
+    """Compute the error rate among the most confident examples, for every coverage.
 
-    Examples are ordered by the summed probability of all classes except the most probable one,
-    because this sum is more precise than the confidence if the confidence is near 1. The error of
-    each example is replaced by the mean error of all equally confident examples, which is the
-    expectation over random orders.
+    Examples are ordered by the total probability of all classes but the most probable one, which is
+    more precise than the confidence if the confidence is near 1. Each example's error is replaced
+    by the mean error of all equally confident examples, which is the expectation if ties are broken
+    at random.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -54,7 +54,7 @@ def risk_coverage_curve(
 def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
     """Compute the area under the risk-coverage curve (AURC).
 
-    The AURC is the mean error rate over all coverages. It is small if the accuracy is high and if
+    The AURC is the mean error rate over all coverages. It is small if the accuracy is high and
     mistakes have a low confidence. Arguments and errors are the same as for `risk_coverage_curve`.
 
     Reference:
@@ -65,7 +65,7 @@ def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> F
 
 
 def mean_of_equals(keys: Float[Tensor, " n"], values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Compute, for each example, the mean value of all examples with the same key."""
+    """Replace each example's value by the mean value of all examples with the same key."""
     _, index, counts = keys.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
     return (sums.index_add_(0, index, values) / counts)[index]

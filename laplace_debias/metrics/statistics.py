@@ -1,8 +1,8 @@
-"""A metric of a set of predictions: its value, its interval, and its difference to a reference.
+"""A metric of a set of predictions, its confidence interval, and its difference from a reference.
 
-The kind of interval depends on the metric, which is a proportion, a mean (to first order), or an
-area under a curve. Some metrics have no interval, because no interval with nominal coverage is
-known for them.
+The kind of interval depends on whether the metric is a proportion, a mean (at least to first order)
+or an area under a curve. Some metrics have no interval, because none with nominal coverage is
+known.
 """
 
 import math
@@ -25,12 +25,12 @@ from laplace_debias.metrics.intervals import (
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """A metric of a set of predictions, without an interval.
+    """A metric of a set of predictions that has no interval; the base class of the others.
 
     Attributes:
         value: The metric.
-        influence: How much each example contributes, `[n]`. Only the length is used if there is no
-            interval.
+        influence: The contribution of each example to the metric, `[n]`. If there is no interval,
+            only the length is used.
     """
 
     value: float
@@ -52,7 +52,7 @@ class Statistic:
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The fraction of examples with a property; their `influence` is 1, all others have 0."""
+    """The fraction of examples with a property, for which `influence` is 1, otherwise 0."""
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
@@ -73,9 +73,10 @@ class Mean(Statistic):
     Attributes:
         lowest: A lower bound of the metric.
         highest: An upper bound of the metric.
-        squared: Whether `influence` belongs to the metric's square, as for a root mean square.
-        ideal: Best value of the metric, if neither lower nor higher is better. Differences are then
-            between the distances from this value.
+        squared: Whether the metric is the root of the mean of `influence`, as for a root mean
+            square.
+        ideal: Best value of the metric, if neither lower nor higher is always better. Differences
+            are then those between the distances from this value.
     """
 
     lowest: float = -math.inf
@@ -87,7 +88,7 @@ class Mean(Statistic):
         """The value with its confidence interval."""
         if self.squared:
             low, high = mean_interval(self.value**2, self.influence, level)
-            # NaN has to be the first argument, because `max` then returns it.
+            # Pass `low` and `high` first, because `max` then returns them if they are NaN.
             return Interval(self.value, math.sqrt(max(low, 0.0)), math.sqrt(max(high, 0.0)))
         low, high = mean_interval(self.value, self.influence, level)
         return Interval(self.value, max(low, self.lowest), min(high, self.highest))
@@ -101,7 +102,7 @@ class Mean(Statistic):
         return Interval(difference, low, high)
 
     def _distance(self) -> tuple[float, Float[Tensor, " n"]]:
-        """Return the value, or its distance from the ideal, and each example's influence on it."""
+        """Return the value, or its distance from `ideal`, and each example's influence on it."""
         slope = 1.0
         if self.squared:
             slope = 1 / max(2 * self.value, torch.finfo(torch.float64).tiny)
@@ -114,7 +115,7 @@ class Mean(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class MeanShare(Mean):
-    """The mean of a share of each example, such as the fraction of its labels that are right."""
+    """The mean of a fraction per example, such as the fraction of its labels that are right."""
 
     lowest: float = 0
     highest: float = 1
@@ -123,14 +124,14 @@ class MeanShare(Mean):
         """The value with its confidence interval."""
         if self.value not in (0, 1):
             return super().interval(level)
-        # All examples have the same share, 0 or 1, so the mean is a proportion.
+        # All examples have the same fraction, 0 or 1, so the mean is a proportion.
         n = len(self.influence)
         return Interval(self.value, *proportion_interval(self.value * n, n, level))
 
 
 @dataclass(frozen=True, eq=False)
 class Area(Statistic):
-    """A quantity in [0, 1] of two sets of examples; `influence` is for the first set."""
+    """A quantity in [0, 1] that depends on ID examples (`influence`) and OOD examples."""
 
     influence_ood: Float[Tensor, " m"]
 

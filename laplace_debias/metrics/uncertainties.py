@@ -1,7 +1,7 @@
-"""The uncertainty of a predictive, and the part that is due to the parameters.
+"""The uncertainty of a predictive, and the part of it that is due to uncertain parameters.
 
-Every score is higher if the predictive is more uncertain, so that it can detect out-of-distribution
-examples; `auroc` and similar metrics take such scores.
+Every score is higher if the predictive is more uncertain, so it can be used to detect
+out-of-distribution examples, and can be passed to `auroc` and similar metrics.
 """
 
 import math
@@ -21,18 +21,18 @@ from laplace_debias.system.shown import one_line
 class Uncertainty:
     """The total, aleatoric and epistemic uncertainty of each example.
 
-    Each of the three has shape `[n]`, or `[n, outputs]` for a regression. For class probabilities,
-    all three are in nats. For a regression, they are variances in squared units of the targets. The
-    object can be unpacked into the three tensors.
+    For class probabilities, the three tensors are entropies in nats, `[n]`. For a regression, they
+    are variances in squared units of the targets, `[n]` or `[n, outputs]`. The object can be
+    unpacked into the three tensors.
 
     Attributes:
         total: The entropy of the predictive, or its variance.
-        aleatoric: Uncertainty that would remain if the parameters were known.
+        aleatoric: The uncertainty that would remain if the parameters were known.
         epistemic: The remaining uncertainty, which more training data would reduce: the mutual
             information of label and parameters (BALD), or the variance of the mean.
-        scores: The available scores `[n]` of class probabilities by name, each of which is higher
+        scores: For class probabilities, the available scores `[n]` by name, each of which is higher
             if the predictive is less certain: `entropy`, `max_probability`, `mutual_information`,
-            `variance`, `instability`, `energy`, `max_logit`.
+            `variance`, `instability`, `energy` and `max_logit`.
     """
 
     total: Float[Tensor, "*n"]
@@ -54,12 +54,13 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
     which is never negative.
 
     Args:
-        probs: Class probabilities of every sample of the parameters, `[S, n, classes]`, or `[S, n]`
-            of class 1.
+        probs: Class probabilities under each of S samples of the parameters, `[S, n, classes]`, or
+            `[S, n]` of class 1.
 
     Raises:
         TypeError: If `probs` is not a tensor.
-        ValueError: If `probs` has a different rank, is empty, or does not contain probabilities.
+        ValueError: If `probs` has the wrong number of dimensions, is empty, or does not contain
+            probabilities.
 
     Reference:
         Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
@@ -81,16 +82,15 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
     checked = check_probs(probs.flatten(0, 1)).unflatten(0, (len(probs), -1))
     total = special.entr(checked.mean(0)).sum(-1)
     aleatoric = special.entr(checked).sum(-1).mean(0)
-    # Entropy is concave, so a difference can be negative only because of rounding.
+    # Entropy is concave, so the difference can be negative only by rounding errors.
     return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))
 
 
 def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
     """Compute one minus the probability of the most probable class.
 
-    The score is higher if the network is less certain. Near 0, it is computed as the sum of the
-    other classes' probabilities, so that confident predictions keep their order in float32.
-    Argument and errors are the same as for `entropy`.
+    Near 0, it is computed as the sum of the other classes' probabilities, so that confident
+    predictions keep their order in float32. Argument and errors are the same as for `entropy`.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
@@ -130,10 +130,10 @@ def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 
 
 def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
-    """Compute the mean variance of the logits after centring them over the classes.
+    """Compute the mean variance of the logits, after removing their common shift.
 
-    The mean variance is `(tr Σ - 1ᵀΣ1 / C) / C`. Adding a constant to all logits does not change
-    the probabilities, so the variance of this common shift is excluded.
+    The result is `(tr Σ - 1ᵀΣ1 / C) / C`. The variance of a shift that all logits share is
+    excluded, because adding a constant to all logits does not change the probabilities.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.
@@ -144,7 +144,7 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
     """
     check_real({"covariance": covariance})
     _check_covariance(covariance, (*covariance.shape[:-2], *2 * covariance.shape[-1:]))
-    # Use float64: a large common part, which is subtracted below, would cost digits in float32.
+    # Use float64, because the subtraction of a large common part would cancel digits in float32.
     sigma = covariance.double()
     mean_variance = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
     return (mean_variance - sigma.mean((-2, -1))).clamp(min=0).to(covariance.dtype)
@@ -156,8 +156,8 @@ def instability(
     """Compute the log-probability that the runner-up outranks the predicted class.
 
     The result is `log Φ(-m / s)`, where m is the margin between the two largest mean logits and s
-    is its standard deviation. It is at most `log ½`. The logarithm also distinguishes between
-    decisions that are all very certain.
+    is its standard deviation. It is at most `log ½`. On the logarithmic scale, even very certain
+    decisions can be distinguished.
 
     Args:
         mean: Mean logits, `[..., C]`, of at least two classes.
@@ -195,12 +195,12 @@ def difference_variances(
     first: Int[Tensor, "*n"],
     second: Int[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """Compute in float64 the variance of the difference of two classes' logits.
+    """Compute the variance of the difference between the logits of two classes, in float64.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.
-        first: A class of each example.
-        second: Another class of each example.
+        first: One class for each example.
+        second: A second class for each example.
     """
     one_hot = nn.functional.one_hot(torch.stack([first, second]), covariance.shape[-1]).double()
     difference = one_hot[0] - one_hot[1]
@@ -218,7 +218,7 @@ def leading_classes(
 def margin_instability(
     means: Float[Tensor, "members *n classes"], variances: Float[Tensor, "members *n"]
 ) -> Float[Tensor, "*n"]:
-    """Compute `instability` of an equal mixture of M Gaussians.
+    """Compute the `instability` of a mixture of M equally weighted Gaussians.
 
     The mean logits of the mixture determine the predicted class and the runner-up. The probability
     is the mean over the members: `log (1/M) Σ_m Φ(-m_m / s_m)`.
@@ -230,7 +230,7 @@ def margin_instability(
     indices = torch.stack(leading_classes(means), -1).expand(*means.shape[:-1], 2)
     leading_means = means.double().gather(-1, indices)
     margins = leading_means[..., 0] - leading_means[..., 1]
-    # A margin of zero is a tie, whatever its variance.
+    # A margin of zero is a tie, even if its variance is zero.
     ratios = torch.where(margins != 0, -margins / variances.clamp(min=0).sqrt(), 0)
     log_probs = special.log_ndtr(ratios)
     return (log_probs.logsumexp(0) - math.log(len(means))).to(means.dtype)
