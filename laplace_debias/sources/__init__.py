@@ -1,4 +1,4 @@
-"""Load any trained network and its data from names and paths."""
+"""Load a trained network and its data, which are given by names and paths."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Data in NumPy archives."""
+"""Data from NumPy archives."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +18,14 @@ _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a `.npz` file by name, without unpickling anything."""
+    """Read the arrays of a `.npz` file, keyed by name, without unpickling anything."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, Mapping):
                 raise ValueError("it contains one array without a name")
             return dict(archive)
-    # If the file is damaged, the readers of zip files and headers may raise errors of any type, so
-    # every exception is caught.
+    # Catch every exception, because the readers of zip files and headers may raise errors of any
+    # type if the file is damaged.
     except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(
@@ -41,9 +41,10 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
 def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     """Read the splits of a `.npz` file.
 
-    The arrays are `x_train`, `y_train`, `x_test`, `y_test` and, optionally, `x_val` and `y_val`; or
-    `x` and `y`, which are split by the seed. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]`
-    are images, which are normalised by mean and std. Floats are not changed.
+    The file must contain `x_train`, `y_train`, `x_test`, `y_test` and, optionally, `x_val` and
+    `y_val`; or `x` and `y`, which are split at random by the seed. Arrays of bytes `[N, C, H, W]`,
+    `[N, H, W, C]` or `[N, H, W]` are images, which are normalised by mean and std. Floats are used
+    as they are.
     """
     arrays = read_archive(path)
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
@@ -95,7 +96,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
 def _separate_splits(
     arrays: Mapping[str, np.ndarray], path: Path
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the inputs and targets of each split, which are arrays of their own."""
+    """Return the inputs and targets of each split from a file with one array per split."""
     splits = ["train", "test"]
     if "x_val" in arrays:
         splits.insert(1, "val")
@@ -111,7 +112,7 @@ def _separate_splits(
 
 
 def _check_lengths(x: np.ndarray, y: np.ndarray, source: str) -> None:
-    """Require as many inputs as targets, and at least one."""
+    """Raise an error unless there are as many inputs as targets, and at least one."""
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
             f"x in {source} has {len(x)} rows, but y has {len(y)}. Use at least one "
@@ -129,7 +130,7 @@ def _examples(
 
 
 def as_inputs(x: np.ndarray, source: str) -> Tensor:
-    """Convert inputs to the network's form; images of bytes stay bytes."""
+    """Convert inputs to a tensor in the network's form; images stored as bytes stay bytes."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         if x.ndim == 3:
             x = x[:, None]
@@ -138,20 +139,20 @@ def as_inputs(x: np.ndarray, source: str) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x))
     check_numbers(x, f"x of {source}")
     if x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2:
-        # Keep whole numbers, because they may be tokens for an embedding.
+        # Keep integers, because they may be tokens for an embedding.
         return torch.from_numpy(x.astype(np.int64))
     return torch.from_numpy(x.astype(np.float32))
 
 
 def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
-    """Return the normalisation of pixels to inputs, or None if the inputs are not images."""
+    """Return the normalisation from pixels to inputs, or None if the inputs are not images."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return Pixels.from_settings(settings) or Pixels()
     if x.ndim != 4 or x.shape[1] not in (1, 3) or x.dtype.kind != "f":
         return None
     if Pixels.from_settings(settings) is not None:
         return Pixels.from_settings(settings)
-    # The values of black and white are unknown, so the smallest and largest value are used.
+    # The values of black and white are unknown, so use the smallest and the largest value.
     first_images = x[:1000]
     low = float(first_images.min())
     high = float(first_images.max())

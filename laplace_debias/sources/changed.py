@@ -1,4 +1,4 @@
-"""Changed test images: corruptions, shuffled patches, drawn digits."""
+"""Images for shifts and OOD sets: corrupted test images, shuffled patches and digits."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +18,9 @@ _GRID = 4
 
 
 class Changed:
-    """Batches whose inputs are changed by a function.
+    """Batches whose inputs are changed by a function when they are read.
 
-    The function takes the inputs and the index of the first example.
+    The function is called with the inputs of a batch and the index of its first example.
     """
 
     def __init__(self, batches: Batches, change: Callable[[Tensor, int], Tensor]) -> None:
@@ -42,8 +42,8 @@ class Changed:
 class Corruption:
     """A corruption of images at a given severity, as in CIFAR-10-C.
 
-    The pixels of an image are corrupted after it was resized for the network. Up to 1 GiB of
-    results is cached, because some corruptions take longer than the network.
+    Images are corrupted after they have been resized for the network. Up to 1 GiB of corrupted
+    images is cached, because some corruptions take longer than the network.
     """
 
     def __init__(self, pixels: Pixels, severity: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class Corruption:
         self._kept: dict[int, UInt8[Tensor, "batch channels height width"]] = {}
 
     def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
-        """Corrupt images; the first image has the index `offset`."""
+        """Corrupt a batch of images, the first of which has the index `offset`."""
         corrupted = self._kept.get(offset)
         if corrupted is None or len(corrupted) != len(x):
             pixels = self._pixels.pixels(x)
@@ -67,9 +67,9 @@ class Corruption:
 def shuffled_patches(
     x: Float[Tensor, "batch channels height width"], offset: int, seed: int
 ) -> Tensor:
-    """Shuffle the 4 × 4 patches of each image.
+    """Divide each image into 4 × 4 patches, and shuffle them.
 
-    The first image has the index `offset`.
+    The first image has the index `offset`; an image's index and the seed determine its permutation.
     """
     height, width = (side // _GRID for side in x.shape[2:])
     if not height or not width:
@@ -77,7 +77,7 @@ def shuffled_patches(
             f"Images of {x.shape[2]} × {x.shape[3]} pixels are too small for 4 × 4 patches. Use "
             "larger images."
         )
-    # Pixels beyond the grid, at the right and at the bottom, are not moved.
+    # Pixels at the right and bottom that do not fit into the grid are not moved.
     inner = x[:, :, : _GRID * height, : _GRID * width]
     patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
     patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
@@ -93,7 +93,7 @@ def shuffled_patches(
 
 
 def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
-    """Draw scikit-learn's 1,797 handwritten digits as images `[C, H, W]`."""
+    """Return scikit-learn's 1,797 handwritten digits, resized to images of shape `[C, H, W]`."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()

@@ -1,9 +1,9 @@
 """Deterministic image corruptions at five severities, after CIFAR-10-C.
 
-The module has thirteen of the benchmark's nineteen kinds, with the severity constants of
-CIFAR-10-C. Lengths are in pixels, whatever the size of the image. There are two differences from
-the published files: `fog` is value noise instead of the diamond-square fractal, and the random
-numbers are different.
+The module implements thirteen of the benchmark's nineteen corruptions, with the severity constants
+of CIFAR-10-C. Lengths are in pixels, independent of the size of the image. The results differ from
+the published files in two ways: `fog` uses value noise instead of the diamond-square fractal, and
+the random numbers are different.
 
 Reference:
     Hendrycks & Dietterich (2019), Benchmarking Neural Network Robustness to Common Corruptions and
@@ -35,11 +35,11 @@ def corrupt(
     seed: int = 0,
     offset: int = 0,
 ) -> UInt8[Tensor, "n channels height width"]:
-    """Corrupt each image by one random kind of corruption, as in the paper.
+    """Corrupt each image by one randomly chosen kind of corruption, as in the paper.
 
-    Image n of the call has the index `offset + n`. Its kind of corruption and its random numbers
-    depend only on this index and on `seed`. The result therefore does not depend on the batch size,
-    and an image is corrupted with the same random numbers at every severity.
+    The n-th image has the index `offset + n`. Its kind of corruption and its random numbers depend
+    only on this index and on `seed`. Therefore, the result does not depend on the batch size, and
+    an image is corrupted with the same random numbers at every severity.
 
     Reference:
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).
@@ -99,9 +99,9 @@ def _motion_blur(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
-    """Smear each pixel along a direction with half-normal weights.
+    """Blur an image along a direction, with half-normal weights.
 
-    The weights are for 2 · radius + 1 steps.
+    There is one weight for each of 2 · radius + 1 steps.
     """
     angle = np.deg2rad(degrees)
     steps = np.arange(2 * radius + 1)
@@ -110,8 +110,8 @@ def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
     columns = np.arange(x.shape[1])
     blurred = np.zeros_like(x)
     for step, weight in zip(steps, weights / weights.sum(), strict=True):
-        # Repeat the edge beyond the image, because the pixels that a moving camera would see there
-        # are probably similar to the edge.
+        # Beyond the image, repeat the pixels at its edge, because a moving camera would probably
+        # see similar pixels there.
         moved_rows = (rows + round(step * np.sin(angle))).clip(0, x.shape[0] - 1)
         moved_columns = (columns + round(step * np.cos(angle))).clip(0, x.shape[1] - 1)
         blurred += weight * x[moved_rows[:, None], moved_columns]
@@ -127,14 +127,14 @@ def _zoom_blur(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def zoomed(x: Image, zoom: float) -> Image:
-    """Magnify the middle of each image."""
+    """Magnify an image around its centre, and keep its size."""
     centre = np.array([(x.shape[0] - 1) / 2, (x.shape[1] - 1) / 2, 0.0])
     scale = np.array([1.0 / zoom, 1.0 / zoom, 1.0])
     return ndimage.affine_transform(x, scale, centre * (1.0 - scale), order=1, mode="nearest")
 
 
 def _fog(x: Image, severity: int, rng: Generator) -> Image:
-    """Add a haze of noise at several scales, and reduce the contrast."""
+    """Add a haze, which is noise at several scales, and reduce the contrast."""
     amount, decay = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))[severity - 1]
     height, width = x.shape[:2]
     haze = np.zeros((height, width))
@@ -145,9 +145,9 @@ def _fog(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def value_noise(height: int, width: int, octave: int, rng: Generator) -> np.ndarray:
-    """Draw random numbers on a coarse grid, interpolated to pixels.
+    """Draw random numbers on a coarse grid, and interpolate them to pixels.
 
-    The grid has 2^octave cells per side, with uniform random numbers.
+    The grid has 2^octave cells per side, and uniform random numbers at its nodes.
     """
     cells = 2**octave
     grid = rng.uniform(size=(cells + 1, cells + 1))
@@ -156,7 +156,7 @@ def value_noise(height: int, width: int, octave: int, rng: Generator) -> np.ndar
 
 
 def _brightness(x: Image, severity: int, rng: Generator) -> Image:
-    # The value of HSV is the largest channel; hue and saturation do not change.
+    # Change only the value in HSV, which is the largest channel, and not hue and saturation.
     value = x.max(axis=2, keepdims=True)
     brighter = np.minimum(value + (0.05, 0.1, 0.15, 0.2, 0.3)[severity - 1], 1.0)
     return np.where(value > 0.0, x * brighter / np.where(value > 0.0, value, 1.0), brighter)
@@ -198,4 +198,5 @@ KINDS: Mapping[str, Kind] = {
         *(_fog, _brightness, _contrast, _pixelate, _jpeg_compression),
     )
 }
-"""Kinds of corruption that change every image, even if grey or tiny, and more so if more severe."""
+"""The kinds of corruption. Each changes every image, even a grey or tiny one, and changes it more
+at a higher severity."""

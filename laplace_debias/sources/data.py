@@ -1,4 +1,4 @@
-"""Data from a name or a path, which is found before the network is loaded."""
+"""Find data by name or path, before the network is loaded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ _TABLE_OPTIONS = ("target", "features", "standardise")
 
 @dataclass(frozen=True)
 class FoundData:
-    """Data that was found before the network is built; images are not read yet.
+    """Data that was found, but whose images are not read until the network has been built.
 
     Attributes:
-        num_outputs: The number of outputs of a network for this data; None if it is not known.
-        splits_for: A function that returns the splits in the form that a network takes.
+        num_outputs: The number of outputs that a network for this data has; None if it is unknown.
+        splits_for: A function that returns the splits in the form that a given network needs.
     """
 
     num_outputs: int | None
@@ -37,12 +37,12 @@ class FoundData:
 
     @classmethod
     def from_splits(cls, splits: Splits) -> "FoundData":
-        """Use splits that are the same for every network."""
+        """Wrap splits that are the same for every network."""
         return cls(splits.num_outputs, lambda _: splits)
 
 
 def find_data(settings: SourceSettings) -> FoundData:
-    """Find the data of the settings without reading the images of a folder."""
+    """Find the data that the settings specify, without reading the images of a folder."""
     if settings.data is None:
         raise ValueError(f"No data was specified. Pass --data with {_KINDS}.")
     text = str(settings.data)
@@ -74,7 +74,7 @@ def find_data(settings: SourceSettings) -> FoundData:
 
 
 def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
-    """Refuse options that would have no effect on the data."""
+    """Raise an error for options that would have no effect on this kind of data."""
     used = [name for name in names if getattr(settings, name) != getattr(SourceSettings, name)]
     if used:
         raise ValueError(f"{' and '.join(used)} cannot be used with {kind}. Remove this option.")
@@ -84,11 +84,12 @@ _KEYS = ("train", "validation", "test", "ood", "classes")
 
 
 def own_splits(path: str, settings: SourceSettings) -> Splits:
-    """Call the function at an import path, and return the data that it returns.
+    """Call the user's function at an import path, and return its data as splits.
 
-    `train` and `test` are required; `validation`, `ood` (by name) and `classes` are optional. Each
-    part is a data set, a `DataLoader` or a list of batches `(x, y)`; the batches of `ood` need no
-    targets. A data set, or a plain `DataLoader` of a data set, is read in the same order each time.
+    The function must return `train` and `test`; `validation`, `ood` (by name) and `classes` are
+    optional. Each part is a data set, a `DataLoader` or a list of batches `(x, y)`; the batches of
+    `ood` need no targets. A data set, or a plain `DataLoader` for a data set, is read in the same
+    order each time.
     """
     content = call_function(path, import_object(path, "data"), {}, "data")
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):
@@ -106,7 +107,7 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
         ood=content.get("ood") or {},
         num_targets=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
-        # The inputs are already normalised, so mean and std are known only from the settings.
+        # The inputs are already normalised, so only the settings can specify mean and std.
         pixels=Pixels.from_settings(settings),
     )
 
@@ -119,7 +120,7 @@ def _open_image_folder(
     likelihood: Likelihood,
     model: nn.Module,
 ) -> Splits:
-    """Return the splits of an image folder in the form that the network takes."""
+    """Return the splits of an image folder in the form that the network needs."""
     file_by_class = {label: file for split in files.values() for file, label in split}
     view, notes = view_of(settings, model, file_by_class.values())
     was_whole = "all" in files
@@ -147,8 +148,8 @@ def _open_image_folder(
 def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple[Path, int]]]]:
     """List the images of a folder by split and class.
 
-    Returns the classes, and the files and labels of `train`, `val` and `test`, or of `all` if there
-    are no splits. No image is decoded.
+    Returns the names of the classes, and the files and labels of `train`, `val` and `test`, or of
+    `all` if there are no splits. No image is decoded.
     """
     folders: dict[str, Path] = {}
     for split, names in SPLIT_NAMES.items():
@@ -189,7 +190,7 @@ def _first_names(names: list[str]) -> str:
 
 
 def _find_classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
-    """Return the class folders, and all images with their labels, sorted by class and path."""
+    """Return the names of the class folders, and all images with their labels, sorted by path."""
     folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     files: list[tuple[Path, int]] = []
     for label, path in enumerate(folders):

@@ -1,4 +1,4 @@
-"""Further inputs for the network: out-of-distribution sets, or data to predict."""
+"""Additional inputs for the network: out-of-distribution sets, or data to predict."""
 
 import reprlib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from laplace_debias.sources.table_files import SUFFIXES, read_table
 
 @dataclass(frozen=True, eq=False)
 class FurtherInputs:
-    """Further inputs without labels, whose names are their paths in a folder."""
+    """Additional inputs without labels, named by their paths if they are images."""
 
     examples: ExampleSource
     names: tuple[str, ...] | None = None
@@ -30,7 +30,7 @@ def read_further_inputs(
 ) -> FurtherInputs:
     """Read inputs from a folder of images, a `.npz` file, a table or an import path.
 
-    The inputs must have the shape `shape`, and the network was trained on `splits`.
+    They are prepared like `splits`, the data of the network, and must have the shape `shape`.
     """
     if is_import_path(str(source)):
         examples = call_function(str(source), import_object(str(source), option), {}, option)
@@ -66,7 +66,7 @@ def read_further_inputs(
 def _from_folder(
     splits: Splits, shape: tuple[int, ...] | None, path: Path, option: str
 ) -> FurtherInputs:
-    """Read the images below a folder, resized to the inputs of the network if necessary."""
+    """Read all images below a folder, and resize them for the network if necessary."""
     files = images_below(path)
     if not files:
         raise ValueError(f"{option}: {path} has no images (.jpg, .png, …). Check the path.")
@@ -92,7 +92,7 @@ def _from_folder(
 def _from_archive(
     splits: Splits, shape: tuple[int, ...] | None, path: Path, option: str
 ) -> FurtherInputs:
-    """Read the array `x` or `x_test` of a `.npz` file, prepared like the training data."""
+    """Read the array `x` or `x_test` of a `.npz` file, and prepare it like the training data."""
     arrays = read_archive(path)
     name = next((name for name in ("x", "x_test") if name in arrays), None)
     if name is None:
@@ -125,5 +125,5 @@ def _from_archive(
 
 
 def _unlabelled_examples(x: Tensor, pixels: Pixels | None = None) -> Examples:
-    """Return examples of unlabelled inputs, with the unused label 0."""
+    """Combine unlabelled inputs with the label 0, which is not used."""
     return Examples(x, torch.zeros(len(x), dtype=torch.int64), pixels)

@@ -1,4 +1,4 @@
-"""Folders of images, which are decoded when they are fetched."""
+"""Images in folders, which are decoded only when they are needed."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,14 +18,15 @@ from laplace_debias.sources.settings import SourceSettings
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _GREY = ("1", "L", "LA")
-"""Modes of Pillow with one channel, apart from transparency."""
+"""Pillow's modes with one channel, apart from transparency."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The conversion of a picture to a network's input.
+    """How a picture is converted to a network's input.
 
-    `resized` maps Pillow images; if `any_size` is true, the resized pictures have equal sizes.
+    `resized` is a function of Pillow images. If `any_size` is true, it gives all pictures the same
+    size.
     """
 
     resized: Callable[[Any], Any]
@@ -34,28 +35,28 @@ class View:
     any_size: bool = False
 
     def resized_to(self, height: int, width: int) -> "View":
-        """Return the view that also resizes and crops to a height and a width in pixels."""
+        """Return a view that instead resizes and crops to a height and a width in pixels."""
         fit = partial(ImageOps.fit, size=(width, height), method=PIL.Image.Resampling.BILINEAR)
         return replace(self, resized=fit, any_size=True)
 
 
 def unchanged(image: Any) -> Any:
-    """Return the picture itself.
+    """Return the picture unchanged.
 
-    Unlike a closure, this function can be passed to the processes of a `DataLoader`.
+    Unlike a lambda, this function can be pickled for the worker processes of a `DataLoader`.
     """
     return image
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled images on disk, which are decoded when they are fetched."""
+    """A data set of labelled images on disk, which are decoded when they are fetched."""
 
     files: tuple[tuple[Path, int], ...]
     view: View
 
     def __len__(self) -> int:
-        """N."""
+        """The number of images."""
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +77,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
 
 def files_of(batches: Any) -> list[tuple[Path, int]] | None:
-    """Return the files and labels that a loader of the commands reads, or None for other data."""
+    """Return the image files and labels that a loader reads, or None if it reads other data."""
     subset = getattr(batches, "dataset", None)
     if not isinstance(subset, Subset) or not isinstance(subset.dataset, ImageFiles):
         return None
@@ -84,15 +85,15 @@ def files_of(batches: Any) -> list[tuple[Path, int]] | None:
 
 
 def decode_picture(file: Path, is_grey: bool = False) -> Any:
-    """Decode a picture."""
+    """Decode a picture to RGB, or to one channel if `is_grey` is true."""
     try:
         with PIL.Image.open(file) as picture:
-            # Pillow would clip values of more than 8 bits when it converts the picture.
+            # When it converts such a picture, Pillow would clip values of more than 8 bits.
             if picture.mode[0] in "IF":
                 raise ValueError("more than 8 bits per pixel")
             return picture.convert("L" if is_grey else "RGB")
-    # If the file is damaged, Pillow's decoders may raise errors of any type, so every exception is
-    # caught.
+    # Catch every exception, because Pillow's decoders may raise errors of any type if the file is
+    # damaged.
     except Exception as error:
         raise _unreadable(file, error) from error
 
@@ -120,7 +121,7 @@ def images_below(folder: Path) -> list[Path]:
 
 
 def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
-    """Whether the network takes one channel, according to its layers, mean and std, or files."""
+    """Whether the network expects one channel, judging by its layers, mean and std, or files."""
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first in (1, 3):
         return first == 1
@@ -131,15 +132,15 @@ def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) 
 def view_of(
     settings: SourceSettings, model: nn.Module, files: Iterable[Path]
 ) -> tuple[View, tuple[str, ...]]:
-    """Return the conversion of pictures to the inputs of a network, and notes for the reader.
+    """Return how pictures are converted to inputs of a network, and notes for the reader.
 
-    A timm network has a configuration (`timm.data.resolve_data_config`), and so have the published
-    weights of torchvision. The settings `image_size`, `mean` and `std` override it. The files show
-    whether the images are grey.
+    timm's networks and torchvision's published weights have a configuration for this
+    (`timm.data.resolve_data_config`). The settings `image_size`, `mean` and `std` override it.
+    `files` may be read to find out whether the images are grey.
     """
     overrides: dict[str, Any] = {}
     if settings.image_size is not None:
-        # The size in the settings is the size of the inputs, so no border is cut off.
+        # The setting is the size of the inputs, so do not cut off a border.
         overrides = {"img_size": settings.image_size, "crop_pct": 1.0}
     for name in ("mean", "std"):
         if getattr(settings, name) is not None:
@@ -169,12 +170,13 @@ def view_of(
 
 
 def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
-    """Return the view with which timm evaluates the network."""
+    """Return the view that timm uses to evaluate the network."""
     from timm.data import create_transform, resolve_data_config
     from torchvision.transforms import Compose
 
     config = resolve_data_config(overrides, model=model)
-    # `use_prefetcher` leaves out the normalisation, because the pixels are also needed as bytes.
+    # `use_prefetcher` omits the normalisation. This is done separately, because the pixels are also
+    # needed as bytes.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])
     pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))
@@ -182,7 +184,7 @@ def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
 
 
 def _torchvision_view(name: str) -> View:
-    """Return the view with which torchvision evaluates the published weights of a network."""
+    """Return the view that torchvision uses to evaluate the published weights of a network."""
     from torchvision.models import get_model_weights
     from torchvision.transforms import v2
 

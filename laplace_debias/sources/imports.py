@@ -1,4 +1,4 @@
-"""Python objects by import path, `my_pkg.models:build`."""
+"""Import Python objects by import paths such as `my_pkg.models:build`."""
 
 import importlib
 import importlib.util
@@ -15,12 +15,12 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether a string looks like `my_pkg.models:build` and is not a file."""
+    """Whether a string has the form `my_pkg.models:build`, and is not an existing file."""
     return _PATH.fullmatch(text) is not None and not Path(text).exists()
 
 
 def check_input(value: str | Path, option: str) -> None:
-    """Require a file, a folder or an import path's module, without importing anything.
+    """Check that a file, a folder or an import path's module exists, without importing it.
 
     Raises:
         ValueError: If there is no such file, folder or module.
@@ -34,7 +34,7 @@ def check_input(value: str | Path, option: str) -> None:
 
 
 def _check_module(name: str, path: str, option: str) -> None:
-    """Require a top-level module, which may be in the working directory."""
+    """Check that a top-level module exists, possibly in the working directory."""
     _make_working_directory_importable()
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         raise ValueError(_no_module(path, option, name))
@@ -90,7 +90,7 @@ def import_object(path: str, option: str) -> Any:
 
 
 def call_function(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
-    """Call a user's function, and return its result."""
+    """Call a user's function, and return its result; errors name the option and the function."""
     if not callable(function):
         raise ValueError(
             f"{option} {path} is of type {type(function).__name__}, which cannot be called. Pass "
@@ -107,6 +107,6 @@ def call_function(path: str, function: Any, arguments: Mapping[str, Any], option
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error in one line that has its type and the beginning of its message."""
+    """Describe an error in one line, by its type and the beginning of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

@@ -1,4 +1,4 @@
-"""The likelihood of a network's outputs, determined by `--task` or by the data."""
+"""Determine the likelihood of a network's outputs from `--task` or from the data."""
 
 import numpy as np
 from torch import Tensor
@@ -16,15 +16,15 @@ from laplace_debias.sources.settings import SourceSettings
 
 
 def task_name(likelihood: Likelihood) -> str:
-    """Return the name of a likelihood for run folders and messages.
+    """Return the name of a likelihood that run folders and messages use.
 
-    For a user's own likelihood, it is the name of the class.
+    For a user-defined likelihood, it is the name of the class.
     """
     return likelihood.name or type(likelihood).__qualname__
 
 
 def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
-    """Return the likelihood of `--task`, or None without this option.
+    """Return the likelihood that `--task` specifies, or None if the option is not set.
 
     Raises:
         ValueError: If the object at an import path is not a likelihood.
@@ -49,7 +49,7 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
 def likelihood_of_array(targets: np.ndarray) -> Likelihood:
     """Infer the likelihood of targets from their type and shape.
 
-    Whole numbers `[N]` are classes, whole numbers `[N, K]` are labels, and other numbers are the
+    Integers `[N]` are classes, integers `[N, K]` are labels, and floating-point numbers are the
     targets of a regression.
     """
     if targets.dtype.kind == "f":
@@ -58,7 +58,7 @@ def likelihood_of_array(targets: np.ndarray) -> Likelihood:
 
 
 def likelihood_of_batch(targets: Tensor, outputs: Tensor | None) -> Likelihood:
-    """Infer the likelihood of targets from the shapes of the targets and of the outputs.
+    """Infer the likelihood from the targets, and from the shapes of the targets and the outputs.
 
     Raises:
         ValueError: If the likelihood cannot be inferred.

@@ -18,29 +18,29 @@ from laplace_debias.sources.likelihoods import task_name
 class Loaded:
     """A trained network and its data.
 
-    Every loader can be read any number of times, yields the same examples in the same order each
-    time, and leaves them on the CPU.
+    Every loader can be read repeatedly. Each time, it yields the same examples in the same order,
+    on the CPU.
 
     Attributes:
         model: The network, in evaluation mode, on its device.
-        further_models: The same network with the weights of other trainings, to predict with
-            all of them.
+        further_models: The same network with the weights of other training runs, for predicting
+            with all of them.
         likelihood: The likelihood of the network's outputs.
-        train: The training examples, batches `(x, y)` in an order that mixes the classes.
-        num_train: N, the total number of training examples. `train` may have fewer examples
-            (`train_examples`), which then represent all N.
-        validation: Examples that the network was not trained on, to tune on; None without such
-            examples.
-        test: Examples on which to evaluate the network.
-        ood: Out-of-distribution examples by name.
-        shifts: The test examples again, corrupted, by severity 1 … 5.
-        classes: Names of the classes, in the order of the outputs; None if they have no names.
-        picture: Converts an input of the network, `[C, H, W]`, to a picture for people,
-            `[H, W, 3]`; None if inputs are not images.
-        row: Converts an input to the columns of a table by name, in the units of the table; None if
-            the data is not a table.
-        read: Reads further inputs of the network from a path, which has a name for messages; None
-            if no inputs can be read.
+        train: The training examples, as batches `(x, y)` in an order that mixes the classes.
+        num_train: N, the total number of training examples. `train` may contain only a part of them
+            (`train_examples`), which then represents all N.
+        validation: Examples for tuning, which the network was not trained on; None if there are no
+            such examples.
+        test: Examples for evaluating the network.
+        ood: Out-of-distribution sets, by name.
+        shifts: Corrupted copies of the test examples, by severity 1 … 5.
+        classes: Names of the classes, in the order of the outputs; None if they are unknown.
+        picture: A function that converts an input of the network, `[C, H, W]`, to a picture that
+            can be shown, `[H, W, 3]`; None if the inputs are not images.
+        row: A function that converts an input to the values of the table's columns by name, in the
+            units of the table; None if the data is not a table.
+        read: A function that reads additional inputs of the network, given a path and the name of
+            the option for messages; None if no inputs can be read.
         target: The column of a table that the network predicts.
         input_name: Name of an input, in the singular: `image`, `row` or `example`.
         notes: Sentences about the network and the data.
@@ -69,11 +69,11 @@ class Loaded:
         return task_name(self.likelihood)
 
     def posterior(self, path: Path, model: nn.Module | None = None) -> Laplace:
-        """Read a saved posterior for the network.
+        """Read a saved posterior of the network.
 
         Raises:
-            ValueError: If the posterior was fitted with a likelihood of a different name. Also
-                raises the errors of `Laplace.load`.
+            ValueError: If the posterior was fitted with a different likelihood, according to its
+                name. Also raises the errors of `Laplace.load`.
         """
         own_likelihood = self.likelihood if self.likelihood.name is None else None
         la = Laplace.load(path, model or self.model, likelihood=own_likelihood)

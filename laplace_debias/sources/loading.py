@@ -1,4 +1,4 @@
-"""The loader of the trained network and the data that the settings specify."""
+"""Load the trained network and the data that the settings specify."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -28,16 +28,16 @@ from laplace_debias.sources.splits import Splits, batches_of
 def load(settings: SourceSettings) -> Loaded:
     """Load a network and its data, and check that they match.
 
-    Images of folders are decoded when they are read.
+    Images in folders are not decoded until a loader reads them.
 
     Raises:
-        ValueError: If network, weights or data are missing, damaged, or do not belong together.
+        ValueError: If the network, its weights or the data are missing or damaged, or do not match.
         ConnectionError: If a download fails.
-        ImportError: If a package is missing that is needed to read the network or the data.
+        ImportError: If a package that is needed to load the network or the data is missing.
         OSError: If a file cannot be read.
     """
     device = _device_from(settings.device)
-    # Creating a network draws initial weights, but must not change torch's global generator.
+    # Creating a network draws initial weights, which must not change torch's global generator.
     with torch.random.fork_rng(devices=[]):
         data = find_data(settings)
         model, notes = build(settings, data.num_outputs)
@@ -103,7 +103,7 @@ def load(settings: SourceSettings) -> Loaded:
 
 
 def _input_shape(batch: Any) -> tuple[int, ...] | None:
-    """Return the shape of one input; None unless the batch is a pair that begins with a tensor."""
+    """Return the shape of one input, or None if the batch is not a pair with a tensor first."""
     if isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[0], Tensor):
         return tuple(batch[0].shape[1:])
     return None
@@ -112,7 +112,7 @@ def _input_shape(batch: Any) -> tuple[int, ...] | None:
 def _ood_sets(
     settings: SourceSettings, splits: Splits, shape: tuple[int, ...] | None
 ) -> Mapping[str, tuple[Batches, tuple[str, ...]]]:
-    """Return out-of-distribution sets by name, each with notes."""
+    """Return the out-of-distribution sets by name, each with notes for the reader."""
     ood_sets: dict[str, tuple[Batches, tuple[str, ...]]] = {}
     for name, examples in splits.ood.items():
         batches, _ = batches_of(examples, settings, "ood_examples")
@@ -137,7 +137,7 @@ def _ood_sets(
 
 
 def _pixels_of_images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixels:
-    """Return the normalisation of pixels; the inputs must be images of one or three channels."""
+    """Return the normalisation of pixels; inputs must be images with one or three channels."""
     if splits.pixels is None or shape is None:
         raise ValueError(
             f"{option} needs images and their normalisation. If your own loaders yield images, "
@@ -152,7 +152,7 @@ def _pixels_of_images(splits: Splits, shape: tuple[int, ...] | None, option: str
 
 
 def _device_from(name: str) -> torch.device:
-    """Return the device of a name; `auto` is a GPU if there is one."""
+    """Return the device with the given name; `auto` selects a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -171,7 +171,7 @@ def _likelihood(
     """Return the likelihood of the outputs, after checking that they fit the data."""
     likelihood = chosen or splits.likelihood
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-        # A batch in another form, such as a collator's dict, is read and checked by `Laplace`.
+        # `Laplace` reads and checks batches in other forms, such as a collator's dictionaries.
         if likelihood is None:
             raise ValueError("The task cannot be inferred. Pass --task.")
         return likelihood

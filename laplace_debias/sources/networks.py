@@ -1,4 +1,4 @@
-"""Networks from an import path, timm or torchvision."""
+"""Build networks from an import path, timm or torchvision."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from laplace_debias.sources.weights import load_weights
 
 
 def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """Build the trained network of the settings, and return it with notes."""
+    """Build the network that the settings specify, load its weights, and return it with notes."""
     notes: tuple[str, ...] = ()
     if settings.model is not None:
         model = import_object(settings.model, "model")
@@ -37,7 +37,7 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
 
 
 def _build_published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
-    """Build an architecture of timm or torchvision."""
+    """Build a network of timm or torchvision."""
     name = settings.timm or settings.torchvision or ""
     pretrained = settings.pretrained
     if settings.checkpoint is None and not pretrained:
@@ -63,7 +63,7 @@ def _build_published(settings: SourceSettings, num_outputs: int | None) -> nn.Mo
             f"There is no {library} architecture {name!r}.{nearest(name, names)} Check the name."
         )
     arguments = dict(settings.model_args)
-    # Published weights fix the number of classes, so the number is passed only without them.
+    # Published weights fix the number of classes, so pass the number only without them.
     if num_outputs is not None and not pretrained:
         arguments.setdefault("num_classes", num_outputs)
     try:

@@ -34,13 +34,13 @@ class Pixels:
     def picture(
         self, image: Float[Tensor, "channels height width"]
     ) -> UInt8[Tensor, "height width 3"]:
-        """Convert an input to a picture; without 3 channels, show the first channel in grey."""
+        """Convert an input to a picture; unless it has 3 channels, show the first one in grey."""
         pixels = self.pixels(image)
         return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
 
     @classmethod
     def from_settings(cls, settings: SourceSettings) -> "Pixels | None":
-        """Return the mean and std of the settings, or None if they are not set."""
+        """Return the normalisation by the settings' mean and std, or None if neither is set."""
         if settings.mean is None and settings.std is None:
             return None
         return cls(settings.mean or (0.0,), settings.std or (1.0,))

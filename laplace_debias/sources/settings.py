@@ -1,4 +1,4 @@
-"""The options of network and data that all commands share.
+"""The options for the network and the data, which all commands share.
 
 This module does not import torch, so that the command line starts quickly.
 """
@@ -16,17 +16,18 @@ from laplace_debias.system.settings import CommandSettings, check_at_least, opti
 AnySettings = TypeVar("AnySettings", bound="SourceSettings")
 
 BUILT_IN_OOD = ("digits", "patches")
-"""Out-of-distribution sets that need no file: `--ood.NAME=builtin:digits`."""
+"""Out-of-distribution sets that need no file, as in `--ood.NAME=builtin:digits`."""
 
 NOT_COMPARED = dict.fromkeys(("ood", "ood_examples", "corruptions"), "for `report` and `evaluate`")
-"""Data-set options that only `report` and `evaluate` read. Other commands do not use them."""
+"""Data-set options that only `report` and `evaluate` use. In other commands, they have no
+effect."""
 
 _LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_examples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings(CommandSettings):
-    """Settings that name a trained network, its data and the device.
+    """Settings that specify a trained network, its data and the device.
 
     Attributes:
         model: The network as an import path, `my_pkg.models:build`: a callable that makes it or an
@@ -46,13 +47,13 @@ class SourceSettings(CommandSettings):
             returns loaders.
         target: The column of a table that the network predicts.
         features: The columns of a table that are the network's inputs, in this order. By default,
-            all columns except the target.
+            all columns except the target are used.
         standardise: Standardise a table's features by the mean and standard deviation of its
             training rows.
-        task: The likelihood of the outputs, by its name or by the import path of your own, such as
-            `my_pkg.likelihoods:Binomial`. By default, it is inferred from the data.
-        held_out: The fraction of the examples, 0 … 0.5, that is held out for validation, if the
-            data is not split. The same fraction is held out for the test. The seed determines these
+        task: The likelihood of the outputs: a name, or the import path of your own likelihood, such
+            as `my_pkg.likelihoods:Binomial`. By default, it is inferred from the data.
+        held_out: If the data is not split, the fraction of the examples, 0 … 0.5, that is held out
+            for validation. The same fraction is held out for the test. The seed determines these
             examples.
         ood: Out-of-distribution data, as a name and a path in the form of `data`, or as
             `builtin:digits` or `builtin:patches`. The option may be repeated.
@@ -64,12 +65,13 @@ class SourceSettings(CommandSettings):
             which has its own mean.
         std: The standard deviation of each channel, by which the channel is divided. The default is
             1, except for a timm network, which has its own.
-        train_examples: The number of training examples to fit to, chosen by the seed. The
-            likelihood is scaled to the full training set. By default, all examples are used.
-        validation_examples: The number of validation examples, chosen by the seed. By default, all
-            examples are used.
-        test_examples: The number of test examples, chosen by the seed. By default, all examples are
+        train_examples: The number of training examples to fit to. The seed determines which ones,
+            and the likelihood is scaled to the full training set. By default, all examples are
             used.
+        validation_examples: The number of validation examples to use. The seed determines which
+            ones. By default, all examples are used.
+        test_examples: The number of test examples to use. The seed determines which ones. By
+            default, all examples are used.
         ood_examples: The maximum number of examples per out-of-distribution set. By default, all
             examples are used.
         batch_size: The number of examples per batch, 64 by default. Your own loaders keep their
@@ -81,14 +83,14 @@ class SourceSettings(CommandSettings):
         json: Print only a JSON object to standard output.
 
     Raises:
-        ValueError: If there is no network, or more than one; if a setting is out of range or does
-            not belong to the others.
+        ValueError: If no network or more than one is specified; if a setting is out of range or
+            cannot be combined with the others.
     """
 
     heading: ClassVar = "Data"
     needed_by_most: ClassVar = ("data", "checkpoint")
     resumes: ClassVar[bool] = False
-    """Whether the same command resumes a run that was interrupted."""
+    """Whether running the same command again resumes an interrupted run."""
 
     model: str | None = field(
         default=None, metadata=option(heading="Network", metavar="MODULE:NAME", is_input=True)
@@ -151,7 +153,7 @@ class SourceSettings(CommandSettings):
             raise ValueError(f"std is {self.std}. Pass positive numbers, one per channel.")
 
     def _check_network(self) -> None:
-        """Require exactly one network, and options that apply to it."""
+        """Check that exactly one network is specified, and only options that apply to it."""
         options = [
             f"--{name}"
             for name in ("model", "timm", "torchvision")

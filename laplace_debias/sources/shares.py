@@ -1,4 +1,4 @@
-"""Batches that are divided among processes, either each batch into parts or batch by batch."""
+"""Divide batches among processes: either each batch into parts, or whole batches in turn."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,9 +19,9 @@ from laplace_debias.system.ranks import process_group
 def share(batches: Batches, model: nn.Module) -> Batches:
     """Return this process's part of every batch.
 
-    The k-th batches of all processes together are the k-th batch of a single process. From a loader
-    of the commands, each process reads only its part. From any other loader, each process reads all
-    examples and keeps its part.
+    Together, the k-th batches of all processes are the k-th batch of a single process. If `batches`
+    is a plain `DataLoader` that reads its data in order, each process reads only its part.
+    Otherwise, each process reads all examples and keeps its part.
     """
     ranks = process_group()
     if ranks.size == 1:
@@ -33,12 +33,12 @@ def share(batches: Batches, model: nn.Module) -> Batches:
         )
         return with_batches(loader, loader.dataset, sampler)
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
-    # If the batches are a list, the positions of the examples are known.
+    # Return a list for a list, so that the positions of the examples are still known.
     return list(mine) if isinstance(batches, list | tuple) else mine
 
 
 def dealt(batches: Batches, read: BatchReader) -> Iterator[Batch]:
-    """Read every n-th batch for this process; indices count the examples of all batches."""
+    """Read every n-th batch, where n is the number of processes; indices count all examples."""
     ranks = process_group()
     source = cast(Any, batches)
     if isinstance(batches, Changed):
@@ -60,10 +60,10 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[Batch]:
 
 
 def _is_plain(batches: Any) -> bool:
-    """Whether the batches are a loader that reads its data set in order."""
+    """Whether the batches are those of a `DataLoader` that reads its data set in order."""
     return (
         isinstance(batches, DataLoader)
-        # A subclass with its own `__iter__` may yield other batches.
+        # A subclass with its own `__iter__` may yield different batches.
         and type(batches).__iter__ is DataLoader.__iter__
         and type(batches.batch_sampler) is BatchSampler
         and type(batches.sampler) is SequentialSampler
@@ -72,7 +72,7 @@ def _is_plain(batches: Any) -> bool:
 
 
 class _Cut:
-    """Part `rank` of `size` of every batch."""
+    """Every batch cut into `size` parts, of which this process gets part number `rank`."""
 
     def __init__(self, batches: Batches, read: BatchReader, rank: int, size: int) -> None:
         self._batches = batches
@@ -85,7 +85,7 @@ class _Cut:
         for batch in self._batches:
             read_batch = self._read(batch)
             if was_too_small:
-                # Continuing would mistake the parts of later batches for parts of this batch.
+                # If this went on, parts of later batches would be mistaken for parts of this batch.
                 raise ValueError(
                     "A batch before the last one has fewer examples than there are processes "
                     f"({self._size}). Use larger batches, or start fewer processes."

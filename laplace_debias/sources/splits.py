@@ -1,4 +1,4 @@
-"""Training, validation and test splits of data, and the batches of the splits."""
+"""Training, validation and test splits of data, and batches of their examples."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -25,16 +25,16 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 
 ExampleSource = Dataset[Any] | Iterable[Any]
-"""Examples one by one, or batches of them."""
+"""A data set of single examples, or an iterable of batches."""
 
 SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""The names that the folder or the file of each split may have."""
+"""The names that a folder or file of each split can have."""
 USUAL_BATCH = 64
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The conversion of table rows to inputs: (value − mean) / std for each column."""
+    """How table rows are converted to inputs: (value − mean) / std for each column."""
 
     names: tuple[str, ...]
     mean: np.ndarray
@@ -42,7 +42,7 @@ class Columns:
     target: str
 
     def row(self, x: Float[Tensor, " columns"]) -> dict[str, float]:
-        """Return the columns of an input by name and in the units of the table."""
+        """Convert an input back to the values of the columns by name, in the units of the table."""
         values = x.double().numpy() * self.std + self.mean
         return dict(zip(self.names, values.tolist(), strict=True))
 
@@ -56,7 +56,7 @@ class Columns:
 
 
 def numbers(table: Any, names: tuple[str, ...], source: str) -> np.ndarray:
-    """Convert columns to float64 `[rows, columns]`."""
+    """Convert columns of a table to a float64 array `[rows, columns]`."""
     for name in names:
         if name not in table.columns:
             raise ValueError(
@@ -74,7 +74,7 @@ def numbers(table: Any, names: tuple[str, ...], source: str) -> np.ndarray:
 
 
 def check_complete(table: Any, names: Iterable[str], source: str) -> None:
-    """Require columns without missing and infinite values.
+    """Raise an error if columns contain missing or infinite values.
 
     Columns that do not exist are ignored.
     """
@@ -84,7 +84,7 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
     if not counts.any():
         return
     listed = ", ".join(f"{count:,} in {name}" for name, count in counts.items() if count)
-    # The message counts rows from 1 and leaves out the header.
+    # The message counts rows from 1, without the header.
     first_row = int(is_bad.any(axis=1).to_numpy().argmax())
     raise ValueError(
         f"{source} has missing or infinite values: {listed}. The first is in data row "
@@ -94,10 +94,10 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The splits of data before batching.
+    """The training, validation, test and OOD data before batching.
 
-    If `was_whole` is true, the data was not split, and validation and test examples were chosen by
-    the seed. `num_targets` is the number of classes, of labels or of target columns.
+    If `was_whole` is true, the data was not split, so the validation and test examples were chosen
+    at random by the seed. `num_targets` is the number of classes, labels or target columns.
     """
 
     train: ExampleSource
@@ -116,7 +116,7 @@ class Splits:
 
     @property
     def num_outputs(self) -> int | None:
-        """The number of outputs that a network for the data has, or None if it is unknown."""
+        """The number of outputs that a network for this data has, or None if it is unknown."""
         if self.num_targets is None or self.likelihood is None:
             return self.num_targets
         return self.likelihood.num_outputs(self.num_targets)
@@ -124,22 +124,22 @@ class Splits:
 
 @dataclass(frozen=True, eq=False)
 class Examples(Dataset[tuple[Tensor, Tensor]]):
-    """Examples in memory; images that are bytes are normalised when they are fetched."""
+    """A data set in memory. Images stored as bytes are normalised when they are fetched."""
 
     inputs: Tensor
     targets: Tensor
     pixels: Pixels | None = None
 
     def __len__(self) -> int:
-        """N."""
+        """The number of examples."""
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One example."""
+        """Return the input and the target of one example."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return several examples; `DataLoader` calls this method for a batch."""
+        """Return several examples at once; a `DataLoader` calls this method for each batch."""
         x = self.inputs[indices]
         x = x if self.pixels is None else self.pixels.inputs(x)
         return list(zip(x, self.targets[indices], strict=True))
@@ -148,17 +148,18 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
 def split_by_seed(
     number: int, seed: int = 0, held_out: float = 0.2
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " validation"], Int64[Tensor, " test"]]:
-    """Split data into training, validation and test sets, in the same way as the command line.
+    """Split data into training, validation and test sets in the same way as the command line.
 
-    Train a network on the first part of the split, so that the other two parts are held out.
+    If you train a network only on the first part, the other two are held out when you then use the
+    command line with the same seed and fraction.
 
     Args:
         number: The number of examples, in the order of the file or of the sorted paths of a folder.
         seed: The seed of the random choice, as for `--seed`.
-        held_out: Fraction of the examples in the second part, and also in the third part.
+        held_out: Fraction of the examples in each of the second and the third part.
 
     Returns:
-        The disjoint indices for training, tuning and evaluation, each in ascending order.
+        The disjoint indices of the training, validation and test examples, each in ascending order.
 
     Raises:
         ValueError: If a part would be empty.
@@ -179,7 +180,7 @@ def split_by_seed(
 def split_indices(
     number: int, settings: SourceSettings, source: str, unit: str
 ) -> tuple[dict[str, Int64[Tensor, " split"]], str]:
-    """Draw the indices of `train`, `val` and `test`, and return them with a note."""
+    """Draw the indices of `train`, `val` and `test`, and return them with a note for the reader."""
     train, validation, test = split_by_seed(number, settings.seed, settings.held_out)
     note = (
         f"{source} is not split, so {len(validation)} validation and {len(test)} test {unit} are "
@@ -195,11 +196,11 @@ def batches_of(
     *,
     mixed: bool = False,
 ) -> tuple[Batches, int | None]:
-    """Return batches in a fixed order, and the number of examples.
+    """Return batches of the examples in a fixed order, and the total number of examples.
 
-    `limit` is the name of the setting with the number of examples to use. The returned number
-    includes the examples that are left out, and is None if it is not known. If `mixed` is true, the
-    order is drawn by the seed.
+    `limit` is the name of the setting that limits the number of examples to use. The returned
+    number includes examples that are left out, and is None if it is unknown. If `mixed` is true,
+    the seed determines a random order.
     """
     name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
     max_examples = None if limit is None else getattr(settings, limit)
@@ -219,8 +220,7 @@ def batches_of(
     number = len(dataset)
     if number == 0:
         raise ValueError(f"The {name} is empty. Add at least one example.")
-    # The same limit applies to all OOD sets, so a set that is smaller than the limit is not an
-    # error.
+    # All OOD sets share one limit, so a set that is smaller than the limit is not an error.
     if max_examples is not None and max_examples > number and limit != "ood_examples":
         raise ValueError(
             f"{limit} is {max_examples}, but the {name} has only {number} examples. Pass a "
@@ -233,7 +233,7 @@ def batches_of(
         Subset(dataset, indices.tolist()),
         batch_size=size or USUAL_BATCH,
         num_workers=workers,
-        # The loader has its own generator, so that reading does not advance torch's global one.
+        # Give the loader its own generator, so that reading does not advance torch's global one.
         generator=torch.Generator().manual_seed(settings.seed),
         **options,
     )
@@ -241,7 +241,7 @@ def batches_of(
 
 
 def _is_reorderable(loader: DataLoader[Any]) -> bool:
-    """Whether a loader yields the batches of its data set, so that they can be reordered."""
+    """Whether a loader yields exactly its data set's examples, so they can be reordered."""
     sampler = loader.sampler
     return (
         isinstance(sampler, RandomSampler | SequentialSampler)
@@ -253,13 +253,13 @@ def _is_reorderable(loader: DataLoader[Any]) -> bool:
 
 
 def _number_of_examples(loader: DataLoader[Any]) -> int | None:
-    """Return the number of examples from which a loader draws, or None if it is not known."""
+    """Return the number of examples from which a loader draws, or None if it is unknown."""
     number = None
     is_of_sampler = True
     try:
         number = dataset_size(loader)
     except ValueError:
-        # The sampler draws with replacement, or draws only a part of the data in each pass.
+        # The sampler draws with replacement, or only a part of the data in each pass.
         is_of_sampler = False
     if number is None and is_of_sampler and type(loader.batch_sampler) is BatchSampler:
         number = len(loader.sampler) if isinstance(loader.sampler, Sized) else None
@@ -271,7 +271,7 @@ def _number_of_examples(loader: DataLoader[Any]) -> int | None:
 def _batches_of_user(
     batches: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
-    """Return batches of the user, which cannot be reordered."""
+    """Return the user's batches, which cannot be reordered, with the number of examples."""
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
@@ -295,6 +295,6 @@ def _batches_of_user(
     if isinstance(dataset, Sized):
         return batches, len(dataset)
     if isinstance(batches, Sequence):
-        # A list of batches is in memory, so counting it costs nothing.
+        # A list of batches is in memory, so counting the examples costs nothing.
         return batches, total_size(batches)
     return batches, None

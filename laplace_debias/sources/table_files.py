@@ -1,4 +1,4 @@
-"""Tables: CSV and Parquet."""
+"""Data from CSV and Parquet tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +23,13 @@ from laplace_debias.sources.targets import as_targets
 
 SUFFIXES = (".csv", ".parquet")
 MOST_CLASSES = 20
-"""Whole numbers with at most this many different values are treated as classes."""
+"""An integer target with at most this many different values is treated as a class."""
 
 
 def table_files(path: Path) -> dict[str, Path] | None:
-    """Return the tables of a path by split, or None if the path is not a table.
+    """Return the table files at a path, keyed by split, or None if there are no tables.
 
-    A single table without splits has the key `all`.
+    A single file, which is not split, has the key `all`.
     """
     if path.suffix in SUFFIXES and path.is_file():
         return {"all": path}
@@ -43,7 +43,7 @@ def table_files(path: Path) -> dict[str, Path] | None:
 
 
 def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
-    """Read a table as a pandas data frame; numbers in `text_columns` stay strings."""
+    """Read a table as a pandas data frame; `text_columns` are read as strings."""
     import pandas
 
     types = dict.fromkeys(text_columns, str)
@@ -65,7 +65,7 @@ def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
 
 
 def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
-    """Read the splits of a table, standardised by its training rows."""
+    """Read the splits of a table, whose features can be standardised by the training rows."""
     first = next(iter(files.values()))
     missing = [split for split in ("train", "test") if split not in files and "all" not in files]
     if missing:
@@ -119,7 +119,7 @@ def _read_tables(files: dict[str, Path], settings: SourceSettings) -> tuple[dict
     target = _target(tables, files, settings)
     kinds = {table[target].dtype.kind for table in tables.values()}
     if len(kinds - set("iufb")) > 0 and len(kinds) > 1:
-        # Class names that look like numbers in one file must match the strings of another file.
+        # Read class names that look like numbers in one file as strings, to match the other files.
         tables = {split: read_table(path, [target]) for split, path in files.items()}
     return tables, target
 
@@ -127,7 +127,7 @@ def _read_tables(files: dict[str, Path], settings: SourceSettings) -> tuple[dict
 def _columns(
     train: Any, features: tuple[str, ...], target: str, settings: SourceSettings, source: str
 ) -> Columns:
-    """Return the columns, with the features' mean and standard deviation in the training rows."""
+    """Return the features, with their mean and standard deviation over the training rows."""
     values = numbers(train, features, source)
     mean = np.zeros(len(features))
     std = np.ones(len(features))
@@ -139,7 +139,7 @@ def _columns(
 
 
 def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSettings) -> str:
-    """Return the name of the target column, which every table must have."""
+    """Return the name of the target column, which every table must contain."""
     names = list(next(iter(tables.values())).columns)
     if settings.target is None:
         raise ValueError(
@@ -197,7 +197,7 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
 
 
 def _targets(column: Any, classes: list[Any] | None, likelihood: Likelihood, source: str) -> Tensor:
-    """Convert the target column; labels get the indices of their classes."""
+    """Convert the target column to a tensor; class names become class indices."""
     if classes is None:
         return as_targets(column.to_numpy(dtype=np.float64), likelihood, source)
     number = {value: label for label, value in enumerate(classes)}

@@ -1,4 +1,4 @@
-"""The conversion of arrays to targets in the form that the likelihoods take."""
+"""Convert arrays to targets in the form that the likelihoods expect."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from laplace_debias.sources.likelihoods import task_name
 
 
 def check_numbers(values: np.ndarray, source: str) -> None:
-    """Require finite numbers."""
+    """Raise an error unless all values are finite numbers."""
     if values.dtype.kind not in "iubf":
         raise ValueError(f"{source} is of type {values.dtype}. Convert it to numbers.")
     bad = ~np.isfinite(values)

@@ -1,4 +1,4 @@
-"""Trained weights from files of several formats."""
+"""Load trained weights from files in several formats."""
 
 import copy
 import re
@@ -26,9 +26,9 @@ def with_weights(model: nn.Module, path: Path) -> nn.Module:
 def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     """Load a checkpoint into a model, strictly and in place.
 
-    The state dict may be an entry such as `state_dict` or `model`. Prefixes of wrappers (`module.`,
-    `_orig_mod.`, `model.`) are removed if all names of the state dict have them and the names of
-    the model do not.
+    The state dict may be nested in the file as an entry such as `state_dict` or `model`. Prefixes
+    that wrappers add (`module.`, `_orig_mod.`, `model.`) are removed if all names of the state dict
+    have them and the names of the model do not.
     """
     if not path.is_file():
         raise ValueError(f"The checkpoint {path} does not exist. Check the path.")
@@ -68,14 +68,14 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
 
 
 def _load_pickle(path: Path) -> Any:
-    """Load a file of `torch.save` without running code in it."""
+    """Load a file that `torch.save` wrote, without running any code in it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # If the file is not a pickle, torch's reader may raise errors of any type, so every exception
-    # is caught.
+    # Catch every exception, because torch's reader may raise errors of any type if the file is not
+    # a pickle.
     except Exception as error:
-        # Torch names the object that it refuses to unpickle. Any other error means that it cannot
-        # read the file.
+        # Torch's message names the object that it refuses to unpickle. Any other error means that
+        # the file cannot be read.
         if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
                 f"{path} contains pickled Python objects, which could run code, so it is not "
@@ -87,7 +87,7 @@ def _load_pickle(path: Path) -> Any:
 
 
 def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state dict in the content of a file."""
+    """Find the state dict in the content of a file."""
     while isinstance(content, Mapping):
         tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
         nested = [k for k in _NESTS if isinstance(content.get(k), Mapping)]
@@ -107,7 +107,7 @@ def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor], names: list[str]) -> Mapping[str, Tensor]:
-    """Remove prefixes of wrappers that all names have, and that the network's names do not have."""
+    """Remove a wrapper's prefix if all names have it and the network's own names do not."""
     common = next(
         (
             prefix
