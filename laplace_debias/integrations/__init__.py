@@ -1,1 +1,1 @@
-"""Adapters to other libraries; each library is installed by an extra of the package."""
+"""Adapters for other libraries. Each library is installed with an extra of this package."""

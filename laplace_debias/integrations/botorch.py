@@ -1,4 +1,4 @@
-"""A regression as a model of BoTorch: `pip install laplace-debias[botorch]`."""
+"""Use a fitted regression as a BoTorch model: `pip install laplace-debias[botorch]`."""
 
 from typing import Any
 
@@ -29,7 +29,8 @@ class LaplaceModel(Model):
     `optimize_acqf`; the Jacobians of the q points are then kept in memory.
 
     Args:
-        la: A fitted `Laplace` with a `Gaussian` likelihood, from points `[B, d]` to `[B, C]`.
+        la: A fitted `Laplace` with a `Gaussian` likelihood, whose network maps points `[B, d]` to
+            outputs `[B, C]`.
         num_outputs: C.
 
     Raises:
@@ -55,7 +56,7 @@ class LaplaceModel(Model):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The shape of a batch of models, which is empty, because this is a single model."""
+        """The batch shape of the model, which is empty, because this is a single model."""
         return torch.Size()
 
     def posterior(
@@ -65,13 +66,13 @@ class LaplaceModel(Model):
         observation_noise: bool | Tensor = False,
         posterior_transform: PosteriorTransform | None = None,
     ) -> Posterior:
-        """Compute the posterior over the outputs at the points.
+        """Compute the joint posterior over the outputs at q points.
 
         Args:
             X: Points, `[..., q, d]`.
-            output_indices: Indices of the outputs. Default: all outputs.
+            output_indices: Indices of the outputs to return. Default: all outputs.
             observation_noise: Whether to add the noise σ².
-            posterior_transform: A transform of the posterior.
+            posterior_transform: A transform to apply to the posterior.
 
         Raises:
             ValueError: If the number of outputs is not `num_outputs`. Also raises the errors of
@@ -96,8 +97,8 @@ class LaplaceModel(Model):
             rows = (first_columns[:, None] + columns).flatten()
             mean = mean[..., columns]
             covariance = covariance[..., rows[:, None], rows]
-        # The Cholesky decomposition of a linear operator adds jitter if the covariance is singular,
-        # for example because two points are equal.
+        # Use a linear operator, whose Cholesky decomposition adds jitter if the covariance is
+        # singular, for example because two points are equal.
         operator = to_linear_operator(covariance)
         if mean.shape[-1] == 1:
             normal = MultivariateNormal(mean[..., 0], operator)
@@ -111,11 +112,11 @@ class LaplaceModel(Model):
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> "ConditionedModel":
-        """Add observations to the model without a new fit.
+        """Condition the model on additional observations, without a new fit.
 
         Args:
             X: Points, `[..., n, d]`.
-            Y: Observations at these points, `[..., n, C]`. Additional dimensions in front are a
+            Y: Observations at these points, `[..., n, C]`. Additional leading dimensions make a
                 batch of models, such as a batch of fantasies.
             noise: Must be None, because the noise of a regression is its sigma.
             **kwargs: Must be empty.
@@ -153,10 +154,10 @@ class LaplaceModel(Model):
 
         Args:
             X: Points, `[..., q, d]`.
-            sampler: A sampler of BoTorch, whose number of samples is the number of fantasies.
+            sampler: A BoTorch sampler; its number of samples is the number of fantasies.
             observation_noise: Must be None, because the noise of a regression is its sigma.
-            propagate_grads: Accepted because `qMultiStepLookahead` passes it. It has no effect,
-                because gradients always flow back through the fantasies.
+            propagate_grads: Accepted because `qMultiStepLookahead` passes it, but without effect:
+                gradients always flow back through the fantasies.
 
         Raises:
             NotImplementedError: If an observation noise is passed.
@@ -170,7 +171,7 @@ class LaplaceModel(Model):
         return self.condition_on_observations(X, Y)
 
     def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Compute mean and covariance at q points jointly; see `joint_moments`."""
+        """Compute the joint mean and covariance at q points; see `joint_moments`."""
         return joint_moments(self._la, X, observation_noise)
 
 
@@ -178,9 +179,9 @@ class ConditionedModel(LaplaceModel):
     r"""A `LaplaceModel` whose Gaussian is conditioned on additional observations.
 
     The mean is $m + K_{xo}(K_{oo} + \sigma^2 I)^{-1}(y - m_o)$, where K is the covariance of the
-    outputs at the points (x) and at the observed points (o). This is the update of the Gaussian
-    over the parameters, including its mean, for the linearised network. It is exact for any
-    curvature.
+    outputs at the given points (x) and at the observed points (o). For the linearised network, this
+    is equivalent to updating the Gaussian over the parameters, including its mean. It is exact for
+    any curvature.
 
     Args:
         la: The fitted regression.
@@ -195,19 +196,19 @@ class ConditionedModel(LaplaceModel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The shape of a batch of models, which is the batch shape of the observations."""
+        """The batch shape of the model, which is the batch shape of the observations."""
         return self._Y.shape[:-2]
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
     ) -> "ConditionedModel":
-        """Add more observations to the model; see `LaplaceModel`."""
+        """Condition the model on further observations; see `LaplaceModel`."""
         added = super().condition_on_observations(X, Y, noise, **kwargs)
         points = _join_rows(self._X, added._X)
         return ConditionedModel(self._la, points, _join_rows(self._Y, added._Y))
 
     def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Compute the moments at points `[..., n, d]`, conditional on the added observations."""
+        """Compute the moments at points `[..., n, d]`, conditional on the observations."""
         mean, covariance = joint_moments(self._la, _join_rows(X, self._X))
         num_rows = X.shape[-2] * self._num_outputs
         K = covariance[..., :num_rows, :num_rows]
@@ -228,7 +229,7 @@ class ConditionedModel(LaplaceModel):
 
 
 def _join_rows(first: Tensor, second: Tensor) -> Tensor:
-    """Join the rows of two batches of matrices, whose batch dimensions are broadcast."""
+    """Concatenate the rows of two batches of matrices, after broadcasting the batch dimensions."""
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     first = first.expand(*batch, *first.shape[-2:])
     second = second.expand(*batch, *second.shape[-2:])
@@ -236,7 +237,7 @@ def _join_rows(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _noise(la: Laplace, num_points: int, mean: Tensor) -> Float[Tensor, "rows rows"]:
-    """Return the covariance of the noise at points, `[q·C, q·C]`."""
+    """Return the covariance of the noise at q points, `[q·C, q·C]`."""
     assert isinstance(la.likelihood, Gaussian)
     variance = la.likelihood.sigma.square().to(mean).expand(mean.shape[-1])
     return torch.diag(variance.repeat(num_points))
@@ -245,16 +246,17 @@ def _noise(la: Laplace, num_points: int, mean: Tensor) -> Float[Tensor, "rows ro
 def joint_moments(
     la: Laplace, X: Tensor, observation_noise: bool = False
 ) -> tuple[Float[Tensor, "*batch q outputs"], Float[Tensor, "*batch qm qm"]]:
-    r"""Compute mean and covariance of the linearised network's outputs at q points jointly.
+    r"""Compute the joint mean and covariance of the linearised network's outputs at q points.
 
     Args:
-        la: A fitted approximation of a network from `[B, d]` to `[B, C]`.
-        X: Points `[..., q, d]`, in sets of q. Gradients flow back to points that require them.
+        la: A fitted `Laplace`, whose network maps `[B, d]` to `[B, C]`.
+        X: Points `[..., q, d]`; the moments are joint over each set of q points. Gradients flow
+            back to points that require them.
         observation_noise: Whether to add the noise σ² of a `Gaussian` likelihood.
 
     Returns:
-        The mean `[..., q, C]` and the covariance `[..., q·C, q·C]`, whose rows are ordered by
-        points, and for each point by outputs.
+        The mean `[..., q, C]` and the covariance `[..., q·C, q·C]`, whose rows are ordered by point
+        and, for each point, by output.
 
     Raises:
         ValueError: If X is not `[..., q, d]`, or noise is requested for a likelihood that has no σ.
@@ -268,8 +270,8 @@ def joint_moments(
     differentiable = X.requires_grad and torch.is_grad_enabled()
     sets = X.reshape(-1, *X.shape[-2:])
     if sets.shape[1] == 1:
-        # If each set is a single point, there are no covariances between points, so one pass is
-        # enough for all sets.
+        # If every set is a single point, there are no covariances between points, so one pass over
+        # all sets is enough.
         mean, covariance = la.functional(sets[:, 0], differentiable=differentiable)
         mean = mean.unsqueeze(1)
     else:

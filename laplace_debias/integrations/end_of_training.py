@@ -1,4 +1,4 @@
-"""A posterior that is fitted, tuned and evaluated on a run's loaders at the end of training."""
+"""Fit, tune and evaluate a posterior on the loaders of a training run when it ends."""
 
 import itertools
 from collections.abc import Mapping, Sized
@@ -34,7 +34,7 @@ NO_VALIDATION_DATA = (
 
 
 def copy_in_eval_mode(network: nn.Module) -> nn.Module:
-    """Copy a network's module tree in eval mode, while sharing the storage of its parameters."""
+    """Copy a network in eval mode; the copy shares the storage of the parameters."""
     copied = shared_copy(network)
     for parameter, original in zip(copied.parameters(), network.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
@@ -42,10 +42,11 @@ def copy_in_eval_mode(network: nn.Module) -> nn.Module:
 
 
 def _shared_loader(loader: Any) -> Any:
-    """Return a loader with which the processes together read every example of the run once.
+    """Return a loader through which the processes together read every example of the run once.
 
-    The samplers of training repeat examples, so that all processes have the same number of
-    examples. All examples that a weighted sampler has drawn are read, including repeated examples.
+    This is needed because the samplers of a distributed run repeat some examples, so that all
+    processes get equally many. If the sampler is weighted, all of its draws are read, including
+    repetitions.
     """
     num_ranks = process_group().size
     batches = getattr(loader, "batch_sampler", None)
@@ -53,7 +54,7 @@ def _shared_loader(loader: Any) -> Any:
     if num_ranks == 1 or not isinstance(getattr(loader, "dataset", None), Sized):
         return loader
     if batch_size is None:
-        # The data set or a sampler of the user creates the batches, so the loader stays as it is.
+        # The batches are made by the data set or by a user's sampler, so leave the loader as it is.
         return loader
     indices = _indices_of_run(loader)
     dataset = loader.dataset if indices is None else Subset(loader.dataset, indices)
@@ -62,7 +63,7 @@ def _shared_loader(loader: Any) -> Any:
 
 
 def _without_lightning(sampler: Any) -> Any:
-    """Return the sampler that Lightning wraps in order to divide draws among the processes.
+    """Unwrap a sampler that Lightning has wrapped to divide its draws among the processes.
 
     Lightning's wrapper is a `DistributedSampler` whose data set contains the sampler.
     """
@@ -70,7 +71,7 @@ def _without_lightning(sampler: Any) -> Any:
 
 
 def _is_weighted(loader: Any) -> bool:
-    """Whether the run draws from the data set with weights."""
+    """Whether the run draws examples from the data set with weights."""
     if getattr(loader, "batch_sampler", None) is None:
         return False
     return isinstance(_without_lightning(inner_sampler(loader)), WeightedRandomSampler)
@@ -79,7 +80,7 @@ def _is_weighted(loader: Any) -> bool:
 def _is_shuffled(loader: Any) -> bool:
     """Whether the run reads the examples in random order.
 
-    The first batches, to which some modes are fitted, then contain examples of all classes.
+    If so, the first batches, which some modes of `fit` are restricted to, contain all classes.
     """
     sampler = inner_sampler(loader)
     if isinstance(sampler, DistributedSampler):
@@ -88,7 +89,7 @@ def _is_shuffled(loader: Any) -> bool:
 
 
 def _indices_of_run(loader: Any) -> list[int] | None:
-    """Return the indices of the examples from which the run draws, or None for the whole data set.
+    """Return the indices of the examples that the run draws from, or None for the whole data set.
 
     For a weighted sampler, these are the examples that it draws in one pass.
     """
@@ -104,12 +105,12 @@ def _indices_of_run(loader: Any) -> list[int] | None:
 
 
 def _num_data(loader: Any, mode: str) -> int | None:
-    """Return the number of training examples for a fit that would otherwise need `num_data=`.
+    """Return the number of training examples to pass to `fit` as `num_data`.
 
-    The callbacks do not have this argument.
+    Users of the callbacks cannot pass this argument themselves.
 
     Returns:
-        The number of examples that the loader draws from; None if the fit counts the examples, or
+        The number of examples that the loader draws from; None if `fit` can count them itself, or
         if the number is unknown.
     """
     dataset = getattr(loader, "dataset", None)
@@ -118,7 +119,8 @@ def _num_data(loader: Any, mode: str) -> int | None:
         return None
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler) or _is_weighted(loader):
-        # The sampler may draw with replacement, so its length need not be the number of examples.
+        # The sampler may draw with replacement, so its length can differ from the number of
+        # examples.
         return len(dataset)
     if mode == "full" and not getattr(batches, "drop_last", False):
         return None
@@ -131,8 +133,8 @@ class PosteriorAtEnd:
 
     Attributes:
         likelihood: The likelihood; see `Laplace`.
-        mode: The mode of `fit`.
-        tune: Whether to tune and evaluate on validation data.
+        mode: The mode of the fit; see `Laplace.fit`.
+        tune: Whether to tune and evaluate the posterior on validation data.
         options: The other arguments of `Laplace`.
     """
 
@@ -142,7 +144,7 @@ class PosteriorAtEnd:
     options: Mapping[str, Any]
 
     def described(self, posterior_path: Path | None) -> str:
-        """Return the string form of a callback with these settings.
+        """Return the `repr` of a callback with these settings.
 
         Args:
             posterior_path: The file of the fitted posterior; None before the end of training.
@@ -153,15 +155,15 @@ class PosteriorAtEnd:
         return f"LaplaceCallback({', '.join(listed)}): {state}"
 
     def unfitted(self, network: nn.Module) -> Laplace:
-        """Return a posterior of a network in eval mode that is not fitted yet."""
+        """Return an unfitted `Laplace` for a network, which must be in eval mode."""
         return Laplace(network, self.likelihood, **self.options)
 
     def check_loaders(self, train_loader: Any, validation_loader: Any) -> None:
-        """Check the loaders before the training.
+        """Check the loaders before training starts.
 
         Raises:
-            ValueError: If the fit reads only a part of data whose size the loader does not
-                determine, or if the sampler of the validation data repeats examples.
+            ValueError: If the fit reads only a part of the data and the loader does not reveal the
+                size of the data, or if the sampler of the validation data repeats examples.
         """
         if self.mode != "full" and _num_data(train_loader, self.mode) is None:
             raise ValueError(
@@ -181,11 +183,12 @@ class PosteriorAtEnd:
         """Fit, tune and evaluate a posterior.
 
         Returns:
-            Numbers to log by name, and the evaluation on the validation data that were used for
-            tuning. Without tuning, there are no numbers and no evaluation.
+            Numbers to log, by name, and a report on the validation data, which was also used for
+            tuning. Without tuning, there are no numbers and no report.
         """
         shared_loader = _shared_loader(train_loader)
-        # The shared loader has only the draws of a weighted sampler, not the whole data set.
+        # If the sampler is weighted, the shared loader contains only its draws, not the whole data
+        # set.
         sized_loader = train_loader if _is_weighted(train_loader) else shared_loader
         la.fit(shared_loader, mode=self.mode, num_data=_num_data(sized_loader, self.mode))
         if not self.tune:

@@ -32,15 +32,15 @@ class LaplaceCallback(Callback):
 
     The posterior is fitted to the best checkpoint, or to the last checkpoint if no metric is
     monitored. The posterior is saved next to the checkpoint, as `NAME.posterior.safetensors` for
-    `NAME.ckpt`, or in the trainer's `default_root_dir` if there are no checkpoints. Metrics on the
-    validation data go to the loggers of the run: `laplace_nll` and others, `network_nll` and others
-    for the network without the posterior, and `laplace_prior_precision`. The module is not changed:
-    a copy is used.
+    `NAME.ckpt`, or in the trainer's `default_root_dir` if there are no checkpoints. If it is tuned,
+    metrics on the validation data are logged to the loggers of the run: `laplace_nll` and others,
+    `network_nll` and others for the network without the posterior, and `laplace_prior_precision`.
+    The module itself is not changed, because a copy is used.
 
     Args:
         likelihood: The likelihood; see `Laplace`.
-        network: The attribute of the LightningModule that is the network, such as `"model"` or
-            `"model.backbone"`. Default: the module itself, whose `forward` returns the outputs.
+        network: The attribute of the LightningModule that contains the network, such as `"model"`
+            or `"model.backbone"`. Default: the module itself, if its `forward` returns the outputs.
         mode: How much of the training data to use; see `Laplace.fit`.
         tune: Whether to tune and evaluate on the validation data.
         **options: Other arguments of `Laplace`, such as `params="last_layer"`, or `batch=` for
@@ -51,9 +51,8 @@ class LaplaceCallback(Callback):
         path: The file to which the posterior was saved; None before the end of training.
 
     Raises:
-        ValueError: If the module has no such network, there is no validation loader, or there are
-            several loaders; the error is raised when training starts. Also raises the errors of
-            `Laplace`.
+        ValueError: When training starts, if the module has no such network, there is no validation
+            loader, or there are several loaders. Also raises the errors of `Laplace`.
 
     Example:
         >>> from laplace_debias.integrations.lightning import LaplaceCallback
@@ -82,13 +81,13 @@ class LaplaceCallback(Callback):
         return self._settings.described(self.path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the options before the training."""
+        """Check the options and the loaders before training starts."""
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
         self._settings.check_loaders(_training_loader(trainer), validation_loader)
         self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit, tune, log and save the posterior, after the last checkpoint was written."""
+        """Fit, tune, log and save the posterior, after the last checkpoint has been written."""
         network = copy_in_eval_mode(self._network(pl_module))
         checkpoint = _best_checkpoint(trainer)
         path = Path(trainer.default_root_dir) / "posterior.safetensors"
@@ -100,14 +99,14 @@ class LaplaceCallback(Callback):
         numbers, _ = self._settings.fit(la, _training_loader(trainer), validation_loader)
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
-        # Set the attribute before saving, because saving may fail after a long training.
+        # Set the attribute first, so that the posterior is not lost if saving fails.
         self.laplace = la
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
         self.path = path
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
-        """Return the network within the module."""
+        """Return the network that the option `network` selects in the module."""
         if self._network_name is None:
             return pl_module
         try:
@@ -124,13 +123,13 @@ class LaplaceCallback(Callback):
 
 
 def _training_loader(trainer: Trainer) -> Any:
-    """Return the only training loader, whose batches are converted to the precision of the run."""
+    """Return the only training loader, with batches converted to the precision of the run."""
     loader = _single_loader(trainer.train_dataloader, "training")
     return _converting_loader(loader, trainer.precision_plugin.convert_input)
 
 
 def _validation_loader(trainer: Trainer) -> Any:
-    """Return the only validation loader, whose batches are converted to the precision of the run.
+    """Return the only validation loader, with batches converted to the precision of the run.
 
     Raises:
         ValueError: If the run has no validation loader, or several validation loaders.
@@ -138,7 +137,8 @@ def _validation_loader(trainer: Trainer) -> Any:
     if not trainer.enable_validation:
         raise ValueError(NO_VALIDATION_DATA)
     if trainer.val_dataloaders is None:
-        # Lightning creates the loader for the first validation. If there was none, create it here.
+        # Lightning creates the loader before the first validation. If there was no validation,
+        # create it here.
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
     loader = _single_loader(trainer.val_dataloaders, "validation")
     return _converting_loader(loader, trainer.precision_plugin.convert_input)
@@ -146,11 +146,11 @@ def _validation_loader(trainer: Trainer) -> Any:
 
 @dataclass(frozen=True)
 class _Converted:
-    """Batches of a loader that is not a `DataLoader`, which are converted one by one.
+    """The batches of a loader that is not a `DataLoader`, converted one by one.
 
     Attributes:
         loader: The loader.
-        convert: Converts a batch.
+        convert: A function that converts a batch.
     """
 
     loader: Iterable[Any]
@@ -162,11 +162,11 @@ class _Converted:
 
 @dataclass(frozen=True)
 class _ConvertedCollation:
-    """A function that collates a batch and converts it; it can be pickled for worker processes.
+    """Collate a batch and convert it, as a function that can be pickled for worker processes.
 
     Attributes:
-        collate: Collates a batch.
-        convert: Converts a batch.
+        collate: A function that collates a batch.
+        convert: A function that converts a batch.
     """
 
     collate: Callable[[Any], Any]
@@ -177,21 +177,21 @@ class _ConvertedCollation:
 
 
 def _converting_loader(loader: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a loader of the same examples that yields batches in the dtype of the run.
+    """Return a loader that yields the same batches in the dtype of the run.
 
-    Lightning also converts the batches of a run with `precision="bf16-true"` or `"64-true"`.
+    Lightning does the same if `precision` is `"bf16-true"` or `"64-true"`.
     """
     if not isinstance(loader, DataLoader):
         return _Converted(loader, convert)
     converted = copy.copy(loader)
-    # Discard a persistent iterator, because its worker processes would collate as before.
+    # Discard a persistent iterator, because its workers would still use the old `collate_fn`.
     converted._iterator = None
     converted.collate_fn = _ConvertedCollation(loader.collate_fn, convert)
     return converted
 
 
 def _single_loader(loaders: Any, purpose: str) -> Any:
-    """Return the only loader.
+    """Return the loader, and require that there is only one.
 
     Raises:
         ValueError: If there are several loaders.
@@ -208,7 +208,7 @@ def _single_loader(loaders: Any, purpose: str) -> Any:
 
 
 def _best_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the best or else the last checkpoint of the run, or None without checkpoints."""
+    """Return the best (or else the last) checkpoint of the run; None if there is none."""
     callback: Any = trainer.checkpoint_callback
     if callback is None:
         return None
@@ -219,8 +219,8 @@ def _best_checkpoint(trainer: Trainer) -> Path | None:
 def _with_state(
     network: nn.Module, checkpoint: Path, name: str | None, pl_module: LightningModule
 ) -> nn.Module:
-    """Return a copy of a network of the module with the tensors of a checkpoint."""
-    # The run has written this file itself, so its pickled objects are trusted.
+    """Return a copy of a module's network, with the tensors of a checkpoint."""
+    # The run itself has written this file, so unpickling it is safe.
     content = torch.load(checkpoint, map_location=pl_module.device, weights_only=False)
     prefix = "" if name is None else f"{name}."
     state = {
@@ -228,8 +228,8 @@ def _with_state(
         for key, value in content["state_dict"].items()
         if key.startswith(prefix)
     }
-    # The values are copied into tensors that only this network has. With `assign=True`, weights
-    # that are tied would become different parameters.
+    # Load the values into a deep copy, which shares no tensors. With `assign=True`, tied weights
+    # would become separate parameters.
     separate = copy.deepcopy(network)
     # With `strict_loading=False`, a module may leave frozen tensors out of its checkpoints.
     separate.load_state_dict(state, strict=pl_module.strict_loading)

@@ -30,11 +30,11 @@ class LaplaceCallback(TrainerCallback):
     """A callback that fits, tunes, logs and saves a posterior when training ends.
 
     The posterior is fitted to the weights at the end of training, which are the best weights if
-    `load_best_model_at_end=True`. `save_pretrained` writes it, with a model card, to the folder of
-    the checkpoint with these weights, or to `output_dir` if there is no such checkpoint. Metrics on
-    the evaluation data are logged as `eval_laplace_nll` and others, with `eval_network_nll` and
-    others for the network without the posterior. The model's modes are not changed: a copy that
-    shares its parameters is used.
+    `load_best_model_at_end=True`. It is saved by `save_pretrained`, with a model card, in the
+    folder of the checkpoint with these weights, or in `output_dir` if there is no such checkpoint.
+    If it is tuned, metrics on the evaluation data are logged as `eval_laplace_nll` and others, and
+    as `eval_network_nll` and others for the network without the posterior. The model stays in its
+    mode (training or evaluation), because a copy that shares its parameters is used.
 
     Args:
         trainer: The trainer to which the callback is added.
@@ -49,8 +49,8 @@ class LaplaceCallback(TrainerCallback):
 
     Raises:
         TypeError: If `trainer` is not a `transformers.Trainer`.
-        ValueError: If there are no evaluation data, or several sets of them. Also raises the errors
-            of `Laplace`.
+        ValueError: If there is no evaluation data, or there are several sets. Also raises the
+            errors of `Laplace`.
 
     Example:
         >>> from laplace_debias.integrations.transformers import LaplaceCallback
@@ -94,7 +94,7 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Check the data before the training."""
+        """Check the loaders before training starts."""
         evaluation_loader = self._trainer.get_eval_dataloader() if self._settings.tune else None
         self._settings.check_loaders(kwargs["train_dataloader"], evaluation_loader)
 
@@ -116,13 +116,13 @@ class LaplaceCallback(TrainerCallback):
         self.laplace = la
 
     def _unfitted_posterior(self) -> Laplace:
-        """Return a posterior of the trainer's model that is not fitted yet."""
+        """Return an unfitted `Laplace` for the trainer's model."""
         model: Any = self._trainer.model
         return self._settings.unfitted(copy_in_eval_mode(model))
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder of the checkpoint with the weights at the end of training."""
+    """Return the folder of the checkpoint that contains the weights at the end of training."""
     if args.load_best_model_at_end and state.best_model_checkpoint is not None:
         return Path(state.best_model_checkpoint)
     folder = Path(str(args.output_dir))

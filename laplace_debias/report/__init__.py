@@ -1,4 +1,4 @@
-"""Tables and pictures of results; they need the package's extra `cli`."""
+"""Tables and pictures of results, which need the packages of the extra `cli`."""
 
 from laplace_debias.system.checks import check_extra
 

@@ -1,4 +1,4 @@
-"""Figures of spectral densities."""
+"""Figures of spectra and spectral densities."""
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ _BAND = 2
 def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
     """Draw a spectral density with a band of two standard errors.
 
-    The axis of the density is logarithmic and covers the six decades below the peak, because nearly
-    all eigenvalues of networks are close to zero, and only a few matter. If the scale of the
-    eigenvalues is logarithmic, it cannot show zero and negative eigenvalues, so their fractions are
-    written in the picture.
+    Nearly all eigenvalues of a network are close to zero, and the few others matter. Therefore, the
+    axis of the density is logarithmic, and covers the six decades below the peak. A logarithmic
+    scale of the eigenvalues cannot show zero and negative ones, so their fractions are written in
+    the picture.
     """
     grid, values, error = (
         values.detach().to("cpu", torch.float64).numpy()
@@ -58,13 +58,12 @@ def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
 def spectrum_figure(
     eigenpairs: EigenPairs, trace: Estimate, density: SpectralDensity | None, matrix: str
 ) -> Figure:
-    """Draw leading eigenvalues one by one, and the density of the other eigenvalues.
+    """Draw the leading eigenvalues one by one, and the density of the other eigenvalues.
 
     Args:
         eigenpairs: The leading eigenpairs of a matrix.
         trace: The trace of the whole matrix.
-        density: The density of the other eigenvalues, with a logarithmic axis; None to leave it
-            out.
+        density: The density of the other eigenvalues, on a logarithmic scale; None to leave it out.
         matrix: The name of the matrix.
     """
     figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
@@ -94,7 +93,7 @@ def spectrum_figure(
         return figure
     (by_value,) = others
     plot_spectral_density(density, by_value)
-    # Draw the eigenvalues that were removed before the density was estimated.
+    # Mark the eigenvalues that were removed before the density was estimated.
     marks = values[values > 0]
     by_value.plot(
         marks,

@@ -1,6 +1,6 @@
-"""The style of pictures, and how they are saved.
+"""The style of pictures, and a function that saves them.
 
-Neither this file nor the pictures use pyplot, so its global state is not changed.
+Pictures are made without pyplot, so its global state is not changed.
 """
 
 import os
@@ -21,7 +21,7 @@ OKABE_ITO = {
     "purple": "#CC79A7",
     "black": "#000000",
 }
-"""The palette of Okabe and Ito (2008), which readers with any colour vision can tell apart."""
+"""The palette of Okabe and Ito (2008), whose colours are distinguishable with any colour vision."""
 
 INK = "#333333"
 """Colour of text and axes."""
@@ -30,13 +30,13 @@ GRID = "#E3E3E3"
 """Colour of grid lines."""
 
 FONT_SIZE = 10.0
-"""Size of text in points; ticks are a little smaller, titles a little larger."""
+"""Size of text in points. Tick labels are a little smaller, and titles a little larger."""
 
 _DPI = 150
 
 
 def style_axes(ax: Axes) -> None:
-    """Set the style of axes: a light grid, and no frame above and to the right."""
+    """Style axes with a light grid and without a frame at the top and at the right."""
     ax.grid(visible=True, which="major", color=GRID, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -47,7 +47,7 @@ def style_axes(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture atomically in the format of its suffix.
+    """Write a picture atomically, in the format that the suffix of the path specifies.
 
     PNG files have 150 dots per inch.
     """

@@ -1,7 +1,7 @@
-"""Tables of results, on the terminal and as CSV.
+"""Print tables of results to the terminal, or write them as CSV.
 
-A table is a sequence of rows; a row maps the names of columns to numbers, strings, booleans or
-None. Rows may lack columns.
+A table is a sequence of rows. A row maps the names of columns to numbers, strings, booleans or
+None, and need not contain all columns.
 """
 
 import csv
@@ -24,11 +24,10 @@ _MOST_COLUMNS = 1000
 def print_table(rows: Sequence[Row], title: str) -> None:
     """Print a table to the terminal.
 
-    Real numbers have three decimals. They are in scientific notation if they would round to zero,
-    or if they have more than six digits before the point. Missing values and None are shown as a
-    dash.
+    Real numbers are shown with three decimals, or in scientific notation if they would round to
+    zero or have more than six digits before the point. Missing values and None are shown as a dash.
     """
-    # rich is imported here, because CSV and Markdown do not need it.
+    # Import rich only here, because it is not needed for CSV.
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -44,7 +43,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         table.add_column(Text(column), justify="right" if is_numeric else "left")
     for line in lines:
         table.add_row(*(Text(_format_entry(cell)) for cell in line))
-    # In a file or a pipe, a row is one line, however long.
+    # In a file or a pipe, print each row on one line, no matter how long it is.
     width = None if sys.stdout.isatty() else _MOST_COLUMNS
     Console(width=width).print(table)
 
@@ -52,8 +51,8 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Write a table as CSV, keeping the full precision of real numbers.
 
-    The file is written atomically, and missing parent folders are created. Strings are passed
-    through `not_a_formula`.
+    The file is written atomically, and missing parent folders are created. `not_a_formula` is
+    applied to all strings.
     """
     columns, lines = _cells(rows)
     with (
@@ -66,16 +65,16 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 
 
 def not_a_formula(value: Any) -> Any:
-    """Return a cell of a CSV file so that a spreadsheet does not read it as a formula.
+    """Change a cell of a CSV file if a spreadsheet would mistake it for a formula.
 
-    A string is changed if it begins with `=`, `+`, `-` or `@`, unless it is a number with a sign.
+    An apostrophe is put before strings that begin with `=`, `+`, `-` or `@`, except signed numbers.
     """
     computed = isinstance(value, str) and re.match(r"[=+@-](?![\d.]*$)", value)
     return f"'{value}" if computed else value
 
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Return the names of the columns, and rows of plain values."""
+    """Return the names of all columns, and the rows as lists of plain values."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     values = ([row.get(column) for column in columns] for row in rows)
     return columns, [
@@ -84,7 +83,7 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 
 def _format_entry(value: str | bool | int | float | None) -> str:
-    """Return an entry of a table as text; very small and large numbers get an exponent."""
+    """Format an entry of a table; very small and very large numbers get an exponent."""
     if value is None:
         return "–"
     if not isinstance(value, float) or not math.isfinite(value):

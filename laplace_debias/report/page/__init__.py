@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file on the quality of a network's uncertainty."""
+"""The page of a run: a single HTML file that shows the quality of a network's uncertainty."""
 
 from laplace_debias.report.page.write import write_page
 

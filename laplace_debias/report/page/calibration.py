@@ -1,4 +1,4 @@
-"""Figures of the calibration of class probabilities, intervals and residuals."""
+"""Figures that show the calibration of class probabilities, intervals and residuals."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ _SHARES = np.linspace(0, 1, 201)[1:]
 
 
 def reliability(run: Run, look: Look, data: str) -> Picture | None:
-    """Plot the accuracy against the confidence in equal bins.
+    """Plot the accuracy against the confidence, for equal bins of the confidence.
 
-    The bins have 95 % Wilson intervals, and a histogram below.
+    The accuracies have 95 % Wilson intervals. A histogram of the confidence is drawn below.
     """
     predictions = run.probabilities(look.key, data)
     if predictions is None:
@@ -63,7 +63,7 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
 
 
 def _bins(probs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-    """Return the non-empty bins of the confidence and 95 % intervals of their accuracy."""
+    """Return the non-empty bins of the confidence, with 95 % intervals for their accuracy."""
     curve = reliability_curve(torch.from_numpy(probs), torch.from_numpy(labels), _BINS)
     bins = pd.DataFrame(
         {
@@ -107,9 +107,9 @@ def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
 
 
 def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
-    """Plot the error rate of the most confident examples against their fraction.
+    """Plot the error rate among the most confident examples against their fraction.
 
-    The error of each example is replaced by the mean error of all equally confident examples.
+    Each example's error is replaced by the mean error of all equally confident examples.
     """
     panel = Panel(f"risk-coverage-{data}")
     ax = panel.axes[0]
@@ -120,7 +120,7 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
             continue
         probs, labels = map(torch.from_numpy, predictions)
         curve = risk_coverage_curve(probs, labels)
-        # The error rate of a few examples is too imprecise, so it is not shown.
+        # Leave out the error rate of the first few examples, which is too imprecise.
         first = min(_FEWEST_KEPT, len(labels)) - 1
         share = curve.coverage.numpy()[first:]
         risk = curve.risk.numpy()[first:]
@@ -151,7 +151,7 @@ def _percent(share: float) -> str:
 
 
 def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
-    """Plot the fraction of targets within the central interval of each level."""
+    """Plot the coverage of central intervals against their level."""
     panel = Panel("coverage")
     ax = panel.axes[0]
     draw_diagonal(ax)
@@ -175,10 +175,10 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
 
 
 def _interval_levels(run: Run, method: str) -> np.ndarray | None:
-    """Return, for each target of the test set, the smallest level of an interval that contains it.
+    """For each target of the test set, return the smallest level of an interval that contains it.
 
-    If the predictive is not normal, the levels are read from the table of predictions, which lacks
-    unknown levels.
+    If the predictive is not normal, the levels are read from the table of predictions; None if it
+    does not contain them.
     """
     level = run.column(method, run.test.name, "interval_level")
     if level is not None:
@@ -193,7 +193,7 @@ def _interval_levels(run: Run, method: str) -> np.ndarray | None:
 def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
     """Plot residuals against predicted standard deviations.
 
-    The residuals are root mean squares in groups of equal size.
+    Both are root mean squares within groups of equal size.
     """
     panel = Panel("residuals")
     ax = panel.axes[0]
@@ -207,7 +207,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
         order = np.argsort(deviation, kind="stable")
         groups = np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
         if np.ptp(deviation) < 1e-9 * deviation.max():
-            groups = [order]  # The standard deviation is constant, so there is nothing to sort by.
+            groups = [order]  # Use a single group, because the standard deviation is constant.
         predicted = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
         observed = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
         panel.assign(key, *ax.plot(predicted, observed, lw=1.2, markersize=4.5, **look.marked))

@@ -1,4 +1,4 @@
-"""The page's most uncertain and most confidently wrong examples."""
+"""The cards of the page for the most uncertain and the most confidently wrong examples."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Guess:
-    """A method's prediction of an example: an interval, or classes."""
+    """A method's prediction for an example: classes or, for a regression, an interval."""
 
     label: str
     interval: str
@@ -42,7 +42,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Card:
-    """An example in the form that the page's template needs."""
+    """An example in the form that the template of the page needs."""
 
     index: int
     truth: str
@@ -54,7 +54,7 @@ class Card:
 
 @dataclass(frozen=True)
 class CardGroup:
-    """Examples under a title and a text that explains how to read them."""
+    """A group of examples, with a title and a text that explains how to read them."""
 
     title: str
     reads: str
@@ -62,13 +62,13 @@ class CardGroup:
 
 
 def example_groups(run: Run) -> list[CardGroup]:
-    """Return the groups of examples that are not empty."""
+    """Return all groups that contain examples."""
     examples = run.folder.read_examples()
     labels = {method.key: method.label for method in run.methods}
     keys = list(labels)
     network = keys[0]
     groups = []
-    # The names of the groups are fields of `examples`.
+    # The names of the groups are those of the fields of `examples`.
     for name, (title, text) in _GROUPS.items():
         chosen_by = examples.chosen_by.get(name, keys[-1])
         methods = {key: labels[key] for key in (network, chosen_by)}
@@ -79,7 +79,7 @@ def example_groups(run: Run) -> list[CardGroup]:
 
 
 def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
-    """Make the card of an example from the predictions of the given methods."""
+    """Make the card of an example, which shows the predictions of the given methods."""
     picture, is_small = _picture(run.folder.example(record.index))
     guesses = []
     if run.has_numbers:
@@ -112,7 +112,7 @@ def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
 
 
 def _picture(path: Path) -> tuple[str, bool]:
-    """Return a data URL of a picture, which is shrunk if it is large, and whether it is small."""
+    """Return a picture as a data URL, shrunk if it is large, and whether the picture is small."""
     if not path.is_file():
         return "", False
     try:
@@ -131,7 +131,7 @@ def _picture(path: Path) -> tuple[str, bool]:
 
 
 def _names(run: Run, label: Any) -> str:
-    """Return the name of the class, or the names of the labels that apply."""
+    """Format a label: the name of the class, or the names of all labels that apply."""
     labels = [label]
     if isinstance(label, list):
         labels = [number for number, applies in enumerate(label) if applies]

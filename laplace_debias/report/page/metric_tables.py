@@ -16,7 +16,7 @@ from laplace_debias.runs.wording import SCORE_LABELS, decimals, in_order, most_d
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a table, its interval and its verdict as strings that may be empty."""
+    """A cell of a table: a number, its interval and the verdict, as strings that may be empty."""
 
     value: str
     interval: str = ""
@@ -25,9 +25,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class MetricTable:
-    """Metrics of methods, which are compared with the method that has the label `reference`.
+    """A table of metrics by method, or of differences from the method labelled `reference`.
 
-    A column is a metric and the set on which it was computed; the set is empty for the test set.
+    Each of the `columns` is a metric and the set on which it was computed; "" means the test set.
     """
 
     columns: Sequence[tuple[Metric, str]]
@@ -36,12 +36,12 @@ class MetricTable:
 
 
 def main_table(run: Run) -> MetricTable:
-    """Make the table of the main metrics of the test set and of OOD detection."""
+    """Make the table of the main metrics, on the test set and for OOD detection."""
     return _table(run, _main_columns(run))
 
 
 def full_tables(run: Run, data: str) -> list[MetricTable]:
-    """Make tables of every metric of a set; for an OOD set, make one table per score."""
+    """Make a table of all metrics on a set; for an OOD set, make one table per score."""
     rows = run.rows[run.rows["set_name"] == data]
     scores: list[str | None] = [name for name in SCORE_LABELS if (rows["score"] == name).any()]
     metrics = [(data, metric) for metric in in_order(rows["metric"])]
@@ -50,14 +50,14 @@ def full_tables(run: Run, data: str) -> list[MetricTable]:
 
 
 def difference_tables(run: Run) -> list[MetricTable]:
-    """Make tables of differences from the methods without a posterior."""
+    """Make tables of differences, with each method that has no posterior as the reference."""
     simple = [method.key for method in run.methods if not method.is_laplace]
     tables = [_table(run, _main_columns(run), reference) for reference in simple]
     return [table for table in tables if table.columns]
 
 
 def _main_columns(run: Run) -> list[tuple[str, str]]:
-    """Return pairs of a set and a metric."""
+    """Return the columns of the main table, as pairs of a set and a metric."""
     test = run.test.name
     names = in_order(run.rows[run.rows["set_name"] == test]["metric"])
     main_names = [name for name in names if METRICS[name].is_main] or names
@@ -75,7 +75,7 @@ def _table(
     labels = {method.key: method.label for method in run.methods}
     compared_with = next(iter(labels)) if reference is None else reference
     all_differences = run.differences[run.differences["reference"] == compared_with]
-    # A method is compared only with the methods before it.
+    # A method is compared only with earlier methods.
     compared = labels.keys() if reference is None else set(all_differences["method"])
     methods = [method for method in run.methods if method.key in compared]
     keys = [method.key for method in methods]
@@ -107,7 +107,7 @@ def _table(
 def rows_of_metric(
     rows: pd.DataFrame, data: str, metric: str, score: str | None = None
 ) -> pd.DataFrame:
-    """Return the rows of a metric on a set, keyed by method. The default score is the first."""
+    """Return the rows of a metric on a set, indexed by method. The default is the first score."""
     rows = rows[(rows["set_name"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
     scores = set(rows["score"].dropna())
     score = score or next((name for name in ("entropy", "variance") if name in scores), None)
@@ -122,13 +122,13 @@ def _cells(
     methods: Sequence[str],
     is_difference: bool,
 ) -> list[Cell]:
-    """Return a row's cells, with the same number of decimals.
+    """Return the cells of a row, all with the same number of decimals.
 
     Args:
-        rows: The value and the interval of each method, by its key.
+        rows: The value and the interval for each method, indexed by its key.
         verdicts: The verdict on each method's difference from the reference, by its key.
         methods: The methods of the columns.
-        is_difference: Whether the values are differences, which are written with a sign.
+        is_difference: Whether the values are differences, which are shown with a sign.
     """
     shown = rows[["value", "low", "high"]]
     max_places = most_decimals(shown.abs().max(axis=None))
@@ -154,7 +154,7 @@ def _cells(
 def _verdicts(
     differences: pd.DataFrame, metric: Metric, reference_metrics: pd.DataFrame
 ) -> dict[str, str]:
-    """Return the verdicts on methods whose difference from the reference has an interval."""
+    """Return a verdict for each method whose difference from the reference has an interval."""
     values_by_metric = dict(
         zip(reference_metrics["metric"], reference_metrics["value"], strict=True)
     )
@@ -170,11 +170,11 @@ def _verdicts(
 
 
 def _verdict(low: float, high: float, better: str | None) -> str:
-    """Return whether a difference with this interval is clear, and which method it favours."""
+    """Describe whether a difference with this interval is significant, and in whose favour."""
     if low <= 0 <= high:
         return "no clear difference"
     direction = "higher" if low > 0 else "lower"
     if better not in ("higher", "lower", "ideal"):
         return direction
-    # The difference of a metric with an ideal value is between the distances from this value.
+    # If a metric has an ideal value, its difference is that of distances, so lower is better.
     return "better" if direction == better.replace("ideal", "lower") else "worse"

@@ -1,4 +1,4 @@
-"""Small figures in the page's style."""
+"""Small figures in the style of the page."""
 
 import io
 import itertools
@@ -28,10 +28,10 @@ _COLOURS = (
 )
 _MARKERS = "osD^vPX"
 _STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-# Matplotlib settings used to create and finish panels.
+# Matplotlib settings that must be active while panels are created and finished.
 SETTINGS: Any = {
     "svg.fonttype": "none",
-    # Users choose the labels of methods and sets, so print a dollar sign as it is instead of
+    # Users choose the labels of methods and sets, so print dollar signs as they are instead of
     # starting a formula.
     "text.parse_math": False,
     "axes.unicode_minus": True,
@@ -44,9 +44,9 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Look:
-    """The colour, marker and dashes of a method.
+    """How a method is drawn: colour, marker and dashes.
 
-    Methods also differ without colour. Marker and dashes are in matplotlib's notation.
+    Marker and dashes, which are in matplotlib's notation, distinguish methods without colour.
     """
 
     key: str
@@ -57,12 +57,12 @@ class Look:
 
     @property
     def marked(self) -> dict[str, Any]:
-        """Matplotlib's options of a line with markers."""
+        """Matplotlib's options for a line with markers."""
         return {"color": self.colour, "linestyle": self.dashes, "marker": self.marker}
 
 
 class Point(NamedTuple):
-    """A place that shows its values; x and y are SVG units from the top left of the figure."""
+    """A point at which the page shows values; x and y are SVG units from the figure's top left."""
 
     x: float
     y: float
@@ -72,10 +72,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished figure; `alt` describes it to readers who cannot see it.
+    """A finished figure; `alt` describes it for readers who cannot see it.
 
-    `points` are places that show their values; `method` is None if the figure shows several
-    methods.
+    The page shows values at `points`. `method` is None if the figure shows several methods.
     """
 
     name: str
@@ -88,7 +87,7 @@ class Picture:
 
 
 def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
-    """Return the look of each method by its key, which is the same in every figure."""
+    """Choose a look for each method, by its key, so that it is the same in every figure."""
     styles = zip(
         itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_STYLES), strict=False
     )
@@ -99,11 +98,11 @@ def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
 
 
 class Panel:
-    """A picture that is being drawn, of axes that share the x-axis. Sizes are in inches.
+    """A figure that is being drawn. Its axes share the x-axis. Sizes are in inches.
 
-    Names within the SVG are derived from the name of the picture, so that they are the same each
-    time it is drawn. Without margins, matplotlib's constrained layout chooses the margins. This
-    layout may collapse low axes, depending on their tick labels.
+    Identifiers within the SVG are derived from the name of the figure, so that it is identical each
+    time it is drawn. If no margins are given, matplotlib's constrained layout chooses them;
+    however, it can collapse low axes, depending on their tick labels.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Panel:
         self._noted: list[tuple[Axes, str, float, float, str]] = []
 
     def assign(self, method: str, *artists: Artist) -> None:
-        """Assign artists to a method; the page shows and hides them together with the method."""
+        """Assign artists to a method, so that the page shows and hides them with the method."""
         for artist in artists:
             artist.set_gid(f"method:{method}:{next(self._numbers)}")
 
@@ -142,7 +141,7 @@ class Panel:
     def finish(
         self, title: str, alt: str, *, method: str | None = None, note: str = ""
     ) -> Picture | None:
-        """Draw the figure; return None if no place has a text."""
+        """Finish the figure and return it, or None if it has no notes and so shows no data."""
         if not self._noted:
             return None
         buffer = io.StringIO()
@@ -167,7 +166,7 @@ class Panel:
 
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
-    """Make an axis logarithmic with at most six labels: numbers, or powers of ten if too long."""
+    """Make an axis logarithmic, with at most six labels (as powers of ten if numbers are long)."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
     ratio = high / low if high > low > 0 else math.inf
     has_powers = False
@@ -187,11 +186,11 @@ def log_axis(axis: Axis, low: float, high: float) -> None:
 
 
 def percent_axes(*axes: Axis) -> None:
-    """Write shares as percent."""
+    """Label axes of fractions in percent."""
     for axis in axes:
         axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.10g} %"))
 
 
 def draw_diagonal(ax: Axes, low: float = 0, high: float = 1) -> None:
-    """Draw the line on which both axes have the same value."""
+    """Draw the line on which x and y are equal."""
     ax.plot([low, high], [low, high], color=INK, linewidth=1, linestyle=(0, (4, 3)))

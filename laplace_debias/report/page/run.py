@@ -1,4 +1,4 @@
-"""A complete run in the form that the page needs."""
+"""A complete run, in the form that the page needs."""
 
 import dataclasses
 import os
@@ -26,8 +26,8 @@ class Run:
     Attributes:
         folder: Its folder.
         record: Network, data and methods.
-        rows: Metrics; each `MetricRow` has a row.
-        differences: Differences between methods; each `DifferenceRow` has a row.
+        rows: The metrics, with one row for each `MetricRow`.
+        differences: The differences between methods, with one row for each `DifferenceRow`.
     """
 
     folder: RunFolder
@@ -51,11 +51,11 @@ class Run:
         return self.record.has_numbers
 
     def sets(self, role: Role) -> list[SetRecord]:
-        """Return the sets of a role, ordered by severity."""
+        """Return the sets with the given role, ordered by severity."""
         return self.record.sets_of(role)
 
     def column(self, method: str, set_name: str, name: str) -> np.ndarray | None:
-        """Return a column of predictions, or None if it is missing or not finite."""
+        """Return a column of a table of predictions, or None if it is missing or not finite."""
         if not self.folder.predictions(method, set_name).is_file():
             return None
         values = self.folder.read_predictions(method, set_name, name).get(name)
@@ -64,7 +64,7 @@ class Run:
         return values.astype(float)
 
     def probabilities(self, method: str, set_name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return probabilities and labels, or None if examples have several labels."""
+        """Return class probabilities and labels, or None if examples have several labels."""
         probs = self.column(method, set_name, "probs")
         labels = self.column(method, set_name, "label")
         if self.has_numbers or probs is None or labels is None or labels.ndim != 1:
@@ -73,7 +73,7 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the run folder from which a page is drawn."""
+    """Read a complete run from its folder."""
     folder = RunFolder(path)
     record = folder.read_complete_record()
     measurements = folder.read_measurements()
@@ -86,7 +86,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _frame(rows: Sequence[MetricRow], kind: type[MetricRow]) -> pd.DataFrame:
-    """Convert rows to a data frame whose values and ends of intervals are floats."""
+    """Convert rows to a data frame in which values and ends of intervals are floats."""
     columns = [column.name for column in dataclasses.fields(kind)]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in rows], columns=columns)
     numbers = {name: pd.to_numeric(frame[name]) for name in ("value", "low", "high")}

@@ -26,7 +26,7 @@ _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "relia
 
 
 def pictures_by_section(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
-    """Return the pictures for which the run has data, keyed by the ids of the page's sections."""
+    """Draw all pictures that the run has data for, and return them by section of the page."""
     test = run.test.name
     shifts = run.sets("shift")
     sections: dict[str, Iterable[Picture | None]] = {}
@@ -57,7 +57,7 @@ def pictures_by_section(run: Run, looks: dict[str, Look]) -> dict[str, list[Pict
 
 
 def first_picture(pictures: Sequence[Picture]) -> Picture | None:
-    """Draw the picture of the verdict: confidence by severity, or on the test set."""
+    """Choose the picture next to the verdict: confidence by severity, or on the test set."""
     candidates = [
         picture for name in _FIRST for picture in pictures if picture.name.startswith(name)
     ]
@@ -69,10 +69,10 @@ def first_picture(pictures: Sequence[Picture]) -> Picture | None:
 
 
 def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
-    """Draw histograms of the uncertainty on the test set and on a different set.
+    """Draw histograms of the uncertainty on the test set and on another set.
 
-    Heights are square roots of shares, so that rare values are visible beside the many values near
-    zero.
+    The heights are square roots of fractions, so that rare values are visible despite the many
+    values near zero.
     """
     score = "epistemic" if run.has_numbers else "entropy"
     scores = _scores_of_both_sets(run, methods, data, score)
@@ -118,7 +118,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 def _scores_of_both_sets(
     run: Run, methods: Iterable[str], data: str, score: str
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return each method's score of every example of the test set and of another set."""
+    """Return each method's scores on the test set and on another set."""
     scores: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for key in methods:
         test_column = run.column(key, run.test.name, score)
@@ -134,14 +134,14 @@ def _mean_over_outputs(column: np.ndarray) -> np.ndarray:
 
 
 def _shares(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Compute the share of values in each bin; larger values count in the last bin."""
+    """Compute the fraction of values in each bin; values beyond the last bin count in it."""
     return np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
     """Plot a metric and its intervals against the severity.
 
-    Severity 0 is the test set without corruption.
+    Severity 0 is the uncorrupted test set.
     """
     levels = {run.test.name: 0}
     levels |= {shift.name: shift.severity or 0 for shift in run.sets("shift")}
@@ -233,7 +233,7 @@ def sweep(run: Run, look: Look) -> Picture | None:
 
 
 def _leave_out_what_hides_the_best(ax: Axes, value: np.ndarray, better: str | None) -> None:
-    """Set limits that show the valley if some values are many times the best value."""
+    """Limit the axis to the region around the best value if some values are many times worse."""
     finite = value[np.isfinite(value)]
     if better != "lower" or len(finite) < 4:
         return

@@ -1,4 +1,4 @@
-"""The writer of a run folder's page and its pictures."""
+"""Write the page of a run folder and its pictures."""
 
 import itertools
 import os
@@ -30,7 +30,7 @@ _THEME = {
         if name not in ("black", "yellow")
     },
 }
-"""The page's CSS variable for each colour that is used in the pictures."""
+"""For each colour in the pictures, the CSS variable of the page that replaces it."""
 
 _MARKERS = {
     "o": "M12 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
@@ -42,19 +42,20 @@ _MARKERS = {
     "X": "M12.6 3.9 14.5 2 16 3.6 17.5 2 19.4 3.9 17.8 6 "
     "19.4 8.1 17.5 10 16 8.4 14.5 10 12.6 8.1 14.2 6Z",
 }
-"""Outlines of matplotlib's markers."""
+"""Outlines of matplotlib's markers, as SVG paths for the legend."""
 
 
 def write_page(folder: str | os.PathLike[str]) -> Path:
-    """Write `pictures/NAME.svg` and `report.html` of a complete run folder.
+    """Write `report.html` and `pictures/NAME.svg` into the folder of a complete run.
 
-    The page is a single file that loads nothing else. Parts for which the run has no data are left
+    The page is a single file that loads nothing else. Parts that the run has no data for are left
     out. The same folder always gives the same page.
     """
     run = read_run(folder)
     by_key = looks(run.methods)
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
-        # Missing glyphs only make text widths inexact, because the browser has its own fonts.
+        # Ignore missing glyphs. They make only text widths inexact, because the browser uses its
+        # own fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         shown = pictures_by_section(run, by_key)
         text = _page(run, by_key, shown)
@@ -109,7 +110,7 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
 
 
 def _swatch(look: Look) -> dict[str, str]:
-    """Return the colour, dashes and marker of a method for a small SVG of the legend, 32 × 12."""
+    """Return a method's colour, dashes and marker for its entry in the legend, a 32 × 12 SVG."""
     dashes = "" if look.dashes == "-" else " ".join(str(2 * length) for length in look.dashes[1])
     return {"colour": _theme_colour(look.colour), "dashes": dashes, "marker": _MARKERS[look.marker]}
 
@@ -117,9 +118,9 @@ def _swatch(look: Look) -> dict[str, str]:
 def _inline(picture: Picture) -> Markup:
     """Return the `<svg>` element of a picture.
 
-    Its texts are in the page's font. Names within the element begin with the picture's name,
-    because they have to be unique on the page. Parts that belong to a method have the attribute
-    `data-method`. Colours of the theme are CSS variables.
+    Its texts use the font of the page. Identifiers within the element begin with the picture's
+    name, because they must be unique on the page. Parts that show a method have the attribute
+    `data-method`. Colours of the theme are replaced by CSS variables.
     """
     text = picture.svg[picture.svg.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
@@ -145,6 +146,6 @@ def _inline(picture: Picture) -> Markup:
 
 
 def _theme_colour(colour: str) -> str:
-    """Return a colour as a CSS variable of the page's theme, if it has one."""
+    """Return the CSS variable of the page's theme for a colour, or the colour itself."""
     name = _THEME.get(colour.upper())
     return f"var(--{name}, {colour})" if name else colour
