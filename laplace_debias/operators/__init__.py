@@ -1,4 +1,4 @@
-"""Linear operators, their structures and their arithmetic."""
+"""Linear operators: their structures, arithmetic and closed forms."""
 
 from laplace_debias.operators.algebra import Product, Scaled, Sum, Transpose
 from laplace_debias.operators.base import LinearOperator

@@ -1,4 +1,4 @@
-"""Lazy sums, multiples, products and adjoints."""
+"""Lazy sums, multiples, products and adjoints of operators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ class Sum(Joined):
     """The sum of operators.
 
     Args:
-        terms: At least one; all have the same shape, dtype and device.
+        terms: One or more operators, all of the same shape, dtype and device.
 
     Raises:
-        ValueError: If the terms order named parameters differently.
+        ValueError: If the terms have named parameters in different orders.
     """
 
     terms: tuple[LinearOperator, ...]
@@ -52,7 +52,7 @@ class Sum(Joined):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The layout that all terms share, or None if they have no layout."""
+        """The layout that all terms share, or None if no term has a layout."""
         return next((term.layout for term in self.terms if term.layout is not None), None)
 
     @property
@@ -70,7 +70,7 @@ class Scaled(Wrapper):
 
     Args:
         operator: The operator.
-        scalar: A number, or a 0-d tensor, through which gradients flow.
+        scalar: A number or a 0-d tensor. Gradients flow through the tensor.
     """
 
     scalar: float | Float[Tensor, ""]
@@ -89,41 +89,41 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the operator. If it has no dtype or device of its own, it takes the given ones."""
+        """Return the operator, with the given dtype and device if it has none of its own."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
 @dataclass(eq=False, repr=False)
 class Product(Composed):
-    """The product of operators; the last one is applied first.
+    """The product of operators, of which the last one is applied first.
 
     Args:
-        factors: At least one; inner sizes match, and all have the same dtype and device.
+        factors: One or more operators whose inner sizes match, all of the same dtype and device.
     """
 
     factors: tuple[LinearOperator, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The first factor's number of rows and the last factor's number of columns."""
+        """The number of rows of the first factor and the number of columns of the last one."""
         return self.factors[0].shape[0], self.factors[-1].shape[1]
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the product has the form XᵀX, or XᵀMX with a symmetric M."""
+        """Whether the product is known to have the form XᵀX, or XᵀMX with a symmetric M."""
         pairs = zip(self.factors, reversed(self.factors), strict=True)
         return all(_adjoint(a, b) for a, b in pairs)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the product has the form XᵀX, or XᵀMX with a positive semi-definite M."""
+        """Whether it is known to have the form XᵀX, or XᵀMX with a positive semi-definite M."""
         middle = self.factors[len(self.factors) // 2]
         even = len(self.factors) % 2 == 0
         return (even or middle.is_positive_semidefinite) and self.is_symmetric
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The layout of the last factor, which is the first to be applied."""
+        """The layout of the last factor, because its columns are those of the product."""
         return self.factors[-1].layout
 
     @property
@@ -139,16 +139,17 @@ class Product(Composed):
 
 @dataclass(eq=False, repr=False)
 class Transpose(Wrapper):
-    """The adjoint of an operator; its products are computed by a given function.
+    """The adjoint of an operator, whose products are computed by a given function.
 
     Args:
         operator: The operator, `[m, n]`.
-        product: The product of its adjoint with a matrix, `[m, k]` to `[n, k]`.
-        layout: How the operator's rows correspond to named parameters, or None if they do not.
+        product: A function that multiplies the adjoint with a matrix: `[m, k]` to `[n, k]`.
+        layout: How the operator's rows (the columns of the adjoint) correspond to named parameters;
+            None if they do not.
     """
 
-    # An operator has only one adjoint, whichever function computes its products, so `product` is
-    # not compared.
+    # Exclude `product` from comparisons, because an operator has only one adjoint, no matter which
+    # function computes its products.
     product: Callable[[Tensor], Tensor] = field(compare=False)
     layout: ParameterLayout | None = None
 
@@ -164,8 +165,8 @@ class Transpose(Wrapper):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the adjoint, converted to another dtype or device."""
-        # `product` is bound to the unconverted operator, so convert the operator and take its
-        # adjoint.
+        # `product` is bound to the unconverted operator. Therefore, convert the operator and take
+        # the adjoint of the result.
         return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class Transpose(Wrapper):
 
 
 def _adjoint(a: LinearOperator, b: LinearOperator) -> bool:
-    """Whether a is known to be the adjoint of b, although no entries are compared."""
+    """Whether a is known to be the adjoint of b, without comparing any entries."""
     if isinstance(a, Transpose):
         return same(a.operator, b)
     if isinstance(b, Transpose):
@@ -195,7 +196,7 @@ def _(left: LinearOperator, right: LinearOperator) -> LinearOperator:
 def _(left: Sum, right: LinearOperator) -> LinearOperator:
     if isinstance(right, Sum):
         return reduce(add, right.terms, cast(LinearOperator, left))
-    # An existing term may absorb the new term, as a multiple of the identity absorbs another
+    # An existing term may absorb the new one, as a multiple of the identity absorbs another
     # multiple.
     for i, term in enumerate(left.terms):
         joint = add(term, right)

@@ -1,4 +1,4 @@
-"""The base class of linear operators: products, arithmetic, indexing."""
+"""The base class of linear operators: products, arithmetic and indexing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ class LinearOperator(ABC):
     """A matrix that is defined by its products with vectors.
 
     A subclass defines `shape`, `dtype`, `device`, `_matmat` (the product with a matrix) and `T`
-    (the adjoint). It may also declare that it is symmetric or positive semi-definite, and how its
-    columns correspond to named parameters (`layout`). Everything else follows from these, or is a
-    function in `operators.exact`.
+    (the adjoint). It can also declare that it is symmetric or positive semi-definite, and how its
+    columns correspond to named parameters (`layout`). All other methods follow from these. Results
+    in closed form are functions in `operators.exact`.
 
-    Sums, products, multiples and sub-matrices of operators are operators. They are lazy, unless the
-    structure of the operands allows a closed form.
+    Sums, products, multiples and sub-matrices of operators are again operators. They are lazy,
+    unless the structure of the operands allows a closed form.
 
     Example:
         >>> import torch
@@ -51,7 +51,8 @@ class LinearOperator(ABC):
         tensor(2.2500)
     """
 
-    # Without this attribute, NumPy mistakes an operator for a scalar and multiplies entry by entry.
+    # Without this attribute, NumPy would mistake an operator for a scalar, and multiply entry by
+    # entry.
     __array_ufunc__ = None
 
     @property
@@ -71,7 +72,7 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
-        """Multiply with a matrix of k ≥ 1 columns that has been checked."""
+        """Multiply with a matrix of k ≥ 1 columns, which has already been checked."""
 
     @property
     @abstractmethod
@@ -90,7 +91,7 @@ class LinearOperator(ABC):
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The named parameters to which the columns belong."""
+        """The named parameters that the columns correspond to, or None."""
         return None
 
     @overload
@@ -103,13 +104,14 @@ class LinearOperator(ABC):
         """Multiply with a vector, a matrix, an operator, or named parameters.
 
         Args:
-            other: `[columns]`; `[columns, k]`; an operator `[columns, k]`; or, if the operator has
-                a `layout`, one tensor per parameter, as a mapping or a sequence, all of shape
-                `[*shape]` or all of shape `[*shape, k]`.
+            other: A vector `[columns]`; a matrix `[columns, k]`; an operator `[columns, k]`; or, if
+                this operator has a `layout`, one tensor per parameter, as a mapping or a sequence,
+                all of shape `[*shape]` or all of shape `[*shape, k]`.
 
         Returns:
-            `[rows]`; `[rows, k]`; the product as an operator; or named parameters in the form in
-            which they were passed (a tensor if the rows do not correspond to parameters).
+            A vector `[rows]`; a matrix `[rows, k]`; the product as an operator; or named parameters
+            in the form in which they were passed (a tensor if the rows do not correspond to
+            parameters).
 
         Raises:
             ValueError: If the shape, dtype or device does not match, or if parameters are missing
@@ -143,7 +145,7 @@ class LinearOperator(ABC):
         return operator._matmat(other)
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
-        """Multiply a row vector `[rows]` or rows `[k, rows]` by the operator."""
+        """Multiply a row vector `[rows]`, or a matrix of rows `[k, rows]`, by the operator."""
         is_matrix = isinstance(other, Tensor) and other.ndim == 2
         return (self.T @ other.mT).mT if is_matrix else self.T @ other
 
@@ -199,15 +201,15 @@ class LinearOperator(ABC):
         return scale(self, 1 / as_scalar(scalar, self))
 
     def __getitem__(self, index: Any) -> Any:
-        """A sub-matrix `A[rows, columns]`, a row or column as a vector, or an entry.
+        """Return a sub-matrix `A[rows, columns]`, a row or column as a vector, or an entry.
 
         Args:
-            index: For each of rows and columns: an integer, a slice, integers (a list, tensor or
-                array), booleans, or a parameter's name. The index of the columns may be left out.
+            index: For the rows and for the columns: an integer, a slice, several integers or
+                booleans (a list, tensor or array), or the name of a parameter or block. The index
+                of the columns can be left out.
 
         Returns:
-            An operator; a vector if one index is an integer; a 0-d tensor if both indices are
-            integers.
+            An operator; or a vector if one index is an integer, or a 0-d tensor if both are.
 
         Raises:
             IndexError: If an index is out of range.
@@ -257,17 +259,17 @@ class LinearOperator(ABC):
         )
 
     def to_dense(self) -> Float[Tensor, "rows columns"]:
-        """Compute the matrix, `[rows, columns]`, with one product per column."""
+        """Compute the matrix as a tensor, `[rows, columns]`, with one product per column."""
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> Any:
         """Convert to a SciPy `LinearOperator`.
 
-        The SciPy operator takes and returns NumPy arrays, and computes products on the device of
-        this operator. It converts arrays of other real dtypes, and does not support gradients.
+        The SciPy operator accepts and returns NumPy arrays, and computes products on the device of
+        this operator. Arrays of other real dtypes are converted. Gradients are not supported.
 
         Raises:
-            TypeError: If NumPy does not have the dtype.
+            TypeError: If NumPy does not support the dtype.
         """
         # Import SciPy only here, because its import is slow and few callers need this method.
         from scipy.sparse.linalg import LinearOperator as SciPyOperator
@@ -283,8 +285,7 @@ class LinearOperator(ABC):
                     "The operator is real, but the vector is complex. Multiply the real and the "
                     "imaginary part separately."
                 )
-            # Copy the array, because SciPy may overwrite its memory later, or the memory may be
-            # read-only.
+            # Copy the array, because its memory may be read-only, or SciPy may overwrite it later.
             tensor = torch.tensor(
                 np.ascontiguousarray(array), dtype=operator.dtype, device=operator.device
             )
@@ -303,8 +304,8 @@ class LinearOperator(ABC):
         """Convert dtype or device as `Tensor.to` does.
 
         Raises:
-            TypeError: If the operator contains no tensors. (Operators of a network have the dtype
-                and device of its model.)
+            TypeError: If the operator contains no tensors. (The operators of a network have the
+                dtype and device of its model.)
         """
         if not is_dataclass(self):
             raise TypeError(
@@ -313,7 +314,7 @@ class LinearOperator(ABC):
                 "model. Then build it again from the converted object."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        # Copy the operator without calling its constructor: the converted fields need no further
+        # Copy the operator without calling its constructor, because the converted fields need no
         # check.
         converted = copy(self)
         for field in fields(self):
@@ -322,12 +323,12 @@ class LinearOperator(ABC):
         return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """Return the operator. If it has no dtype or device of its own, it takes the given ones."""
+        """Return the operator, with the given dtype and device if it has none of its own."""
         return self
 
 
 def _convert_field(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Convert every tensor and operator in a field, at any depth; indices keep their dtype."""
+    """Convert all tensors and operators in a field, even nested ones, but not indices."""
     if isinstance(value, Tensor):
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
     if isinstance(value, Mapping):
@@ -357,7 +358,7 @@ def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
 
 
 def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
-    """Require a tensor that the operator can multiply."""
+    """Raise an error unless the operator can multiply a tensor."""
     size = operator.shape[1]
     if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
         raise ValueError(
@@ -373,7 +374,7 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
 
 
 def check_square(operator: "LinearOperator", result: str = "this") -> None:
-    """Require a square operator; the error names the result for which it is needed."""
+    """Raise an error unless an operator is square; the error names the result that requires it."""
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
             f"{type(operator).__name__} has shape {operator.shape}, but {result} needs a square "
@@ -382,7 +383,7 @@ def check_square(operator: "LinearOperator", result: str = "this") -> None:
 
 
 def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
-    """Return a real number as a float, and a real 0-d tensor unchanged, so that gradients flow."""
+    """Convert a real number to a float; a real 0-d tensor is kept, so that gradients flow."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return value
     if isinstance(value, Real):
@@ -397,7 +398,7 @@ def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
 
 
 def as_integer(index: Any, size: int) -> int | None:
-    """Return an index as a number of at least 0, or None if it is not a single integer."""
+    """Convert an index to an int of at least 0; None if it is not a single integer."""
     if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
         index = index.item()
     if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
@@ -410,13 +411,14 @@ def as_integer(index: Any, size: int) -> int | None:
 
 
 def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
-    """Return a slice, range, list, tensor or array as numbers of at least 0, `[k]`."""
+    """Convert a slice, range, list, tensor or array to indices of at least 0, `[k]`."""
     if isinstance(index, slice):
         index = range(size)[index]
     if isinstance(index, range):
         index = np.arange(index.start, index.stop, index.step)
     if isinstance(index, list | Tensor | np.ndarray):
-        # Index on the CPU, where torch raises an error for indices that are out of range.
+        # Index on the CPU, because torch raises an ordinary error there if indices are out of
+        # range.
         indices = torch.as_tensor(index).cpu()
         if indices.ndim == 1 and (len(indices) == 0 or not indices.is_floating_point()):
             if indices.dtype != torch.bool:
@@ -430,15 +432,15 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
 
 
 class Composed(LinearOperator):
-    """A dataclass that takes its dtype and device from its first field that is not None.
+    """An operator whose dtype and device are those of its first field that is not None.
 
-    That field is a tensor, an operator, or a tuple or mapping of operators. A subclass defines
-    `shape`, `_matmat` and `T`.
+    A subclass is a dataclass that defines `shape`, `_matmat` and `T`. This first field must be a
+    tensor, an operator, or a tuple or mapping of operators.
     """
 
     @property
     def operands(self) -> list[Any]:
-        """The tensor, the operator or the operators in the first field that is not None."""
+        """The tensor or the operators in the first field that is not None, as a list."""
         values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
         first = next(value for value in values if value is not None)
         if isinstance(first, Mapping):
@@ -457,7 +459,7 @@ class Composed(LinearOperator):
 
 
 class Joined(Composed):
-    """A composed operator that is symmetric, or positive semi-definite, if all its operands are."""
+    """A composed operator that is symmetric or positive semi-definite if its operands are."""
 
     @property
     def is_symmetric(self) -> bool:
@@ -471,7 +473,7 @@ class Joined(Composed):
 
 
 class Symmetric(Composed):
-    """An operator whose structure is symmetric; a subclass defines `shape` and `_matmat`."""
+    """An operator that is symmetric by its structure; a subclass defines `shape` and `_matmat`."""
 
     is_symmetric = True
 

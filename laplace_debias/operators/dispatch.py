@@ -1,8 +1,8 @@
-"""Combinations of operators: functions that are chosen by the structure of their arguments.
+"""Functions of operators that are chosen by the structure of their arguments.
 
-`LinearOperator` calls these functions, and the file of each structure registers its own rules. All
-of them import this module, so operators are typed as `Any` here. The functions at the end of the
-module walk through the fields of operators, which are dataclasses.
+`LinearOperator` calls these functions, and the file of each structure registers its own rules.
+Because all of these files import this module, operators have the type `Any` here. The functions at
+the end of the module go through the fields of operators, which are dataclasses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,9 @@ Rule = Callable[[Any, Any], Any]
 class Pairwise:
     """A function of two operators that is chosen by the types of both operators.
 
-    Rules are tried from the most special type to the most general one. If a rule returns None, the
-    next rule is tried. The file of a structure registers the rules for this structure; `algebra`
-    registers lazy sums and products for all other pairs.
+    Rules are tried from the most specific types to the most general ones, until one returns a
+    result other than None. The file of a structure registers the rules for this structure;
+    `algebra` registers lazy sums and products for all other pairs.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pairwise:
     def register(
         self, left: type, right: type, commutative: bool = False
     ) -> Callable[[Rule], Rule]:
-        """Decorate the rule for a pair of types; register a commutative rule for both orders."""
+        """Return a decorator for the rule of a pair of types; if `commutative`, for both orders."""
 
         def decorate(rule: Rule) -> Rule:
             self._rules[left, right] = rule
@@ -42,7 +42,7 @@ class Pairwise:
         return decorate
 
     def __call__(self, left: Any, right: Any) -> Any:
-        """Combine two operators whose shapes, dtypes and devices fit."""
+        """Combine two operators, whose shapes, dtypes and devices must match."""
         for left_type in type(left).__mro__:
             for right_type in type(right).__mro__:
                 rule = self._rules.get((left_type, right_type))
@@ -64,25 +64,25 @@ def scale(operator: Any, scalar: Scalar) -> Any:
 
 @singledispatch
 def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
-    """Select rows and columns of an operator in the order of the given indices."""
+    """Select rows and columns of an operator, in the order of the indices."""
     raise NotImplementedError
 
 
 @singledispatch
 def shift(operator: Any, scalar: Scalar) -> Any:
-    """Add a multiple of the identity if the operator's structure can include it, otherwise None."""
+    """Add a multiple of the identity, or return None if the structure cannot include it."""
     return None
 
 
 @singledispatch
 def identity_multiple(operator: Any) -> Scalar | None:
-    """Return c if the operator's structure is c times the identity, otherwise None."""
+    """Return c if the operator is c times the identity by its structure, otherwise None."""
     return None
 
 
 @singledispatch
 def named_range(operator: Any, name: str) -> range:
-    """Return the indices of the rows and columns of a parameter, or of a block, by name."""
+    """Return the indices of the rows and columns of a named parameter or block."""
     if operator.layout is None:
         raise KeyError(
             f"{type(operator).__name__} has no layout with names for the entries of "
@@ -92,9 +92,9 @@ def named_range(operator: Any, name: str) -> range:
 
 
 def check_finite(operator: Any) -> None:
-    """Require finite numbers in the fields of an operator.
+    """Raise an error if the fields of an operator contain NaN or Inf.
 
-    Closed forms call this function; all other functions check the operator's products instead.
+    Closed forms need this check; all other functions check the products of an operator instead.
     """
     for numbers in _floating_numbers(operator):
         if not bool(numbers.isfinite().all()):
@@ -102,7 +102,7 @@ def check_finite(operator: Any) -> None:
 
 
 def not_finite_error(name: str) -> ValueError:
-    """Return the error for an operator or a result whose numbers are not all finite."""
+    """Return the error to raise if an operator or a result contains NaN or Inf."""
     return ValueError(
         f"{name} contains NaN or Inf. Look for NaN in the data and the parameters, or for "
         "overflow, which float64 may avoid."
@@ -110,7 +110,7 @@ def not_finite_error(name: str) -> ValueError:
 
 
 def _floating_numbers(value: Any) -> Iterator[Tensor]:
-    """Yield, as tensors, all floating-point tensors and numbers that an operator contains."""
+    """Yield all floating-point tensors and numbers that an operator contains, as tensors."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -127,10 +127,11 @@ def _floating_numbers(value: Any) -> Iterator[Tensor]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two operators or fields are known to be equal without comparing their entries.
+    """Whether two operators or fields are known to be equal, without comparing their entries.
 
-    Operators are the same if they have the same type and the same fields. Floating-point tensors
-    are the same if they are views of the same memory. Only indices are compared by their entries.
+    Operators are the same if their types and all of their fields are the same, and floating-point
+    tensors if they are identical views of the same memory. Only indices are compared by their
+    entries.
     """
     if a is b:
         return True

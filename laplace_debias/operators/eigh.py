@@ -1,9 +1,9 @@
-"""Eigendecompositions of symmetric matrices, checked. No other module calls LAPACK's drivers.
+"""Checked eigendecompositions of symmetric matrices. No other module calls LAPACK's drivers.
 
-LAPACK's drivers can fail without an error. For example, MKL's single-precision `syevd` returns NaN
-for some well-scaled Kronecker factors on some processors, and reports that it did not converge for
-other factors. So every result is compared with the matrix, and a failed decomposition is repeated:
-in double precision, and then on the CPU by another algorithm.
+LAPACK's drivers can fail silently. On some processors, for example, MKL's single-precision `syevd`
+returns NaN for some well-scaled Kronecker factors, and reports for others that it did not converge.
+Therefore, every result is compared with the matrix, and a failed decomposition is repeated: first
+in double precision, and then by another algorithm on the CPU.
 """
 
 import math
@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# The allowed error of trace, residual and orthogonality, in units of √d rounding errors of the
-# largest eigenvalue. The errors of correct decompositions are below 3 for d up to 2,000.
+# The allowed error in trace, residual and orthogonality, in units of √d times the rounding error of
+# the largest eigenvalue. In these units, the errors of correct decompositions are below 3 for d up
+# to 2,000.
 _SLACK = 16
 _PROBES = 2
-# A matrix is not scaled if its largest entry is between the inverse of this number and the number.
+# A matrix is scaled only if its largest entry is above this number or below its inverse.
 _NOT_SCALED_UP_TO = 2.0**32
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -27,13 +28,13 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
     """Compute ascending eigenvalues, and eigenvectors as columns, like `torch.linalg.eigh`.
 
     The result is checked: it must be finite, the eigenvalues must sum to the trace, and
-    `A U z = U Λ z` and `Uᵀ U z = z` must be true for a few vectors z, all to the accuracy of the
-    dtype. The checks cost O(d²). A decomposition that fails them is repeated in double precision,
-    then on the CPU by QR iterations.
+    `A U z = U Λ z` and `Uᵀ U z = z` must hold for a few vectors z, all to the accuracy of the
+    dtype. The checks cost O(d²). If a decomposition fails them, it is repeated in double precision,
+    and then by QR iterations on the CPU.
 
     Args:
-        matrix: Symmetric matrices. Only the lower triangles are used, so the upper triangles may
-            differ by rounding.
+        matrix: Symmetric matrices. Only their lower triangles are used, so the upper triangles may
+            differ by rounding errors.
         name: The name of the matrix in error messages.
 
     Raises:
@@ -76,8 +77,8 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
 def _scale_by_powers_of_two(matrix: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
     """Divide matrices by powers of two, so that their largest entries lie in [½, 1).
 
-    LAPACK may not converge if entries are close to the smallest or largest number of a dtype.
-    Scaling by a power of two causes no rounding.
+    LAPACK may not converge if entries are close to the smallest or largest number of the dtype.
+    Scaling by a power of two causes no rounding errors.
 
     Returns:
         The scaled matrices and the exponents of the powers of two; or the unscaled matrices and
@@ -102,11 +103,12 @@ def _scale_by_powers_of_two(matrix: Tensor, name: str) -> tuple[Tensor, Tensor |
 def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
     """Multiply by 2^exponent, in two steps.
 
-    Single precision cannot represent a factor such as 2^-140, but it can represent its root.
+    Single precision cannot accurately represent a factor such as 2^-140, but it can represent its
+    root.
     """
     half = exponent // 2
     scaled = x * torch.exp2(half.to(x.dtype))
-    # Multiply in place, because copying a large matrix takes longer than the product.
+    # Multiply in place, because copying a large matrix takes longer than multiplying it.
     return scaled.mul_(torch.exp2((exponent - half).to(x.dtype)))
 
 
@@ -117,7 +119,7 @@ def _eigh_by_qr_iterations(matrices: Tensor) -> Decomposition:
 
     flat = matrices.reshape(-1, *matrices.shape[-2:])
     values = flat.new_empty(flat.shape[:-1])
-    # Each eigenvector is contiguous in memory, as in the results of torch.
+    # Make each eigenvector contiguous in memory, as in torch's results.
     vectors = flat.new_empty(flat.shape).mT
     for index, matrix in enumerate(flat):
         try:
@@ -134,14 +136,15 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     matrix = matrix.detach()
     values = values.detach()
     vectors = vectors.detach()
-    # Only the lower triangle is compared, because LAPACK reads only this triangle.
+    # Compare only the lower triangle, because LAPACK does not read the upper one.
     lower = matrix.tril()
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    # Every probe has this norm, because its entries are ±1.
+    # This is the norm of every probe, because its entries are ±1.
     length = math.sqrt(matrix.shape[-1])
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
-    # The probes are fixed vectors of ±1 without a pattern that a matrix might share. They are rows,
-    # because products with few rows take a quarter of the time of products with few columns.
+    # The probes are fixed vectors of ±1, without a pattern that a matrix is likely to share. They
+    # are rows, because products with a few rows take a quarter of the time of those with a few
+    # columns.
     places = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
     multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
     signs = (multiples.unsqueeze(1) * (places * places * _GOLDEN)).frac() < 0.5
@@ -151,8 +154,8 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     residual = product - (z * values.unsqueeze(-2)) @ vectors.mT
     deviation = image @ vectors - z
     largest = values.abs().amax(-1, keepdim=True)
-    # Every comparison with NaN is false. A NaN that is multiplied by a zero may not show in the
-    # probes, but it does show in the sum of all entries.
+    # Comparisons with NaN are false, so these conditions reject NaN. A NaN that does not reach the
+    # probes does reach the sum of all entries.
     is_right = (
         values.isfinite().all()
         & ((values.sum(-1) - diagonal.sum(-1)).abs() <= tolerance * values.abs().sum(-1)).all()

@@ -1,4 +1,4 @@
-"""The order of named parameters in a vector."""
+"""The layout of named parameters in a vector."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The names and shapes of parameters that are joined into one vector.
+    """The names and shapes of parameters that are flattened and joined into one vector.
 
     Args:
-        names: The parameters' names, in order.
+        names: The names of the parameters, in the order in which they are joined.
         shapes: Their shapes.
 
     Raises:
@@ -36,7 +36,7 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "ParameterLayout":
-        """Make a layout from parameters, and keep their order."""
+        """Make the layout of the given parameters, in their order."""
         shapes = tuple(tuple(parameter.shape) for parameter in parameters.values())
         return cls(tuple(parameters), shapes)
 
@@ -54,7 +54,7 @@ class ParameterLayout:
         """Return the range of a parameter's entries in the vector.
 
         Raises:
-            KeyError: If there is no parameter of this name.
+            KeyError: If there is no parameter with this name.
         """
         if name not in self.names:
             raise KeyError(
@@ -70,12 +70,12 @@ class ParameterLayout:
         """Flatten a set of parameters into a vector, or k sets into a matrix of k columns.
 
         Args:
-            parameters: By name, or in order; all of shape `[*shape]`, or all of shape
-                `[*shape, k]`.
+            parameters: The parameters by name, or in order; all of shape `[*shape]`, or all of
+                shape `[*shape, k]`.
 
         Raises:
-            ValueError: If a parameter is missing, unexpected, or not of its declared shape, or
-                dtypes or devices differ.
+            ValueError: If a parameter is missing, unexpected or of the wrong shape, or if dtypes or
+                devices differ.
         """
         if isinstance(parameters, Mapping):
             missing = [name for name in self.names if name not in parameters]

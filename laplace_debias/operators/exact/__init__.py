@@ -1,7 +1,7 @@
-"""Closed forms: exact results from an operator's structure, at the cost of its parts.
+"""Closed forms: exact results from an operator's structure, computed from its parts.
 
-Every function returns None if the structure has no closed form, so that the caller can use an
-iterative method. It raises an error if the quantity does not exist.
+Every function returns None if the structure has no closed form, so that the caller can fall back on
+an iterative method. It raises an error if the result does not exist.
 """
 
 from laplace_debias.operators.exact.entries import (

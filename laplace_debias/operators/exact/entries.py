@@ -1,4 +1,4 @@
-"""Trace, diagonal and norms."""
+"""Closed forms of the trace, the diagonal and norms."""
 
 from functools import reduce
 
@@ -25,26 +25,26 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted
 
 
 def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute the trace of an operator `[n, n]`; None without a closed form."""
+    """Compute the trace of an operator `[n, n]`, or return None if there is no closed form."""
     return or_none(_trace, operator)
 
 
 def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
-    """Compute the diagonal of an operator `[n, n]`; None without a closed form."""
+    """Compute the diagonal of an operator `[n, n]`, or return None if there is no closed form."""
     return or_none(_diagonal, operator)
 
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute the root of the sum of all squared entries; None without a closed form."""
+    """Compute the Frobenius norm of an operator, or return None if there is no closed form."""
     values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     if values is None:
         return None
-    # Single precision is not used, because the squares may be out of its range.
+    # Compute in double precision, because the squares may be out of the range of single precision.
     return torch.linalg.vector_norm(values, dtype=torch.float64).to(values.dtype)
 
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute the largest singular value of an operator `[m, n]`; None without a closed form."""
+    """Compute an operator's largest singular value, or return None if there is no closed form."""
     values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     if values is None:
         return None
@@ -56,7 +56,7 @@ def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
 
 
 def _trace(operator: LinearOperator) -> Tensor:
-    """Compute the trace by the structure, or raise `NoClosedFormError`."""
+    """Compute the trace from the structure, or raise `NoClosedFormError`."""
     match operator:
         case EigenKronecker():
             return (operator.magnitudes * operator.multiplicities).sum()
@@ -68,7 +68,7 @@ def _trace(operator: LinearOperator) -> Tensor:
 
 
 def _diagonal(operator: LinearOperator) -> Tensor:
-    """Compute the diagonal by the structure, or raise `NoClosedFormError`."""
+    """Compute the diagonal from the structure, or raise `NoClosedFormError`."""
     match operator:
         case Identity():
             return torch.ones(operator.n, dtype=operator.dtype, device=operator.device)

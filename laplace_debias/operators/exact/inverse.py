@@ -1,4 +1,4 @@
-"""Inverses, solutions and log-determinants."""
+"""Closed forms of inverses and log-determinants."""
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,7 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assu
 
 
 def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
-    """Invert an operator `[n, n]` in the same structure; None without a closed form.
+    """Invert an operator `[n, n]`, keeping its structure; None if it has no closed form.
 
     Raises:
         ValueError: If the operator is singular.
@@ -35,7 +35,7 @@ def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
 
 
 def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """Compute log det of a symmetric operator; None without a closed form.
+    """Compute the log-determinant of a symmetric operator, or return None if it has no closed form.
 
     Raises:
         ValueError: If an eigenvalue is not positive.
@@ -44,20 +44,20 @@ def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
 
 
 def _inverse(operator: LinearOperator) -> LinearOperator:
-    """Invert by the structure, or raise `NoClosedFormError`.
+    """Invert an operator by its structure, or raise `NoClosedFormError`.
 
-    An eigenvalue counts as zero if it is below the rounding error of the largest eigenvalue, except
-    in structures whose small eigenvalues are as precise as the large ones.
+    An eigenvalue counts as zero if it is below the rounding error of the largest one, except in
+    structures whose small eigenvalues are as precise as their large ones.
     """
     match operator:
         case Identity():
             return operator
         case Diagonal():
-            # The entries of a diagonal are its eigenvalues, so even the smallest are precise.
+            # The entries of a diagonal are its eigenvalues, so even the smallest ones are precise.
             return Diagonal(_reciprocal_of_nonzero(operator.values))
         case EigenKronecker():
-            # If a weak prior was added to the curvature, the smallest eigenvalues are about as
-            # large as the prior precision, and just as precise.
+            # If a small prior precision was added to the curvature, the smallest eigenvalues are
+            # about as large and as precise as the prior precision.
             added = operator.added
             is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
             if is_damped:
@@ -99,21 +99,21 @@ def _inverse_of_matrix(operator: Dense) -> LinearOperator:
 
 
 def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
-    """Invert U diag(m) Uᵀ + D, or raise `NoClosedFormError` if D has an entry that is not positive.
+    """Invert U diag(m) Uᵀ + D, or raise `NoClosedFormError` if an entry of D is not positive.
 
-    If D is a multiple of the identity, any D is possible.
+    If D is a multiple of the identity, it can have any sign.
     """
     magnitudes = operator.magnitudes
     diagonal = operator.diagonal
-    # If no magnitude is negative, the eigenvalues are sums without cancellation.
+    # If no magnitude is negative, the eigenvalues are sums in which nothing cancels.
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
     reciprocal = _reciprocal_of_nonzero if is_positive else _reciprocal_above_rounding
     if diagonal.ndim == 0:
         return apply_function(operator, reciprocal)
     if not bool((diagonal > 0).all()):
         raise NoClosedFormError
-    # Apply the Woodbury identity to D^-½ A D^-½, where it is a function of eigenvalues. It is then
-    # accurate however different the scales of the two parts are.
+    # Apply the Woodbury identity to D^-½ A D^-½, for which it is a function of the eigenvalues.
+    # This is accurate even if the scales of the two parts are very different.
     root = diagonal.rsqrt()[:, None]
     values, vectors = low_rank_eigh(operator, root)
     return LowRankPlusDiagonal(
@@ -122,11 +122,11 @@ def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
 
 
 def _logdet(operator: LinearOperator) -> Tensor:
-    """Compute the log-determinant by the structure, or raise `NoClosedFormError`."""
+    """Compute the log-determinant from the structure, or raise `NoClosedFormError`."""
     match operator:
         case Dense():
             root, info = torch.linalg.cholesky_ex(symmetric_matrix(operator))
-            # The factorisation stops at the first minor that is not positive.
+            # `info` is 0 unless the factorisation stopped at a minor that is not positive.
             if bool(info == 0):
                 return 2 * root.diagonal().log().sum()
         case BlockDiagonal():
@@ -142,7 +142,7 @@ def _logdet(operator: LinearOperator) -> Tensor:
 
 
 def _checked_log(values: Tensor) -> Tensor:
-    """Take logarithms of eigenvalues, which must be positive."""
+    """Compute the logarithms of eigenvalues, and raise an error if one is not positive."""
     if not bool((values > 0).all()):
         raise ValueError(
             "The operator is not positive definite, because its smallest eigenvalue is about "
@@ -153,14 +153,14 @@ def _checked_log(values: Tensor) -> Tensor:
 
 
 def _reciprocal_of_nonzero(values: Tensor) -> Tensor:
-    """Take reciprocals of eigenvalues that are all precise, so that only zero is singular."""
+    """Invert eigenvalues that are all precise, so that only an exact zero is singular."""
     if bool((values == 0).any()):
         raise ValueError(_singular("because an eigenvalue is zero"))
     return values.reciprocal()
 
 
 def _reciprocal_above_rounding(values: Tensor) -> Tensor:
-    """Take reciprocals of eigenvalues whose error is the rounding error of the largest eigenvalue.
+    """Invert eigenvalues that are only as precise as the rounding error of the largest one.
 
     The largest allowed condition number is the same as for a dense matrix.
     """

@@ -1,8 +1,7 @@
 """Closed forms of eigenpairs, roots and functions of symmetric operators.
 
-Public functions return None for an operator that has no closed form. The recursive functions behind
-them raise `NoClosedFormError` instead, so that a single block without a closed form ends the
-recursion.
+Public functions return None if an operator has no closed form. The recursive functions behind them
+raise `NoClosedFormError` instead, so that a single block without a closed form ends the recursion.
 """
 
 from collections.abc import Callable, Collection
@@ -31,13 +30,13 @@ Value = TypeVar("Value")
 
 
 class NoClosedFormError(Exception):
-    """There is no closed form."""
+    """Raised internally if an operator has no closed form."""
 
 
 def or_none(
     function: Callable[..., Value], operator: LinearOperator, *arguments: Any
 ) -> Value | None:
-    """Call a function of an operator; return None if it raises `NoClosedFormError`.
+    """Call a function of an operator, and return None if it raises `NoClosedFormError`.
 
     Raises:
         ValueError: If the operator contains NaN or Inf.
@@ -61,24 +60,24 @@ def all_square(operators: Collection[LinearOperator]) -> Collection[LinearOperat
 def exact_eigh(
     operator: LinearOperator,
 ) -> tuple[Float[Tensor, " n"], LinearOperator] | None:
-    """Decompose a symmetric operator `[n, n]`; None without a closed form.
+    """Decompose a symmetric operator `[n, n]`, or return None if there is no closed form.
 
-    The eigenvalues are in any order. The eigenvectors are the columns of an orthogonal operator.
-    Dense matrices and dense factors are decomposed; the eigenvectors of a composed operator are
-    again a composed operator.
+    The eigenvalues are in no particular order. The eigenvectors are the columns of an orthogonal
+    operator. Only dense matrices and dense factors are decomposed numerically; the eigenvectors of
+    a composed operator are again a composed operator.
     """
     return or_none(_eigh, operator)
 
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
-    """Compute all eigenvalues of a symmetric operator in any order; None without a closed form."""
+    """Compute all eigenvalues of a symmetric operator, unordered; None without a closed form."""
     return or_none(all_eigenvalues, operator)
 
 
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
-    """Compute the symmetric positive semi-definite root R with R R = A; None without a closed form.
+    """Compute the positive semi-definite root R with R R = A, or return None without a closed form.
 
-    Negative eigenvalues that are within rounding error of zero count as zero.
+    Negative eigenvalues that are zero within rounding errors count as zero.
 
     Raises:
         ValueError: If the operator has a negative eigenvalue.
@@ -87,10 +86,10 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
 
 
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
-    """Bound the eigenvalues of a symmetric operator `[n, n]` from below; None without a bound.
+    """Bound a symmetric operator's eigenvalues from below; None if no bound is known.
 
-    By Weyl's inequality, the bounds of a sum's terms add up. An operator that is declared positive
-    semi-definite has the bound 0.
+    By Weyl's inequality, the bound of a sum is the sum of its terms' bounds. If an operator is
+    declared positive semi-definite, 0 is a bound.
     """
     if isinstance(operator, Sum):
         bounds = [least_eigenvalue_bound(term) for term in operator.terms]
@@ -127,7 +126,7 @@ def symmetric_matrix(operator: Dense) -> Tensor:
 
 
 def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
-    """Decompose by the structure, or raise `NoClosedFormError`."""
+    """Decompose an operator by its structure, or raise `NoClosedFormError`."""
     eigenvectors: LinearOperator
     match operator:
         case Identity():
@@ -153,7 +152,7 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
             values, eigenvectors = _eigh(operator.operator)
             return operator.scalar * values, eigenvectors
         case Sum():
-            # If the sum has the form A + c·I, its eigenvalues are the eigenvalues of A plus c.
+            # The eigenvalues of a sum of the form A + c·I are the eigenvalues of A, plus c.
             multiples = [identity_multiple(term) for term in operator.terms]
             terms = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
             if len(terms) == 1:
@@ -170,7 +169,7 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
 
 
 def _vectors(operator: EigenKronecker) -> LinearOperator:
-    """Assemble the eigenvectors of all groups, and complete thin directions to a basis."""
+    """Assemble the eigenvectors of all groups, after completing thin directions to a basis."""
     groups = operator.sizes[:-2]
     sides: list[Directions] = []
     for directions in (operator.output_directions, operator.input_directions):
@@ -194,7 +193,7 @@ def _vectors(operator: EigenKronecker) -> LinearOperator:
 
 
 def all_eigenvalues(operator: LinearOperator) -> Tensor:
-    """Compute all eigenvalues in any order."""
+    """Compute all eigenvalues in no particular order, or raise `NoClosedFormError`."""
     match operator:
         case EigenKronecker():
             return operator.eigenvalues.flatten()
@@ -214,7 +213,7 @@ def all_eigenvalues(operator: LinearOperator) -> Tensor:
 def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
     """Apply a function to a symmetric operator's eigenvalues, and keep the eigenvectors.
 
-    The function maps eigenvalues entry by entry, and may be called once per block.
+    The function must act entry by entry, because it may be called separately for each block.
     """
     match operator:
         case Diagonal():
@@ -232,12 +231,12 @@ def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
                 raise NoClosedFormError
             values, vectors = low_rank_eigh(operator)
             if vectors.shape[1] == vectors.shape[0]:
-                # The low-rank part spans the whole space, so the diagonal alone is not an
+                # The low-rank part spans the whole space, so the diagonal itself is not an
                 # eigenvalue.
                 values = function(values + operator.diagonal)
                 return LowRankPlusDiagonal(vectors, values, torch.zeros_like(operator.diagonal))
-            # Map all eigenvalues at once, because the function may round values that are small
-            # relative to the largest one to zero.
+            # Map all eigenvalues in one call, because the function may round values to zero that
+            # are small relative to the largest one.
             values = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
             return LowRankPlusDiagonal(vectors, values[:-1] - values[-1], values[-1])
         case Permuted():
@@ -250,7 +249,7 @@ def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:
-    """Take the roots of eigenvalues; negative eigenvalues must be rounding errors."""
+    """Compute the roots of eigenvalues, and raise an error if one is significantly negative."""
     if values.numel() == 0:
         return values
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()

@@ -1,1 +1,1 @@
-"""Operators of each structure, and the arithmetic of these operators."""
+"""The structures of operators, one per file, each with its arithmetic."""

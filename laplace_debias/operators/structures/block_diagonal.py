@@ -1,4 +1,4 @@
-"""Blocks along the diagonal."""
+"""Block-diagonal operators."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ Block = TypeVar("Block", bound=LinearOperator)
 class BlockDiagonal(Joined, Generic[Block]):
     """A matrix with named square blocks along its diagonal.
 
-    `A.blocks[name]` is a block. Names can be used as indices of the rows and columns of a block.
-    Blocks without a dtype or device of their own take the dtype and device of the other blocks.
+    `A.blocks[name]` is a block. The name of a block can also be used to index its rows and columns
+    in `A`. Blocks without a dtype or device of their own get those of the other blocks.
 
     Args:
-        blocks: The operator of each block by the block's name, in the order along the diagonal.
+        blocks: The blocks by name, in their order along the diagonal.
 
     Raises:
         TypeError: If a block is not an operator.
-        ValueError: If there is no block, a block is not square, or dtypes or devices differ.
+        ValueError: If there are no blocks, a block is not square, or dtypes or devices differ.
     """
 
     blocks: Mapping[str, Block]
@@ -86,7 +86,7 @@ def _pairwise(
     left: BlockDiagonal[Any],
     right: BlockDiagonal[Any],
 ) -> LinearOperator | None:
-    """Combine the blocks pair by pair if both operators have the same names and sizes in order."""
+    """Combine blocks pairwise if both operators have the same names and sizes in the same order."""
     if list(left.blocks) != list(right.blocks) or left.sizes != right.sizes:
         return None
     return left.map(lambda name, block: combine(block, right.blocks[name]))

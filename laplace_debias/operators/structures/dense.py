@@ -1,4 +1,4 @@
-"""Matrices that are stored in full."""
+"""Dense matrices."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ from laplace_debias.system.checks import check_is
 class Dense(Composed):
     """A matrix that stores all of its entries.
 
-    The matrix is declared symmetric if it is exactly symmetric; use `assume` to declare anything
-    else. Products of dense matrices are lazy, because it is cheaper to apply the factors of
-    `[n, k] @ [k, n]` than to compute the product.
+    The operator counts as symmetric if the matrix is exactly symmetric; use `assume` to declare
+    other properties. Products of dense matrices are lazy, because applying the two factors of
+    `[n, k] @ [k, n]` is cheaper than computing their product.
 
     Args:
         matrix: The matrix, `[m, n]`.

@@ -1,4 +1,4 @@
-"""Diagonal matrices, and the identity."""
+"""Diagonal matrices and the identity."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class Diagonal(Symmetric):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(n, n)` for n values."""
+        """`(n, n)`, where n is the number of values."""
         return len(self.values), len(self.values)
 
     @property
@@ -79,9 +79,9 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
 class Identity(Symmetric):
     """The identity matrix.
 
-    An identity without a dtype or device takes both from the first operator or tensor with which it
-    is combined, so `H + 0.1 * Identity(n)` needs neither. An identity that is not combined with
-    anything has torch's defaults.
+    If no dtype or device is passed, the identity adopts those of the first operator or tensor that
+    it is combined with. Therefore, `H + 0.1 * Identity(n)` needs neither. On its own, such an
+    identity has torch's defaults.
 
     Args:
         n: The number of rows and columns, at least 0.
@@ -114,7 +114,7 @@ class Identity(Symmetric):
         self._dtype = dtype
         self._device = None
         if device is not None:
-            # Tensors on "cuda" have the device "cuda:0", or another number.
+            # Add the index of the device, because tensors on "cuda" have a device such as "cuda:0".
             self._device = torch.empty(0, device=device).device
 
     @property
@@ -135,7 +135,7 @@ class Identity(Symmetric):
     is_positive_semidefinite = True
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        # Return a copy, so that a change of the product does not change the matrix.
+        # Return a copy, so that changing the product in place does not change the matrix.
         return matrix.clone()
 
     def to(self, *args: Any, **kwargs: Any) -> "Identity":
@@ -144,7 +144,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity. If it has no dtype or device of its own, it takes the given ones."""
+        """Return the identity, with the given dtype and device if it has none of its own."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

@@ -1,4 +1,4 @@
-"""Orthonormal directions: coordinate axes, a basis, or fewer directions than dimensions."""
+"""Sets of orthonormal directions: coordinate axes, a basis, or fewer directions than dimensions."""
 
 from abc import ABC, abstractmethod
 from typing import TypeGuard
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class Directions(ABC):
-    r"""Orthonormal directions in a space of d dimensions, one side of an `EigenKronecker`.
+    r"""Orthonormal directions in d dimensions, which form one side of an `EigenKronecker`.
 
-    Every direction has a magnitude, such as the curvature along it. A vector has a coordinate along
-    every direction; thin directions have more coordinates, and fewer magnitudes: see `ThinBasis`.
+    Every direction has a magnitude, such as the curvature along it, and a vector has a coordinate
+    along every direction. Thin directions have more coordinates and fewer magnitudes; see
+    `ThinBasis`.
 
     Attributes:
         size: d, the dimension of the space.
@@ -28,14 +29,14 @@ class Directions(ABC):
 
     @staticmethod
     def from_columns(U: Float[Tensor, "*groups d r"]) -> "Basis | ThinBasis":
-        """Return the directions that are the columns of a matrix."""
+        """Make directions from the columns of a matrix."""
         if is_thin(U):
             return ThinBasis(U)
         return Basis(U)
 
     @staticmethod
     def from_columns_or_axes(U: Float[Tensor, "*groups d r"] | None, num_axes: int) -> "Directions":
-        """Return the columns of a matrix, or coordinate axes if the matrix is None.
+        """Make directions from the columns of a matrix, or coordinate axes if the matrix is None.
 
         Args:
             U: The matrix, or None.
@@ -57,7 +58,7 @@ class Directions(ABC):
 
     @abstractmethod
     def rotate(self, matrices: Tensor, dim: int) -> Tensor:
-        """Compute the coordinates of matrices `[*batch, *groups, i, j]` along one dimension.
+        """Replace one dimension of matrices `[*batch, *groups, i, j]` by coordinates.
 
         Args:
             matrices: The matrices.
@@ -66,14 +67,14 @@ class Directions(ABC):
 
     @abstractmethod
     def rotate_back(self, coordinates: Tensor, dim: int) -> Tensor:
-        """Compute the matrices that have given coordinates; the inverse of `rotate`."""
+        """Compute the matrices with the given coordinates; the inverse of `rotate`."""
 
     def repeat_last(self, magnitudes: Tensor, dim: int) -> Tensor:
-        """Return a magnitude for every coordinate, along one dimension."""
+        """Return one magnitude per coordinate, repeating the last one if it is shared."""
         return magnitudes
 
     def pool(self, squares: Float[Tensor, "*n coordinates"]) -> Float[Tensor, "*n magnitudes"]:
-        """Average squared coordinates over the directions that share a magnitude."""
+        """Average squared coordinates over directions that share a magnitude."""
         return squares
 
     def trace(self, magnitudes: Float[Tensor, "*n magnitudes"]) -> Float[Tensor, "*n"]:
@@ -98,19 +99,19 @@ class Axes(Directions):
         self.num_coordinates = size
 
     def coordinates(self, rows: Tensor) -> Tensor:
-        """Return the rows."""
+        """Return the rows unchanged."""
         return rows
 
     def coordinates_of_columns(self, columns: Tensor) -> Tensor:
-        """Return the columns."""
+        """Return the columns unchanged."""
         return columns
 
     def rotate(self, matrices: Tensor, dim: int) -> Tensor:
-        """Return the matrices."""
+        """Return the matrices unchanged."""
         return matrices
 
     def rotate_back(self, coordinates: Tensor, dim: int) -> Tensor:
-        """Return the coordinates."""
+        """Return the coordinates unchanged."""
         return coordinates
 
 
@@ -149,12 +150,12 @@ class Basis(Directions):
 
 
 class ThinBasis(Directions):
-    r"""Fewer orthonormal directions than dimensions, r < d.
+    r"""A set of r < d orthonormal directions, which do not span the space.
 
-    There are r + 1 magnitudes: the last one belongs to all directions orthogonal to U. A vector x
-    has r + d coordinates, $U^\top x$ and then $x - U U^\top x$. These coordinates are the products
-    of x with the frame $F = [U, I - U U^\top]$, for which $F F^\top = I$. Squares of the second
-    part are accurate, whereas a difference of squares would cancel.
+    There are r + 1 magnitudes; the last one is shared by all directions orthogonal to U. A vector x
+    has r + d coordinates: $U^\top x$, and then $x - U U^\top x$. They are its products with the
+    frame $F = [U, I - U U^\top]$, for which $F F^\top = I$. The squares of the second part are
+    accurate, whereas the difference $\|x\|^2 - \|U^\top x\|^2$ would suffer from cancellation.
 
     Args:
         U: The directions as columns, `[*groups, d, r]`.
@@ -190,7 +191,7 @@ class ThinBasis(Directions):
         return torch.cat([along, matrices - _product_of_matrices(along, self.U.mT, dim)], dim)
 
     def rotate_back(self, coordinates: Tensor, dim: int) -> Tensor:
-        """Compute F C = U (C₁ − Uᵀ C₂) + C₂ from the two parts C₁ and C₂ of the coordinates."""
+        """Compute F C = U (C₁ − Uᵀ C₂) + C₂, where C₁ and C₂ are the two parts of C."""
         along, orthogonal = coordinates.tensor_split([self.rank], dim)
         along = along - _product_of_matrices(orthogonal, self.U, dim)
         return _product_of_matrices(along, self.U.mT, dim) + orthogonal
@@ -201,7 +202,7 @@ class ThinBasis(Directions):
         return torch.cat([magnitudes.narrow(dim, 0, self.rank), last], dim)
 
     def pool(self, squares: Tensor) -> Tensor:
-        """Replace the squares of the second part of the coordinates by their mean."""
+        """Average the second part of the squares over the d − r orthogonal directions."""
         along, orthogonal = squares.split([self.rank, self.size], -1)
         return torch.cat([along, orthogonal.sum(-1, keepdim=True) / self.multiplicity], -1)
 
@@ -227,7 +228,7 @@ class ThinBasis(Directions):
 
 
 def is_thin(U: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether U has fewer columns (directions) than rows."""
+    """Whether U is a matrix with fewer columns (directions) than rows."""
     return U is not None and U.shape[-1] < U.shape[-2]
 
 
@@ -240,7 +241,7 @@ def _product_of_matrices(matrices: Tensor, U: Tensor, dim: int) -> Tensor:
     """Multiply matrices by U from the right (dim -1), or by Uᵀ from the left (dim -2)."""
     if U.ndim == 2:
         return matrices @ U if dim == -1 else U.mT @ matrices
-    # `einsum` is used for several groups, because `@` would copy U for every matrix.
+    # Use `einsum` if there are several groups, because `@` would copy U for every matrix.
     if dim == -1:
         return torch.einsum("...gij,gjk->...gik", matrices, U)
     return torch.einsum("gij,...gjk->...gik", U.mT, matrices)

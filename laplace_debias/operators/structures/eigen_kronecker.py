@@ -1,4 +1,4 @@
-"""Kronecker-structured directions with free magnitudes."""
+"""Operators with Kronecker-structured eigenvectors and arbitrary eigenvalues."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale
 from laplace_debias.operators.structures.directions import Directions, is_thin
 
 Spectrum = Callable[[Tensor], Tensor]
-"""A function of eigenvalues, entry by entry, such as `torch.rsqrt`."""
+"""A function that maps eigenvalues entry by entry, such as `torch.rsqrt`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -25,30 +25,30 @@ class EigenKronecker(Symmetric):
 
     It acts on matrices $V$ of shape `[d_out, d_in]`, flattened row-major. A product is
     $U_G[\Lambda \odot (U_G^\top V U_A)]U_A^\top$. K-FAC, EKFAC, their debiased forms, a bias block
-    (`d_in = 1`) and a diagonal (no U) differ only in where the three parts come from.
+    (`d_in = 1`) and a diagonal (no U) differ only in how the three parts are determined.
 
-    If the tensors have a leading dimension, the operator is block-diagonal with g such blocks, one
-    for each group of a grouped convolution. All blocks are multiplied at once.
+    If the tensors have a leading dimension g, the operator is block-diagonal with g such blocks,
+    one for each group of a grouped convolution. All blocks are multiplied at once.
 
-    A side may have a reduced rank ("thin"): U has r < d columns, and the last of r + 1 magnitudes
-    belongs to all directions orthogonal to these columns. In the formula, U is then replaced by the
-    frame $F = [U, I - U U^\top]$, `[d, r + d]`, with $F F^\top = I$, and Λ repeats the last
+    A side can have a reduced rank ("thin"): U then has only r < d columns, and the last of r + 1
+    magnitudes is shared by all directions orthogonal to them. In the formula, U is then replaced by
+    the frame $F = [U, I - U U^\top]$, `[d, r + d]`, with $F F^\top = I$, and Λ repeats the last
     magnitude d times (`expanded_magnitudes`).
 
     Args:
         U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`; None
-            means the identity, whose directions are the coordinate axes.
+            means the coordinate axes.
         U_A: Orthonormal eigenvectors on the input side, as columns, `[*groups, d_in, r_A]`, or
             None.
         magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`;
             a thin side has r + 1 rows or columns.
-        added: The multiple of the identity that the magnitudes contain. If no magnitude is below
-            this multiple, it was added to a positive semi-definite operator, and small magnitudes
-            are precise.
+        added: The multiple of the identity that is already contained in the magnitudes. If no
+            magnitude is below it, it was added to a positive semi-definite operator, so even small
+            magnitudes are precise.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
-            floating one.
+            floating-point dtype.
     """
 
     U_G: Float[Tensor, "*groups d_out r_G"] | None
@@ -93,7 +93,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape `[*groups, d_out, d_in]` of the matrices that the operator multiplies."""
+        """The shape `[*groups, d_out, d_in]` of the matrices that the operator acts on."""
         return (
             *self.magnitudes.shape[:-2],
             self.output_directions.size,
@@ -108,7 +108,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def distinct_eigenvalues(self) -> Float[Tensor, "*groups rows columns"]:
-        """The magnitudes; all eigenvectors outside the span of a thin side share one magnitude."""
+        """The magnitudes. The last one of a thin side is shared by all orthogonal eigenvectors."""
         return self.magnitudes
 
     @property
@@ -121,13 +121,13 @@ class EigenKronecker(Symmetric):
 
     @property
     def expanded_magnitudes(self) -> Float[Tensor, "*groups rows columns"]:
-        """The eigenvalues; they have the same shape as the result of `to_eigenbasis`."""
+        """The eigenvalues in the shape of the coordinates that `to_eigenbasis` returns."""
         rows = self.output_directions.repeat_last(self.magnitudes, -2)
         return self.input_directions.repeat_last(rows, -1)
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
-        """The eigenvalues with multiplicity, one for each eigenvector."""
+        """The eigenvalues, one for each eigenvector, with repetitions."""
         *_, d_out, d_in = self.sizes
         return self.expanded_magnitudes[..., :d_out, :d_in]
 
@@ -147,7 +147,7 @@ class EigenKronecker(Symmetric):
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch rows columns"]:
-        r"""Compute coordinates along the eigenvectors, $U_G^\top V U_A$.
+        r"""Compute the coordinates of matrices along the eigenvectors, $U_G^\top V U_A$.
 
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
@@ -158,18 +158,18 @@ class EigenKronecker(Symmetric):
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
-        r"""Map coordinates back from the eigenbasis: compute $U_G C U_A^\top$."""
+        r"""Compute the matrices with the given coordinates C, $U_G C U_A^\top$."""
         columns = self.output_directions.rotate_back(coordinates, -2)
         return self.input_directions.rotate_back(columns, -1)
 
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
     ) -> "EigenKronecker":
-        """Drop some eigenvectors of a factor, and give them the mean of their eigenvalues.
+        """Keep only some eigenvectors of a factor; all others share the mean of their eigenvalues.
 
         Args:
-            side: 0 for U_G, 1 for U_A. This side must not be None.
-            order: Indices of the columns of U, for each group, beginning with the columns to keep.
+            side: 0 for U_G, 1 for U_A; this U must not be None.
+            order: For each group, the indices of all columns of U, beginning with those to keep.
             rank: Number of directions to keep; the others get the mean of their magnitudes.
         """
         U = (self.U_G, self.U_A)[side]
@@ -177,26 +177,26 @@ class EigenKronecker(Symmetric):
         dim = side - 2  # The dimension of this side in the magnitudes.
         other_dim = -1 - side
         d, r = U.shape[-2:]
-        # A thin side has one more magnitude, which belongs to all d - r orthogonal directions.
+        # A thin side has one more magnitude, which all d - r orthogonal directions share.
         along, orthogonal = self.magnitudes.tensor_split([r], dim)
         along = torch.take_along_dim(along, order.unsqueeze(other_dim), dim)
         kept_magnitudes, dropped = along.tensor_split([rank], dim)
         pool = dropped.sum(dim, keepdim=True) + (d - r) * orthogonal.sum(dim, keepdim=True)
         magnitudes = torch.cat([kept_magnitudes, pool / (d - rank)], dim)
-        # Columns stay contiguous, as `eigh` returns them.
+        # Keep the columns contiguous, as `eigh` returns them.
         U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
         if side == 0:
             return replace(self, U_G=U, magnitudes=magnitudes, added=0.0)
         return replace(self, U_A=U, magnitudes=magnitudes, added=0.0)
 
     def leading(self, rank: float) -> "EigenKronecker":
-        """Keep only the leading eigenvectors of each factor, and preserve the trace.
+        """Keep only the leading eigenvectors of each factor, while preserving the trace.
 
-        A side that would keep half of its directions or more keeps all of them.
+        If a side would keep at least half of its directions, it keeps all of them.
 
         Args:
-            rank: Number of directions to keep on each side. A rank below 1 is the fraction of the
-                trace that the kept directions must have together.
+            rank: Number of directions to keep on each side; or, if it is below 1, the fraction of
+                the trace that the kept directions must contribute in total.
         """
         block = self
         for side, U in enumerate((self.U_G, self.U_A)):

@@ -1,4 +1,4 @@
-"""Kronecker products."""
+"""Kronecker products of operators."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Kronecker(Joined):
         factors: Operators or matrices of any shape.
 
     Raises:
-        ValueError: If there is no factor, or the factors' dtypes or devices differ.
+        ValueError: If there are no factors, or their dtypes or devices differ.
     """
 
     factors: tuple[LinearOperator, ...]
@@ -37,7 +37,7 @@ class Kronecker(Joined):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The product of the factors' row counts and the product of their column counts."""
+        """The products of the factors' numbers of rows and of their numbers of columns."""
         rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
         return math.prod(rows), math.prod(columns)
 

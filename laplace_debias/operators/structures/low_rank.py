@@ -1,4 +1,4 @@
-"""Low-rank matrices plus diagonals."""
+"""Operators that are a low-rank matrix plus a diagonal."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ class LowRankPlusDiagonal(Symmetric):
 
     Args:
         U: `[n, k]`, a tensor or an operator; its columns need not be orthonormal.
-        magnitudes: m, of any sign, `[k]`.
+        magnitudes: m, `[k]`, which may be negative.
         diagonal: d, `[n]`, or one number for the whole diagonal.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not match, or the dtype is not a real
-            floating one.
+            floating-point dtype.
     """
 
     U: Float[Tensor, "n k"] | LinearOperator
@@ -80,7 +80,7 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def distinct_eigenvalues(self) -> Float[Tensor, " k_and_one"]:
-        """The eigenvalues along the columns of U, and the one eigenvalue of all other directions.
+        """The eigenvalues along the columns of U, and then the eigenvalue of all other directions.
 
         The columns of U must be orthonormal, and the diagonal one number.
         """
@@ -119,7 +119,7 @@ def _(left: LowRankPlusDiagonal, right: Diagonal) -> LinearOperator:
 
 @scale.register
 def _(operator: LowRankPlusDiagonal, scalar: Scalar) -> LinearOperator:
-    # A product of two numbers in tensors has the wider dtype of the two.
+    # Restore the dtype, because the product of two 0-d tensors has the wider dtype of the two.
     diagonal = (scalar * operator.diagonal).to(operator.diagonal)
     return LowRankPlusDiagonal(operator.U, scalar * operator.magnitudes, diagonal)
 

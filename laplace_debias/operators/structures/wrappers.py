@@ -1,4 +1,4 @@
-"""Operators that wrap another operator: assumptions, sub-matrices, permutations."""
+"""Operators that wrap another operator: assumptions, sub-matrices and permutations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from laplace_debias.system.checks import check_is
 
 @dataclass(eq=False, repr=False)
 class Wrapper(Joined):
-    """An operator that wraps another operator and, unless overridden, has its properties.
+    """An operator that wraps another operator and, by default, has the same properties.
 
     A subclass defines `_matmat` and `T`.
     """
@@ -48,7 +48,7 @@ class SelfAdjoint(Wrapper):
 
 @dataclass(eq=False, repr=False)
 class Assumed(SelfAdjoint):
-    """An operator whose symmetry is assumed that its structure does not show; see `assume`."""
+    """An operator that is declared symmetric, because its structure cannot show it."""
 
     positive_semidefinite: bool
 
@@ -64,7 +64,7 @@ class Assumed(SelfAdjoint):
 def assume(
     operator: LinearOperator, symmetric: bool = False, positive_semidefinite: bool = False
 ) -> LinearOperator:
-    """Declare properties of an operator, without checking them.
+    """Declare properties of an operator without checking them.
 
     A dense matrix is replaced by its symmetric part.
 
@@ -100,7 +100,7 @@ def assume(
 class SubMatrix(Wrapper):
     """Selected rows and columns of an operator.
 
-    A product costs as much as a product with the full operator.
+    A product costs as much as one with the full operator.
 
     Args:
         operator: The operator, `[m, n]`.
@@ -128,7 +128,7 @@ class SubMatrix(Wrapper):
 
     @property
     def layout(self) -> None:
-        """Always None, because the selection can contain a part of a parameter."""
+        """Always None, because the selection can contain parts of parameters."""
 
     @property
     def T(self) -> "SubMatrix":  # noqa: N802
@@ -152,21 +152,22 @@ def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
 
 @dataclass(eq=False, repr=False)
 class Permuted(Wrapper):
-    r"""A square operator in a different order of rows and columns, $P^\top A P$.
+    r"""A square operator whose rows and columns are reordered, $P^\top A P$.
 
-    $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three operators, this operator keeps
-    the structure of A: multiples of the identity are added to A, and inverses, roots and other
-    functions are computed for A.
+    P is defined by $(Pv)_i = v_{\text{order}_i}$. Unlike a product of three operators, this
+    operator keeps the structure of A: multiples of the identity are added to A, and inverses, roots
+    and other functions are computed from A.
 
     Args:
         operator: A, `[n, n]`.
-        order: For each row of A, its index in this operator, `[n]`: a permutation of 0 … n−1. None
-            if the order is the same.
-        layout: How named parameters correspond to the rows and columns. None if they do not.
+        order: For each row of A, its index in this operator, `[n]`, which is a permutation of 0 …
+            n−1. None if the order is unchanged.
+        layout: How named parameters correspond to the rows and columns of this operator; None if
+            they do not.
 
     Raises:
         ValueError: If A is not square, the order is not a permutation of its rows, or the layout
-            does not have the size of A.
+            has a different size.
     """
 
     order: Int[Tensor, " n"] | None = None
