@@ -1,4 +1,4 @@
-"""Algorithms that need only products with a linear operator; results are exact where possible."""
+"""Algorithms that need only products with a linear operator. Results are exact where possible."""
 
 from laplace_debias.linalg.eigen.eigsh import eigsh
 from laplace_debias.linalg.estimators.diagonal import diagonal

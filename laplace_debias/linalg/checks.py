@@ -1,4 +1,4 @@
-"""Checks of the algorithms' arguments, which run before any product is computed."""
+"""Checks of the arguments of algorithms, which run before any product is computed."""
 
 import difflib
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from laplace_debias.system import checks
 
 
 def check_operator(A: object, generator: torch.Generator | None = None) -> None:
-    """Check that an argument is an operator, and that the generator is on its device."""
+    """Check that an argument is an operator, and that the generator is on the same device."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as "
@@ -28,14 +28,14 @@ def check_operator(A: object, generator: torch.Generator | None = None) -> None:
 
 
 def check_square(A: LinearOperator, result: str, generator: torch.Generator | None = None) -> int:
-    """Check that an operator is square and the generator is on its device; return its size."""
+    """Check that an operator is square, and the generator on its device; return its size."""
     check_operator(A, generator)
     base.check_square(A, f"the {result}")
     return A.shape[0]
 
 
 def check_choice(value: str, choices: Collection[str], name: str) -> None:
-    """Check the name of a method or another choice."""
+    """Check that a string option, such as the name of a method, has one of the allowed values."""
     if value in choices:
         return
     nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
@@ -46,10 +46,10 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
 def check_symmetric(
     A: LinearOperator, differences: Tensor, scale: float, tolerated: float = 0.0
 ) -> None:
-    """Check that two entries are equal wherever symmetry requires it.
+    """Raise an error if entries that symmetry requires to be equal differ.
 
-    The check passes if `differences` are at most `tolerated`, or at most a small multiple of
-    `scale`, which is the norm of a product.
+    The absolute `differences` may be up to `tolerated`, or up to a small multiple of `scale`, the
+    norm of a product with a unit vector, to allow for rounding errors.
     """
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > max(30 * torch.finfo(A.dtype).eps ** 0.5 * scale, tolerated):

@@ -1,4 +1,4 @@
-"""Norms of vectors whose squares may be out of the range of single precision."""
+"""Norms of vectors whose squared entries may be out of the range of single precision."""
 
 import torch
 from jaxtyping import Float

@@ -1,4 +1,4 @@
-"""Random probe vectors that have mean zero and covariance I."""
+"""Random probe vectors with mean zero and covariance I."""
 
 import torch
 from jaxtyping import Float
@@ -13,10 +13,10 @@ def draw(
     distribution: str,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "columns count"]:
-    """Draw probes one by one, so that the values do not depend on how many are drawn at once.
+    """Draw probes one by one, so that their values do not depend on how many are drawn in a call.
 
-    `"rademacher"`: entries ±1; `"gaussian"`: standard normal entries; `"spherical"`: uniform on the
-    sphere of radius √n.
+    The distribution is `"rademacher"` (entries ±1), `"gaussian"` (standard normal entries) or
+    `"spherical"` (uniform on the sphere of radius √n).
     """
     n = A.shape[1]
     probes = torch.empty(n, count, dtype=A.dtype, device=A.device)

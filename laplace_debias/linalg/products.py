@@ -1,4 +1,4 @@
-"""Products with an operator in chunks of columns, which are counted, checked and shown."""
+"""Products with an operator, in chunks of columns, with a count, checks and a progress bar."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,11 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import not_finite_error
 
 _CHUNK_ELEMENTS = 2**26
-"""Entries of the columns that are multiplied at once: 256 MiB in float32."""
+"""Number of entries that are multiplied at once: 256 MiB in float32."""
 
 
 class Products:
-    """Counted products with an operator; the progress bar is closed when the context ends."""
+    """A context that counts products with an operator, and closes the progress bar when it ends."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Products:
         return self._multiply(self.operator.T, matrix)
 
     def _multiply(self, operator: LinearOperator, matrix: Tensor) -> Tensor:
-        """Multiply in chunks of columns; count each product, and require that it is finite."""
+        """Multiply in chunks of columns; count the products, and check that they are finite."""
         if matrix.ndim == 1:
             return self._multiply(operator, matrix[:, None])[:, 0]
         products = []
@@ -72,12 +72,12 @@ class Products:
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def chunks(self, columns: int) -> Iterator[int]:
-        """Return the sizes of the chunks into which `columns` columns are split."""
+        """Yield the sizes of the chunks into which `columns` columns are split."""
         for start in range(0, columns, self._chunk):
             yield min(self._chunk, columns - start)
 
     def columns(self) -> Iterator[tuple[slice, Float[Tensor, "rows k"]]]:
-        """Yield all columns of the operator in chunks, each chunk with the slice of its columns."""
+        """Yield all columns of the operator, in chunks, each with the slice that it covers."""
         n = self.operator.shape[1]
         start = 0
         for size in self.chunks(n):

@@ -1,4 +1,4 @@
-"""Results of the algorithms: values, their errors, and the reasons to stop."""
+"""Results of the algorithms: values, their errors, and why an algorithm stopped."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from laplace_debias.system.shown import one_line
 
 
 class Status(StrEnum):
-    """Why an algorithm stopped; each member compares equal to its string value."""
+    """The reason why an algorithm stopped; each member compares equal to its string value."""
 
     EXACT = "exact"
     CONVERGED = "converged"
@@ -73,13 +73,13 @@ _REMEDIES = {
 }
 
 
-# Each entry of a history is a number if there is a single right-hand side, and has shape [k] if
-# there are k.
+# Each entry of a history is a scalar if the right-hand side is a vector, and has shape [k] if there
+# are k right-hand sides.
 History = Sequence[Tensor]
 
 
 class Result:
-    """A result that is shown in one line."""
+    """Base class of results, whose `repr` fits on one line."""
 
     __repr__ = one_line
 
@@ -90,12 +90,12 @@ class LinearSolution(Result):
 
     Attributes:
         x: The solution, `[n]` or `[n, k]`.
-        statuses: Why the solver stopped, for each right-hand side (a single entry if b is a
+        statuses: For each right-hand side, why the solver stopped (a single entry if b is a
             vector).
-        residual_norms: ‖b − A x‖ of each right-hand side, a scalar or `[k]`. A `Solution` contains
-            the full history.
+        residual_norms: ‖b − A x‖ for each right-hand side, a scalar or `[k]`. A `Solution` contains
+            the whole history.
         num_matvecs: Number of matrix-vector products, summed over all right-hand sides.
-        advice: The solver's advice on a status, which replaces the general remedy for that status.
+        advice: The solver's own advice for a status, which replaces the general remedy.
     """
 
     x: Float[Tensor, "n *k"]
@@ -106,19 +106,19 @@ class LinearSolution(Result):
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if all right-hand sides converged, otherwise another stopping reason."""
+        """`CONVERGED` if all right-hand sides converged, otherwise one of the other reasons."""
         if Status.DIVERGED in self.statuses:
             return Status.DIVERGED
         return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
 
     @property
     def converged(self) -> bool:
-        """Whether every right-hand side is solved to the tolerance."""
+        """Whether every right-hand side was solved to the tolerance."""
         return all(status.is_success for status in self.statuses)
 
     @property
     def message(self) -> str:
-        """The reasons why the solver stopped, and what to do, one line per reason."""
+        """Why the solver stopped and what to do, with one line per reason."""
         lines = []
         for status in dict.fromkeys(self.statuses):
             count = self.statuses.count(status)
@@ -131,20 +131,21 @@ class LinearSolution(Result):
 class Solution(LinearSolution):
     """A solution of A x = b for one or several right-hand sides, with its history.
 
-    If a right-hand side is done before the others, its remaining steps are zero. Its slopes and
-    curvatures are then NaN, because they are no longer measured.
+    If a right-hand side is done before the others, its remaining steps are zero, and its remaining
+    slopes and curvatures are NaN, because they are not measured.
 
     Attributes:
-        residual_norms: ‖b − A x_t‖ by recursion, `[T + 1]` or `[T + 1, k]`.
+        residual_norms: ‖b − A x_t‖ for T iterations, updated recursively, `[T + 1]` or
+            `[T + 1, k]`.
         values: The quadratic ½ x_tᵀ A x_t − bᵀ x_t, which the solution minimises, `[T + 1]` or
             `[T + 1, k]`.
         slopes: s(x_t; d_t) = −d_tᵀ(b − A x_t) along normalised directions, `[T]` or `[T, k]`.
         curvatures: c(d_t) = d_tᵀ A d_t, `[T]` or `[T, k]`.
         step_sizes: τ_t = −s(x_t; d_t) / c(d_t) (Eq. 3), `[T]` or `[T, k]`.
-        num_iterations: Steps that each right-hand side took, a number or `[k]`.
+        num_iterations: Number of steps of each right-hand side, a scalar or `[k]`.
         negative_direction: The normalised direction along which the curvature was not positive,
             `[n]` or `[n, k]`. It is zero for right-hand sides without such a direction, and None if
-            no right-hand side has such a direction.
+            there is no such direction at all.
         negative_curvature: The curvature along this direction, a scalar or `[k]`; NaN for
             right-hand sides without such a direction.
         directions: d_t as columns, `[n, T]` or `[n, T, k]`, if they were kept.
@@ -167,7 +168,7 @@ class DebiasedSolution(Result):
 
     Attributes:
         debiased: The trajectory with directions from the first quadratic and step sizes from the
-            second (Eq. 8). Its slopes, curvatures, values and residuals belong to the second
+            second (Eq. 8). Its slopes, curvatures, values and residuals are those of the second
             quadratic.
         single: Conjugate gradients on the first quadratic.
     """
@@ -182,7 +183,7 @@ class DebiasedSolution(Result):
 
     @property
     def directions(self) -> Float[Tensor, "n steps *k"] | None:
-        """The search directions of both trajectories, if the directions were kept."""
+        """The search directions, which both trajectories share, if they were kept."""
         return self.single.directions
 
     @property
@@ -193,14 +194,14 @@ class DebiasedSolution(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Iterate(Result):
-    """The state of a solver, for stopping rules and callbacks.
+    """The state of a solver after an iteration, which stopping rules and callbacks receive.
 
-    The histories are extended in place between calls: use their last entries, and copy anything
+    The histories are extended in place between calls. Use their last entries, and copy anything
     that you want to keep.
 
     Attributes:
         iteration: Steps taken so far, t; 0 at the start.
-        x: The iterate, in the right-hand sides' shape.
+        x: The iterate, in the shape of the right-hand sides.
         direction: The normalised direction of the last step (zero for a right-hand side that is
             done); None at the start.
         residual_norms: ‖b − A x_t‖, t + 1 entries.
@@ -225,18 +226,18 @@ class Estimate(Result):
     """A value with a standard error.
 
     `float(estimate)` is the value of a scalar estimate, and `estimate.interval(0.95)` is a
-    confidence interval for the quantity.
+    confidence interval for the true value.
 
     Args:
         value: The estimate.
         standard_error: Its standard error, of the same shape. It is 0 if the value is exact, and
-            infinite for a single sample, whose spread is unknown.
-        num_matvecs: Number of products with the operator (or its adjoint).
-        converged: False if a requested tolerance was missed.
+            infinite if there is only one sample, because the spread is then unknown.
+        num_matvecs: Number of products with the operator or its adjoint.
+        converged: False if a requested tolerance was not reached.
         degrees_of_freedom: The degrees of freedom ν of the standard error, in the shape of the
-            value or as a scalar: the squared standard error has the relative variance 2/ν, as a χ²
-            variable with ν degrees of freedom. Infinite for an exact value, and 0 for a single
-            sample.
+            value or as a scalar: the relative variance of the squared standard error is 2/ν, like
+            that of a χ² variable with ν degrees of freedom. Infinite for an exact value, and 0 for
+            a single sample.
     """
 
     value: Float[Tensor, "*shape"]
@@ -250,8 +251,8 @@ class Estimate(Result):
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
         r"""Compute a confidence interval from the quantiles of Student's t distribution.
 
-        The intervals hold for each entry separately, not jointly. For an exact value, the interval
-        is a point, and for a single sample, it is (−∞, ∞).
+        The level applies to each entry separately, not to all of them jointly. The interval of an
+        exact value is a point, and that of a single sample is (−∞, ∞).
 
         Raises:
             ValueError: If `level` is not between 0 and 1.
@@ -275,7 +276,7 @@ class Estimate(Result):
 
     @classmethod
     def exact(cls, value: Float[Tensor, "*shape"], num_matvecs: int = 0) -> "Estimate":
-        """Make an estimate from a value that is known exactly."""
+        """Wrap a value that is known exactly."""
         return cls(value, torch.zeros_like(value), num_matvecs)
 
 
@@ -284,10 +285,10 @@ def half_width(
     degrees_of_freedom: Float[Tensor, "*shape"] | float,
     level: float,
 ) -> Float[Tensor, "*shape"]:
-    """Compute half of the length of Student's interval; a standard error of 0 or ∞ is returned."""
+    """Compute the half-width of Student's interval, which is 0 or ∞ if the standard error is."""
     if not 0 < level < 1:
         raise ValueError(f"`level` is {level}. Pass a probability between 0 and 1, such as 0.95.")
-    # Import SciPy only here, because its import is slow and most uses of estimates do not need it.
+    # Import SciPy only here, because its import is slow and most estimates are used without it.
     from scipy.stats import t as student
 
     degrees = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
@@ -298,29 +299,28 @@ def half_width(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpectralDensity(Result):
-    r"""A smoothed spectral density and the quadrature from which it was computed.
+    r"""A smoothed spectral density, and the quadrature that it was computed from.
 
     Args:
-        grid: Ascending eigenvalues λ at which the density is given, `[points]`. On a logarithmic
-            scale, they are evenly spaced in log₁₀ |λ|.
+        grid: The eigenvalues λ at which the density is given, in ascending order, `[points]`. On a
+            logarithmic scale, they are evenly spaced in log₁₀ |λ|.
         density: Fraction of the eigenvalues per unit of λ, or per decade on a logarithmic scale,
             `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
-        standard_error: Standard error, `[points]`; its square is the sum of the squares of the
-            standard error of the mean over probes and of `quadrature_error`. Infinite for a single
+        standard_error: Standard error, `[points]`. Its square is the sum of two squares: of the
+            standard error of the mean over probes, and of `quadrature_error`. Infinite for a single
             probe.
-        quadrature_error: Estimated distance between the density of Lanczos' few nodes and the
-            density of all eigenvalues, both smoothed by `width`, `[points]`; 0 if all eigenvalues
-            are known.
-        degrees_of_freedom: The precision of the standard error, as in `Estimate`, `[points]`.
+        quadrature_error: Estimated error of replacing all eigenvalues by the few Lanczos nodes,
+            both smoothed by `width`, `[points]`; 0 if all eigenvalues are known.
+        degrees_of_freedom: Degrees of freedom of the standard error, as in `Estimate`, `[points]`.
         nodes: Ritz values, `[probes, steps]`.
-        weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
+        weights: Weights of the nodes, `[probes, steps]`, which sum to 1 for each probe.
         scale: `"linear"` or `"log"`.
         width: Standard deviation of the smoothing Gaussian, in units of λ or in decades.
         null_fraction: On a logarithmic scale, the fraction of eigenvalues with |λ| ≤ `floor`, which
             the density leaves out; 0 on a linear scale.
         negative_fraction: Fraction of eigenvalues below −`floor`; on a logarithmic scale, these
             are shown at their absolute values.
-        floor: Largest modulus that counts as zero.
+        floor: Largest absolute value that counts as zero.
         num_matvecs: Number of products.
     """
 
@@ -341,7 +341,7 @@ class SpectralDensity(Result):
     def interval(
         self, level: float = 0.95
     ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-        """Compute a confidence interval of the smoothed density at each point."""
+        """Compute a confidence interval for the smoothed density at each grid point."""
         margin = half_width(self.standard_error, self.degrees_of_freedom, level)
         return (self.density - margin).clamp(min=0), self.density + margin
 
@@ -351,14 +351,14 @@ class EigenPairs(Result):
     """Eigenvalues and eigenvectors of a symmetric operator.
 
     Args:
-        values: Eigenvalues, descending, `[k]`; fewer than k if ARPACK did not converge.
+        values: Eigenvalues in descending order, `[k]`; fewer than k if ARPACK did not converge.
         vectors: Orthonormal eigenvectors as columns, `[D, k]`.
-        residuals: An upper bound of ‖A v − λ v‖ for each pair, `[k]`. Some eigenvalue lies within
+        residuals: An upper bound on ‖A v − λ v‖ for each pair, `[k]`. Some eigenvalue lies within
             this distance of λ.
         num_matvecs: Number of products.
-        status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but the search for missed pairs did
-            not end) or `MAX_ITER` (not all converged).
-        message: The status in words, and the remedy if the status has a remedy.
+        status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but it was not verified that no pair
+            was missed) or `MAX_ITER` (not all pairs converged).
+        message: The status in words, and the remedy if there is one.
     """
 
     values: Float[Tensor, " k"]

@@ -1,1 +1,1 @@
-"""Eigenpairs, and the Krylov spaces in which the algorithms search for eigenpairs."""
+"""Eigenpairs, and the Krylov bases in which they are found."""

@@ -20,15 +20,16 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 _BOUND_STEPS = 12
-"""Number of Lanczos steps that bound the spectrum for the shift of ARPACK or subspace iteration."""
+"""Number of Lanczos steps that bound the spectrum, to determine the shift for ARPACK and subspace
+iteration."""
 
 
 def select(
     values: Tensor, vectors: Any, residuals: Tensor, *, k: int, end: str
 ) -> tuple[Tensor, Any, Tensor]:
-    """Select the k eigenpairs at one end of the spectrum, in descending order.
+    """Select the k eigenpairs at one end of the spectrum, and sort them in descending order.
 
-    The vectors are columns of a tensor or of an operator.
+    The vectors are the columns of a tensor or an operator.
     """
     outermost = order(values, end).argsort(descending=True, stable=True)[:k]
     selected = outermost[values[outermost].argsort(descending=True, stable=True)]
@@ -46,7 +47,7 @@ def selected_pairs(
     status: Status,
     message: str,
 ) -> EigenPairs:
-    """Return the result with the k pairs at an end of the spectrum."""
+    """Build the result from the k pairs at one end of the spectrum."""
     values, vectors, residuals = select(values, vectors, residuals, k=k, end=end)
     return EigenPairs(
         values=values,
@@ -59,7 +60,7 @@ def selected_pairs(
 
 
 def dense_eigenpairs(products: Products, k: int, end: str) -> EigenPairs:
-    """Compute the k pairs at an end of the spectrum from the operator as a dense matrix."""
+    """Compute the k pairs at one end of the spectrum by decomposing the dense matrix."""
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
     check_symmetric(A, (matrix - matrix.T).abs(), float(column_norms(matrix).max()))
@@ -91,8 +92,8 @@ def lanczos_eigenpairs(
     n = A.shape[0]
     num_vectors = capacity(n, k, A.dtype.itemsize)
     basis = KrylovBasis(A, products, size=n, capacity=num_vectors, generator=generator)
-    # A dense matrix needs n more products. If there are enough, and the basis can hold all columns,
-    # a search that takes longer than n products is stopped, and the matrix is decomposed instead.
+    # Computing the dense matrix needs n more products. If the limit allows this, and the basis can
+    # hold all columns, stop the search after n products, and decompose the matrix instead.
     can_be_dense = basis.capacity == n and 2 * n <= max_matvecs
     limit = n if can_be_dense else max_matvecs
     result = search(basis, products, k=k, end=end, tol=tol, max_matvecs=limit)
@@ -124,7 +125,7 @@ def lanczos_eigenpairs(
 
 
 def _unconverged_message(residuals: Tensor, goal: float, count: int) -> str:
-    """Describe the eigenpairs that converged, and how to make the others converge."""
+    """Describe how many eigenpairs have converged, and how to make the others converge."""
     num_converged = int((residuals <= goal).sum())
     return (
         f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (largest "
@@ -143,7 +144,7 @@ def arpack_eigenpairs(
     generator: torch.Generator | None,
 ) -> EigenPairs:
     """Compute eigenpairs by SciPy's ARPACK."""
-    # Imported here, because SciPy is slow to import.
+    # Import SciPy only here, because its import is slow.
     from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
     from scipy.sparse.linalg import LinearOperator as SciPyOperator
     from scipy.sparse.linalg import eigsh as arpack
@@ -155,11 +156,12 @@ def arpack_eigenpairs(
     least = num_bound + 2 * num_vectors - k
     _check_products(max_matvecs, least, f"ARPACK stores {num_vectors} vectors")
     restarts = (max_matvecs - num_bound - num_vectors) // (num_vectors - k)
-    # ARPACK's tolerance is relative to each eigenvalue, so eigenvalues near zero never converge.
-    # After a shift by the opposite end of the spectrum, the requested eigenvalues are the largest.
+    # ARPACK's tolerance is relative to each eigenvalue, so eigenvalues near zero would never
+    # converge. Therefore, shift by the opposite end of the spectrum, so that the requested
+    # eigenvalues are the largest.
     shift = _far_end(products, end, generator)
     start = draw(A, 1, "gaussian", generator)[:, 0]
-    # ARPACK's tolerance is absolute for eigenvalues below eps^⅔, so the operator has to be scaled.
+    # For eigenvalues below eps^⅔, however, ARPACK's tolerance is absolute, so scale the operator.
     scale = float(column_norms(products(start)) / column_norms(start)) or 1.0
 
     def multiply(vector: np.ndarray) -> np.ndarray:
@@ -187,7 +189,8 @@ def arpack_eigenpairs(
             "and only these are returned. Raise `max_matvecs` or `tol`, or use method='lanczos'"
         )
     except ArpackError:
-        # ARPACK rejects operators that map its start to zero, such as multiples of the identity.
+        # ARPACK rejects operators that map its start vector to zero, such as (after the shift)
+        # multiples of the identity.
         return lanczos_eigenpairs(
             products, k, end, tol=tol, max_matvecs=max_matvecs, generator=generator
         )
@@ -216,7 +219,7 @@ def subspace_iteration(
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
-    """Compute eigenpairs from products with a block and a Rayleigh–Ritz step after each product."""
+    """Compute eigenpairs by multiplying a block of vectors, with a Rayleigh–Ritz step each time."""
     A = products.operator
     n = A.shape[0]
     width = min(n, k + max(k, 10))
@@ -224,7 +227,8 @@ def subspace_iteration(
     shift = _far_end(products, end, generator)
     block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
     rounding = 10 * torch.finfo(A.dtype).eps
-    # The tolerance is relative to the largest absolute eigenvalue, which the block may not contain.
+    # The tolerance is relative to the largest absolute eigenvalue, which may be at the other end of
+    # the spectrum.
     scale = abs(shift)
     while True:
         images = products(block)
@@ -268,7 +272,7 @@ def _check_products(max_matvecs: int, least: int, reason: str) -> None:
 
 
 def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
-    """Bound the opposite end of the spectrum; a shift by it makes the requested end the largest."""
+    """Bound the opposite end; after a shift by it, the requested eigenvalues are the largest."""
     if end == "magnitude":
         return 0.0
     A = products.operator
@@ -300,7 +304,7 @@ _UNSUPPORTED_SCIPY_NAMES = {
 }
 """SciPy's names without an equivalent, and what to do instead."""
 _SMALL = 32
-"""The largest number of columns of an operator that is computed as a dense matrix."""
+"""Operators with at most this many columns are always converted to a dense matrix."""
 
 
 def eigsh(
@@ -314,24 +318,24 @@ def eigsh(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> EigenPairs:
-    r"""Compute the k extreme eigenpairs of a symmetric operator by products with vectors.
+    r"""Compute the k extreme eigenpairs of a symmetric operator from products with vectors.
 
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
       device. Once all pairs have converged, Lanczos starts again from a random direction orthogonal
-      to them, in order to find repeated and overlooked eigenvalues. The probability of missing an
-      eigenvalue that lies further out by more than the tolerance is about 1e-4. If `max_matvecs`
-      ends this search, `status` is `UNVERIFIED`. It stores up to `max(4 k, 256)` vectors, or fewer
-      if these would need more than 2 GiB.
+      to them, to find repeated and overlooked eigenvalues. After this check, the probability is
+      only about 1e-4 that it has missed an eigenvalue that lies further out by more than the
+      tolerance. If `max_matvecs` is reached during the check, `status` is `UNVERIFIED`. Up to
+      `max(4 k, 256)` vectors are stored, or fewer if these would need more than 2 GiB.
     - `"arpack"`: SciPy's ARPACK, which keeps its vectors on the CPU. It may miss copies of a
       multiple eigenvalue, so `status` is `UNVERIFIED`.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
-      step. It is simple but slow: the convergence rate is the ratio of the first eigenvalue outside
-      the block to the last one inside. Each column of a block counts as a product.
+      step. This is simple but slow: the convergence rate is the ratio of the first eigenvalue
+      outside the block to the last one inside. Each column of a block counts as one product.
 
-    The operator must be symmetric. `eigsh` checks this from the projections at no extra cost, so
-    you need not declare it. Eigenpairs are exact for structured operators (without any products).
-    Operators with at most 32 columns, or at most 2k, are converted to a dense matrix (with one
-    product per column).
+    The operator must be symmetric. You need not declare this, because `eigsh` checks it from the
+    projections at no extra cost. For structured operators, eigenpairs are exact and need no
+    products. Operators with at most 32 columns, or at most 2k, are converted to a dense matrix,
+    with one product per column.
 
     Args:
         A: Symmetric operator of shape `[D, D]`.
@@ -342,12 +346,12 @@ def eigsh(
         tol: Largest allowed residual norm, relative to the largest absolute eigenvalue that was
             found; at least ten times the rounding error of the dtype. Well-separated eigenvalues
             are far more precise: their error is about the squared residual divided by the gap to
-            the nearest eigenvalue. Eigenvalues that differ by less than the tolerance are not
-            distinguished, including eigenvalues beyond the k-th, and eigenvalues below the
-            tolerance are not distinguished from zero. Choose `tol` well below the ratio of the k-th
-            eigenvalue to the first.
-        max_matvecs: Largest number of products; the last block of products may exceed it. Default:
-            `max(1000, 50 k)`, and `max(10_000, 1000 k)` for `"power"`.
+            the nearest eigenvalue. However, eigenvalues that differ by less than the tolerance,
+            including those beyond the k-th, cannot be told apart, nor can eigenvalues below the
+            tolerance and zero. Therefore, choose `tol` well below the ratio of the k-th eigenvalue
+            to the first.
+        max_matvecs: Largest number of products, which the last block of products may exceed.
+            Default: `max(1000, 50 k)`, and `max(10_000, 1000 k)` for `"power"`.
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -357,7 +361,7 @@ def eigsh(
             generator is on a different device.
 
     Warns:
-        RuntimeWarning: If not all pairs have converged; `message` of the result names the remedy.
+        RuntimeWarning: If not all pairs have converged. The result's `message` names the remedy.
 
     Reference:
         Wu, Simon. Thick-restart Lanczos method for large symmetric eigenvalue problems. SIMAX,

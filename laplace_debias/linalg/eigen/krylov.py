@@ -13,24 +13,25 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 
 _PASSES = 5
-"""The largest number of orthogonalisation passes. Two are nearly always enough."""
+"""Largest number of orthogonalisation passes per vector. Two are nearly always enough."""
 
 _ROTATION_ELEMENTS = 2**22
-"""Number of basis entries that are rotated at a time, to bound the memory of a restart."""
+"""Number of basis entries that are rotated at once, to bound the memory that a restart needs."""
 
 
 class KrylovBasis:
-    r"""Orthonormal rows V, the operator's projection H on them, and directions not yet multiplied.
+    r"""An orthonormal basis V, the projection H of the operator, and unmultiplied directions W.
 
-    At any time, $A V^\top = V^\top H + W^\top C$, where the rows of W are the pending directions,
-    orthonormal to each other and to V, and C is their coupling to V. When a pending direction is
-    multiplied, it moves to V. The residual of its product, orthogonalised against V and W, becomes
-    a new pending direction. So one Krylov sequence per pending direction can grow within one basis,
-    and any rotation of V (a thick restart) preserves the relation. Ritz pairs are computed from H,
-    and their residual norms from C, without any product.
+    At any time, $A V^\top = V^\top H + W^\top C$. The rows of V are the basis, and the rows of W
+    are the pending directions, which are orthonormal to each other and to V; C is their coupling to
+    V. When a pending direction is multiplied, it moves to V. The residual of its product, after
+    orthogonalisation against V and W, becomes a new pending direction. In this way, one Krylov
+    sequence per pending direction can grow within a single basis, and any rotation of V (a thick
+    restart) preserves the relation. Ritz pairs follow from H, and their residual norms from C,
+    without further products.
 
-    Pending directions may be parked. Only their contribution to the residuals is then kept, so new
-    directions need not be orthogonal to them. `refresh` computes the residuals again, with one
+    Pending directions can be parked. Only their contribution to the residuals is then kept, so new
+    directions need not be orthogonal to them. `refresh` recomputes the exact residuals, with one
     product per row.
 
     `size` is the number of rows of V so far, at most `capacity`. `scale` is the largest norm of a
@@ -63,7 +64,7 @@ class KrylovBasis:
 
     @property
     def vectors(self) -> Float[Tensor, "size n"]:
-        """V, orthonormal rows."""
+        """V, whose rows are orthonormal."""
         return self._vectors[: self.size]
 
     @property
@@ -79,13 +80,13 @@ class KrylovBasis:
     def residuals(
         self, combinations: Float[Tensor, "size k"]
     ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-        """Bound the residual norms of Ritz vectors, both in total and without parked directions."""
+        """Bound the residual norms of Ritz vectors, in total and without the parked directions."""
         pending = (self.coupling @ combinations).norm(dim=0)
         parked = [(rows[:, : self.size] @ combinations).norm(dim=0) for rows in self._parked]
         return pending + sum(parked, torch.zeros_like(pending)), pending
 
     def park(self) -> None:
-        """Forget the pending directions, except for their contribution to the residuals."""
+        """Drop the pending directions, but keep their contribution to the residuals."""
         self._parked.append(self._coupling)
         self._clear_pending()
 
@@ -94,7 +95,7 @@ class KrylovBasis:
         self._coupling = self._coupling[:0]
 
     def refresh(self) -> None:
-        """Multiply all rows again; their residuals become pending, and nothing stays parked."""
+        """Multiply all rows again, so that all residuals are pending and none is parked."""
         images = torch.stack([self._multiply(vector) for vector in self.vectors])
         projected = (self.vectors @ images.T).double().cpu()
         self._parked = []
@@ -107,7 +108,7 @@ class KrylovBasis:
             self._keep_residual(residual, row)
 
     def add_random(self) -> None:
-        """Add a random pending direction; V and W must not span the space yet."""
+        """Add a random pending direction; V and W must not already span the space."""
         direction = torch.randn(
             self._vectors.shape[1],
             generator=self._generator,
@@ -118,7 +119,7 @@ class KrylovBasis:
         self.add(direction / direction.norm())
 
     def expand(self, index: int) -> bool:
-        """Multiply a pending direction; return whether its residual became pending, as last row."""
+        """Multiply a pending direction; return whether its residual became the last row of W."""
         direction = self._pending[index]
         expected = self._coupling[index, : self.size].clone()
         remaining = [row for row in range(len(self._pending)) if row != index]
@@ -130,7 +131,7 @@ class KrylovBasis:
         product = self._multiply(direction)
         self.scale = max(self.scale, float(column_norms(product)))
         residual, inside, outside = self._orthogonalise(product)
-        # A bound of the rows' coupling to everything that is parked.
+        # A bound on the coupling of each row to all parked directions.
         hidden = expected.new_zeros(last)
         for rows in self._parked:
             hidden = hidden + rows[:, :last].norm(dim=0)
@@ -141,7 +142,7 @@ class KrylovBasis:
         return self._keep_residual(residual, last)
 
     def rotate(self, rotation: Float[Tensor, "size new_size"], start: int = 0) -> None:
-        """Rotate the rows of V from row `start` on; the columns of `rotation` are orthonormal."""
+        """Replace the rows of V from `start` on by orthonormal combinations of them."""
         size, new_size = rotation.shape
         combinations = torch.zeros(self.size, start + new_size, dtype=torch.float64)
         combinations[:start, :start] = torch.eye(start, dtype=torch.float64)
@@ -163,7 +164,7 @@ class KrylovBasis:
             rows[:, self.size :] = 0
 
     def _keep_residual(self, residual: Tensor, row: int) -> bool:
-        """Make a residual pending unless it is only rounding error; return whether it is kept."""
+        """Make a residual pending; return False if it is a rounding error or the space is full."""
         norm = float(column_norms(residual))
         rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
@@ -173,13 +174,13 @@ class KrylovBasis:
         return True
 
     def add(self, direction: Float[Tensor, " n"]) -> None:
-        """Make a unit vector pending; it must be orthogonal to all others."""
+        """Add a pending direction, a unit vector that must be orthogonal to V and W."""
         self._pending = torch.cat([self._pending, direction[None]])
         row = torch.zeros(1, self.capacity, dtype=torch.float64)
         self._coupling = torch.cat([self._coupling, row])
 
     def _orthogonalise(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the part of a vector orthogonal to V and W, and its coordinates in both."""
+        """Split a vector into a part orthogonal to V and W, and its coordinates in both."""
         inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
         outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
         for _ in range(_PASSES):
@@ -190,8 +191,7 @@ class KrylovBasis:
             vector = vector - in_pending @ self._pending
             inside = inside + in_basis
             outside = outside + in_pending
-            # If the vector keeps its length, it was already orthogonal, and no second pass is
-            # needed (Kahan and Parlett).
+            # If the vector keeps most of its length, no further pass is needed (Kahan and Parlett).
             if column_norms(vector) > 0.7 * norm_before:
                 break
         return vector, inside.double().cpu(), outside.double().cpu()
@@ -199,9 +199,9 @@ class KrylovBasis:
 
 @dataclass(frozen=True)
 class RitzPairs:
-    """Approximate eigenpairs in a basis, best first: values, combinations of rows, residuals.
+    """Ritz pairs of a basis, outermost first: values, combinations of rows, and residual norms.
 
-    `pending_residuals` is the part of the residuals that can be reduced by expanding the basis.
+    `pending_residuals` is the part of the residuals that expanding the basis can reduce.
     """
 
     values: Tensor
@@ -211,12 +211,12 @@ class RitzPairs:
 
 
 def order(values: Tensor, end: str) -> Tensor:
-    """Return sort keys that are larger for eigenvalues nearer to an end of the spectrum."""
+    """Return sort keys, which increase towards the given end of the spectrum."""
     return {"largest": values, "smallest": -values, "magnitude": values.abs()}[end]
 
 
 def ritz_pairs(basis: KrylovBasis, end: str) -> RitzPairs:
-    """Compute the Ritz pairs of a basis, ordered from the given end of the spectrum."""
+    """Compute the Ritz pairs of a basis, ordered from the given end of the spectrum inwards."""
     values, combinations = eigh(basis.projected, "the projected operator")
     best = order(values, end).argsort(descending=True, stable=True)
     combinations = combinations[:, best]

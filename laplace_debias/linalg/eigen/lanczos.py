@@ -12,14 +12,14 @@ from laplace_debias.operators.eigh import eigh
 _BASIS_BYTES = 2**31
 
 _MISS = 1e-4
-"""Probability that either bound of `has_missed_nothing` overlooks an eigenvalue."""
+"""The probability with which each bound of `has_missed_nothing` may overlook an eigenvalue."""
 
 _OVERLAP = 0.1
-"""The largest overlap that the vectors kept during a check may have with a missed eigenvector."""
+"""The largest overlap that vectors kept apart during a check may have with a missed eigenvector."""
 
 
 class CompletenessCheck:
-    """A Krylov sequence in the complement of converged pairs, to detect missed pairs."""
+    """A Krylov sequence in the complement of the converged pairs, which detects missed pairs."""
 
     def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, end: str) -> None:
         basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, end)])
@@ -34,7 +34,7 @@ class CompletenessCheck:
         basis.add_random()
 
     def has_found(self, goal: float) -> bool:
-        """Whether the sequence has an eigenvalue beyond the last requested eigenvalue."""
+        """Whether the sequence contains a Ritz value beyond the last requested eigenvalue."""
         values, _ = eigh(
             self._basis.projected[self.start :, self.start :], "the projected operator"
         )
@@ -44,16 +44,16 @@ class CompletenessCheck:
         r"""Whether no eigenvalue of the complement exceeds the requested ones by more than `goal`.
 
         This is certain if the sequence has exhausted the operator. Otherwise, it follows from
-        either of two bounds, each of which fails with a probability of at most `_MISS`. In both
-        bounds, δ is the gap between the sequence's best value θ and the last requested eigenvalue,
-        plus `goal`, and n is the number of columns.
+        either of two bounds, each of which fails with a probability of at most `_MISS`. In both, n
+        is the number of columns, and δ is `goal` plus the gap between the last requested eigenvalue
+        and the sequence's best value θ.
 
         - A priori: after j steps from a random start, the largest eigenvalue of a positive
           semi-definite operator is underestimated by more than a factor $1 - \varepsilon$ with a
           probability of at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. The operator is
           shifted to be positive, so ε is δ divided by the distance of the last requested eigenvalue
-          from the other end of the spectrum, `low` or `high`. If δ is large, few steps satisfy this
-          bound.
+          from the other end of the spectrum, `low` or `high`. If δ is large, a few steps are enough
+          to satisfy this bound.
         - A posteriori: the start has an inner product of $\eta / \sqrt n$ with a missed
           eigenvector, where η is below `_MISS` with a probability below `_MISS`. The Ritz vector is
           a polynomial of the operator times the start, and the roots of the polynomial are the
@@ -61,11 +61,11 @@ class CompletenessCheck:
           the start's inner product with this eigenvector by a factor of at least $1 / s$, where s
           is the inner product of the Ritz vector and the start. The residual of the Ritz vector is
           then at least $\delta \eta / (s \sqrt n)$. This bound is satisfied soon after the sequence
-          has converged. (After a restart, the start is no longer in the basis, and s is taken to be
+          has converged. (After a restart, the start is no longer in the basis, so s is replaced by
           1.)
 
-        A small residual does not prove this: if n is large, the residual of the start itself can be
-        small, even if the start is nearly orthogonal to eigenvectors of large eigenvalues.
+        A small residual by itself proves nothing: if n is large, even the start can have a small
+        residual, although it is nearly orthogonal to eigenvectors of large eigenvalues.
 
         Reference:
             Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
@@ -80,11 +80,11 @@ class CompletenessCheck:
         residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
         overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
         last = self._last + goal
-        # Because of rounding, computed residuals do not fall below this value.
+        # Computed residuals do not fall below this value, because of rounding errors.
         rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
 
         def is_sure(gap: float, width: float, best: int) -> bool:
-            """Whether the probability of a missed eigenvalue beyond the gap is negligible."""
+            """Whether a missed eigenvalue beyond the gap is sufficiently improbable."""
             if gap <= 0:
                 return False
             epsilon = min(1.0, gap / width) if width > 0 else 1.0
@@ -105,12 +105,12 @@ class CompletenessCheck:
 
 
 def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
-    r"""Return how many pairs after the requested ones may be kept apart from a check.
+    r"""Return how many pairs after the requested ones can also be kept apart during a check.
 
-    Keeping these pairs apart shortens the check, because the remaining eigenvalues are further
-    away. But their vectors must not contain a missed eigenvector. A Ritz vector of value θ and
-    residual r has an inner product of at most $r / |\lambda_k - \theta|$ with a missed eigenvector
-    whose eigenvalue is among the requested ones.
+    Keeping these pairs apart shortens the check, because the remaining eigenvalues are then further
+    away. However, their vectors must not contain parts of a missed eigenvector. A Ritz vector of
+    value θ and residual r has an inner product of at most $r / |\lambda_k - \theta|$ with a missed
+    eigenvector whose eigenvalue is among the requested ones.
     """
     ordered = order(pairs.values, end)
     distance = (ordered[k - 1] - ordered[k:]).clamp(min=torch.finfo(torch.float64).tiny)
@@ -124,9 +124,9 @@ class SearchResult:
 
     Attributes:
         pairs: The Ritz pairs, the requested pairs first.
-        goal: The largest residual of a converged pair.
+        goal: The residual norm up to which a pair counts as converged.
         has_converged: Whether the requested pairs have converged.
-        was_verified: Whether it was also checked that no pair was missed.
+        was_verified: Whether the check that no pair was missed was completed.
     """
 
     pairs: RitzPairs
@@ -136,7 +136,7 @@ class SearchResult:
 
 
 def capacity(n: int, k: int, bytes_per_entry: int) -> int:
-    """Return the basis size for a search for k eigenpairs; a large basis saves products."""
+    """Choose the basis size for a search for k eigenpairs; a larger basis saves products."""
     useful = max(4 * k, 256)
     affordable = _BASIS_BYTES // (n * bytes_per_entry)
     return min(n, max(k + 20, 2 * k, min(useful, affordable)))
@@ -154,11 +154,12 @@ def search(
 ) -> SearchResult:
     r"""Expand a basis until its k Ritz pairs at an end of the spectrum have converged.
 
-    A single Krylov sequence has one vector of each eigenspace. So once all pairs have converged,
-    a random direction orthogonal to them starts another sequence in the same basis. If a requested
-    eigenvalue was missed, it appears in this sequence, and the search continues. Otherwise the
-    sequence ends as soon as that is certain enough. This check also ensures that the pairs are the
-    outermost ones, which is not certain if they converged to a loose tolerance.
+    A single Krylov sequence contains only one vector of each eigenspace. Therefore, once all pairs
+    have converged, another sequence is started in the same basis, from a random direction
+    orthogonal to them. If a requested eigenvalue was missed, it appears in this sequence, and the
+    search continues. Otherwise, the sequence ends as soon as this is certain enough. The check also
+    ensures that the pairs are the outermost ones, which is not guaranteed if the tolerance is
+    loose.
     """
     rounding = 10 * torch.finfo(basis.vectors.dtype).eps
     low = math.inf
@@ -170,7 +171,7 @@ def search(
     while True:
         pairs = ritz_pairs(basis, end)
         residuals = pairs.residuals[:k]
-        # Remember earlier extremes, because a restart may drop the ends of the spectrum.
+        # Remember the earlier extremes, because a restart may drop the ends of the spectrum.
         low = min(low, float(pairs.values.min()))
         high = max(high, float(pairs.values.max()))
         scale = max(basis.scale, abs(low), abs(high))
@@ -179,14 +180,14 @@ def search(
         if not has_converged or (check is not None and check.has_found(goal)):
             check = None
 
-        # The first check begins when the residuals are below `aim`.
+        # Begin the first check when the residuals are below `aim`.
         aim = goal
         if verify and not was_checked:
             aim = max(rounding * scale, _resolving_residual(pairs, k, end, goal))
         is_settled = bool((residuals <= aim).all())
         is_stuck = bool((pairs.pending_residuals[:k] <= aim).all())
         # Expanding the basis reduces only the pending part of the residuals. If the parked part is
-        # too large, the residuals are computed again.
+        # too large, recompute the residuals.
         if not is_settled and is_stuck and products.count + k <= max_matvecs:
             basis.rotate(pairs.combinations[:, :k])
             basis.refresh()
@@ -207,17 +208,18 @@ def search(
         if basis.size < basis.capacity:
             _expand(basis, products, pairs, check, k=k, max_matvecs=max_matvecs)
         else:
-            # The pairs are combinations of the rows before the restart.
+            # A restart changes the rows, so the pairs computed before it cannot be used in
+            # `_expand`.
             _make_room(basis, end, k, check)
             _expand(basis, products, None, check, k=k, max_matvecs=max_matvecs)
 
 
 def _resolving_residual(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
-    """Return the residual, at least `goal` / 10, below which a check is worthwhile.
+    """Return the residual norm, at least `goal` / 10, below which a check is worthwhile.
 
-    If the gaps between eigenvalues are smaller than the residuals, the pairs are not yet the
-    outermost ones, and the check finds others. Resuming the search then costs more than expanding
-    the basis further before the check.
+    If the gaps between eigenvalues are smaller than the residuals, the pairs may not be the
+    outermost ones yet, so the check would find others. Resuming the search then costs more than
+    expanding the basis further before the check.
     """
     ordered = order(pairs.values[:k], end)
     half = k // 2
@@ -228,7 +230,7 @@ def _resolving_residual(pairs: RitzPairs, k: int, end: str, goal: float) -> floa
 
 
 def _make_room(basis: KrylovBasis, end: str, k: int, check: CompletenessCheck | None) -> None:
-    """Do a thick restart: keep the best Ritz vectors of the sequence that is being expanded."""
+    """Do a thick restart, which keeps the best Ritz vectors of the current sequence."""
     start = 0
     least = k
     if check is not None:
@@ -249,11 +251,12 @@ def _expand(
     k: int,
     max_matvecs: int,
 ) -> None:
-    """Expand one sequence by a few products, or by more if the basis takes longer to decompose."""
+    """Expand one sequence by a few products, or by more if decomposing the basis takes longer."""
     length = basis.size - check.start if check else basis.size
     index = len(basis.coupling) - 1
     if check is None and pairs is not None and len(basis.coupling) > 1:
-        # Expand the sequence that contributes most to the residual of the worst requested pair.
+        # Expand the sequence that contributes most to the residual of the least accurate requested
+        # pair.
         worst = int(pairs.residuals[:k].argmax())
         index = int((basis.coupling @ pairs.combinations[:, worst]).abs().argmax())
     for _ in range(1 + length // 10):

@@ -1,1 +1,1 @@
-"""Estimators of traces, diagonals and norms, from products with random vectors."""
+"""Stochastic estimators of traces, diagonals, norms and spectral densities."""

@@ -1,4 +1,4 @@
-"""Estimates of an operator's diagonal by Hutchinson's probes or XDiag."""
+"""Estimate an operator's diagonal by Hutchinson's method or XDiag."""
 
 from collections.abc import Callable
 
@@ -23,22 +23,22 @@ def diagonal(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Estimate a square operator's diagonal without bias, by products with vectors.
+    r"""Estimate a square operator's diagonal without bias, from products with vectors.
 
     - `"hutchinson"`: the mean of $\omega \odot A\omega$ over probes ω of ±1. With at least 12
       products, 95 % intervals (`Estimate.interval`) cover an entry in 93 to 97 % of runs.
-    - `"xdiag"`: half of the products compute a sketch of the range, and the other half multiplies
-      the adjoint by a basis of this range. Each probe is also evaluated on the complement of the
-      range of the other probes. It is best for decaying spectra. Its standard error is a jackknife
-      estimate over probes.
+    - `"xdiag"`: half of the products compute a sketch of the range, and the other half multiply the
+      adjoint by a basis of this range. Each probe is also evaluated on the complement of the range
+      of the other probes. This is the best method for decaying spectra. Its standard error is a
+      jackknife estimate over probes.
 
-    The diagonal is exact for structured operators (without any products), and for operators with at
-    most `num_matvecs` columns (with one product per column).
+    The diagonal is exact for structured operators, which need no products, and for operators with
+    at most `num_matvecs` columns, which need one product per column.
 
     Args:
         A: Operator of shape `[n, n]`.
         method: `"hutchinson"` or `"xdiag"`.
-        num_matvecs: Products to use; XDiag needs 6 and uses an even number.
+        num_matvecs: Number of products; XDiag needs at least 6 and uses an even number.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -75,7 +75,7 @@ def diagonal(
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
     """Average v ⊙ Av over probes v of ±1."""
-    # Keep the mean and the squared deviations only, because the samples would be `[n, m]`.
+    # Keep only the mean and the squared deviations, because all samples would need `[n, m]` memory.
     moments = RunningMoments()
     for size in products.chunks(total):
         probes = draw(products.operator, size, "rademacher", generator)
@@ -88,8 +88,8 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
     return moments.mean, standard_error, torch.full_like(moments.mean, total - 1.0)
 
 
-# Each method with its smallest number of products. XDiag leaves out two of its probes for the
-# jackknife.
+# Each method with its smallest number of products. XDiag needs three probes, because its jackknife
+# leaves out two of them.
 _METHODS: dict[str, tuple[Callable[..., ValueAndError], int]] = {
     "hutchinson": (_hutchinson, 1),
     "xdiag": (xdiag, 6),

@@ -1,4 +1,4 @@
-"""Traces of matrix functions by a Lanczos quadrature whose bias is estimated."""
+"""Traces of matrix functions by Lanczos quadrature, with an estimate of the quadrature's bias."""
 
 from collections.abc import Callable
 
@@ -23,19 +23,19 @@ def matrix_function_trace(
 ) -> Estimate:
     r"""Estimate $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$ for a symmetric operator A.
 
-    The method is stochastic Lanczos quadrature. The standard error combines three parts by their
+    The method is stochastic Lanczos quadrature. The squared standard error is the sum of three
     squares: the standard error of the mean over probes, an estimate of the quadrature's bias (from
     the change between 71 % and 100 % of the steps), and an estimate of the rounding error of the
-    nodes. If the bias is small, 95 % intervals cover the true value in 93 to 97 % of runs with 3 or
-    more probes; otherwise they cover it more often. Fewer than 8 steps may resolve only a few
-    outliers, and miss the other eigenvalues.
+    nodes. With 3 or more probes, 95 % intervals cover the true value in 93 to 97 % of runs if the
+    bias is small, and more often otherwise. Fewer than 8 steps may resolve only a few outliers and
+    miss the other eigenvalues.
 
     Args:
         A: Symmetric operator `[n, n]`. An error is raised if it is not symmetric.
         function: f, applied to a tensor of eigenvalues entry by entry.
-        num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps per probe. If f is smooth, the bias decreases quickly with the
-            number of steps.
+        num_probes: Number of probes; the standard error falls as its inverse root.
+        num_steps: Number of Lanczos steps per probe. If f is smooth, the bias decreases quickly
+            with it.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -68,7 +68,7 @@ def matrix_function_trace(
 
 
 def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
-    """Integrate a function by a quadrature, and estimate the error."""
+    """Integrate a function by a quadrature rule, and estimate the error."""
     if rule.is_exact or rule.forms is None:
         exact = values_at(rule.nodes, rule.weights, function)
         return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
@@ -78,8 +78,8 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
         size * (weights * values_at(nodes, weights, function)).double().sum(dim=1).mean()
         for nodes, weights in (fewer, (rule.nodes, rule.weights))
     ]
-    # The estimate of the bias is right if the bias falls as the inverse root of the number of
-    # steps. If the bias falls faster, the estimate is too large.
+    # The estimate of the bias is correct if the bias is inversely proportional to the root of the
+    # number of steps. If it falls faster, the estimate is too large, which is safe.
     bias = (values[1] - values[0]) / (2**0.25 - 1)
     squared_bias = bias**2 + _rounding(rule, function, size) ** 2
     degrees = with_bias(degrees, standard_error**2, squared_bias)
@@ -93,7 +93,7 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
 
 
 def _rounding(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    r"""Estimate the integral's error that is due to the rounding of products and nodes.
+    r"""Estimate the error of the integral that is due to the rounding of products and nodes.
 
     A node θ has a relative error ε, which may be the same for all probes. In addition, the n
     independent rounding errors of a product change it by about $\epsilon \|A\| / \sqrt n$.
@@ -101,7 +101,7 @@ def _rounding(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
     nodes = rule.nodes
     eps = torch.finfo(nodes.dtype).eps
     errors = eps * (nodes.abs() + nodes.abs().max() / size**0.5)
-    # Nodes move towards the middle of the spectrum, because f may not be defined outside.
+    # Move nodes towards the middle of the spectrum, because f may not be defined outside of it.
     middle = (nodes.min() + nodes.max()) / 2
     moved = torch.where(nodes < middle, nodes + errors, nodes - errors)
     changes = values_at(moved, rule.weights, function) - values_at(nodes, rule.weights, function)
@@ -109,7 +109,7 @@ def _rounding(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
 
 
 def with_bias(degrees: Tensor, variance: Tensor, squared_bias: Tensor) -> Tensor:
-    """Compute Satterthwaite's degrees of freedom for a variance and a known bias."""
+    """Compute Satterthwaite's degrees of freedom for a variance plus a known squared bias."""
     share = torch.where(squared_bias > 0, squared_bias / variance, torch.zeros_like(variance))
     return degrees * (1 + share) ** 2
 
@@ -124,17 +124,17 @@ def logdet(
 ) -> Estimate:
     r"""Compute the log-determinant of a symmetric positive definite operator.
 
-    The result is exact for structured operators (no products), and if `num_probes * num_steps` is
-    at least n and n is at most 16,384 (n products). Otherwise it is estimated by stochastic Lanczos
-    quadrature. As in `matrix_function_trace`, the standard error includes estimates of the
-    quadrature's bias and of rounding errors. The bias is positive and decreases as
-    $e^{-4 m / \sqrt\kappa}$ with the number of steps m, where κ is the condition number, so
-    damping helps.
+    The result is exact for structured operators (without any products), and if
+    `num_probes * num_steps` is at least n and n is at most 16,384 (with n products). Otherwise, it
+    is estimated by stochastic Lanczos quadrature. As in `matrix_function_trace`, the standard error
+    includes estimates of the quadrature's bias and of rounding errors. The bias is positive and
+    decreases as $e^{-4 m / \sqrt\kappa}$ with the number of steps m, where κ is the condition
+    number, so damping helps.
 
     Args:
         A: Symmetric positive definite operator `[n, n]`. An error is raised if it is not symmetric.
-        num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps (and products) per probe.
+        num_probes: Number of probes; the standard error falls as its inverse root.
+        num_steps: Number of Lanczos steps, and of products, per probe.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 

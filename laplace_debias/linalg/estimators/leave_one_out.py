@@ -1,4 +1,4 @@
-"""XTrace and XDiag: every probe is tested on a sketch of all the others."""
+"""XTrace and XDiag, which evaluate every probe on a sketch of all the others."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 
 ValueAndError = tuple[Tensor, Tensor, Tensor]
-"""A value, its standard error, and the degrees of freedom of the standard error."""
+"""A value, its standard error, and the degrees of freedom of this standard error."""
 
 
 def xtrace(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
     """Estimate the trace from half as many probes as products."""
     A = products.operator
-    # The directions of the probes are uniform. The length of a probe's part outside a range is only
+    # Draw probes with uniform directions. The length of a probe's part outside a range is only
     # noise, so it is divided out.
     probes = draw(A, total // 2, "spherical", generator)
     images = products(probes)
     U = range_basis(images)
     images_of_basis = products(U)
-    # In the coordinates of the basis, the size of no array depends on n, so leaving out another
-    # probe is cheap.
+    # In the coordinates of the basis, no array's size depends on n, so leaving out another probe
+    # for the jackknife is cheap.
     problem = TraceInCoordinates(
         num_rows=len(probes),
         precision=relative_precision(images),
@@ -47,7 +47,7 @@ class TraceInCoordinates:
 
     Attributes:
         num_rows: n.
-        precision: Singular values below this part of the largest count as zero.
+        precision: Singular values below this fraction of the largest one count as zero.
         forms: $\omega_i^\top A\,\omega_i$.
         images: $U^\top A\Omega$.
         basis_images: $U^\top A U$.
@@ -64,7 +64,7 @@ class TraceInCoordinates:
     probe_forms: Float[Tensor, "r k"]
 
     def estimate(self) -> Float[Tensor, ""]:
-        """Average, over probes, the trace inside and outside the range of the other images."""
+        """Average the trace inside and outside the range of the other images over the probes."""
         basis, left_out = leave_one_out(self.images, self.precision)
         H = self.basis_images
         trace_inside = ((basis.T @ H) * basis.T).sum() - (left_out * (H @ left_out)).sum(dim=0)
@@ -77,7 +77,7 @@ class TraceInCoordinates:
         return (trace_inside + dimensions_outside / squared_lengths * forms_outside).mean()
 
     def without(self, i: int) -> "TraceInCoordinates":
-        """Leave out a probe."""
+        """Return the same problem without probe i."""
         kept = torch.arange(len(self.forms), device=self.forms.device) != i
         return TraceInCoordinates(
             num_rows=self.num_rows,
@@ -118,7 +118,7 @@ def xdiag(products: Products, total: int, generator: torch.Generator | None) -> 
 
 
 def relative_precision(images: Float[Tensor, "n k"]) -> float:
-    """Return the ratio of singular values below which rounding dominates."""
+    """Return the fraction of the largest singular value below which rounding errors dominate."""
     return torch.finfo(images.dtype).eps * max(images.shape)
 
 
@@ -131,7 +131,7 @@ def range_basis(images: Float[Tensor, "n k"]) -> Float[Tensor, "n r"]:
 def leave_one_out(
     images: Float[Tensor, "r k"], precision: float
 ) -> tuple[Float[Tensor, "r q"], Float[Tensor, "r k"]]:
-    r"""Compute a basis of the range, and for each image the direction that only it contributes.
+    r"""Compute a basis of the range and, for each image, the direction that only it contributes.
 
     The range of the other images has the projector $B B^\top - s_i s_i^\top$. The direction $s_i$
     is zero if the other images span the whole range.
@@ -153,15 +153,15 @@ def leave_one_out(
 def without_own(
     basis: Float[Tensor, "r q"], left_out: Float[Tensor, "r k"], vectors: Float[Tensor, "r k"]
 ) -> Float[Tensor, "r k"]:
-    """Project each vector to the range of the images of the other probes."""
+    """Project each probe's vector onto the range of the other probes' images."""
     return basis @ (basis.T @ vectors) - left_out * (left_out * vectors).sum(dim=0)
 
 
 def jackknife(without_each: Float[Tensor, "k *shape"]) -> tuple[Tensor, Tensor]:
-    """Compute the standard error of an estimate from the estimates that leave out one probe each.
+    """Compute an estimate's standard error from the estimates that leave out one probe each.
 
-    According to Efron and Stein, its square is, on average, at least the variance of the estimate
-    with one probe less.
+    According to Efron and Stein, the expectation of its square is at least the variance of the
+    estimate with one probe fewer.
     """
     num_probes = len(without_each)
     deviations = without_each - without_each.mean(dim=0)

@@ -1,4 +1,4 @@
-"""Norms of an operator: Frobenius by probes, spectral by Lanczos."""
+"""Norms of an operator: the Frobenius norm by random probes, the spectral norm by Lanczos."""
 
 import math
 from dataclasses import dataclass
@@ -29,24 +29,25 @@ def frobenius_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Compute the Frobenius norm of an operator by products with vectors.
+    r"""Estimate the Frobenius norm of an operator from products with vectors.
 
     The squared norm, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean
     over spherical probes. The norm is the square root of this mean. Its standard error is the
-    standard error of the mean over twice the norm (delta method). The variance of the mean is the
-    larger of two estimates: the sample variance, and an estimate from products of different probes.
+    standard error of the mean divided by twice the norm (delta method). The variance of the mean is
+    the larger of two estimates: the sample variance, and an estimate from products of different
+    probes.
 
     With at least 12 products, 95 % intervals (`Estimate.interval`) covered the norm in 93 to 97 %
     of simulated runs (flat, decaying and indefinite spectra, low ranks with noise, and one to three
     large eigenvalues). If one eigenvalue of $A^\top A$ is about half of its trace, the coverage
     with 12 products was 91 to 93 %.
 
-    The norm is exact for structured operators (without any products), and for operators with at
-    most `num_matvecs` columns (with one product per column).
+    The norm is exact for structured operators, which need no products, and for operators with at
+    most `num_matvecs` columns, which need one product per column.
 
     Args:
         A: Operator of any shape.
-        num_matvecs: Products to use.
+        num_matvecs: Number of products.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -82,7 +83,7 @@ def frobenius_norm(
 
 @dataclass(eq=False, repr=False)
 class _ScaledGram(SelfAdjoint):
-    r"""The operator $A A^\top / s^2$, which divides by s after each of the two products."""
+    r"""The operator $A A^\top / s^2$, whose two products are each divided by s."""
 
     scale: float
 
@@ -90,7 +91,7 @@ class _ScaledGram(SelfAdjoint):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows of A, twice."""
+        """`(m, m)`, where m is the number of rows of A."""
         return self.operator.shape[0], self.operator.shape[0]
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -109,15 +110,15 @@ def spectral_norm(
 
     The method is Lanczos on A if A is declared symmetric, and otherwise on the smaller of
     $A^\top A$ and $A A^\top$ (each of its products counts twice). The standard error is a bound,
-    the norm of the residual: some singular value differs from the estimate by at most this bound.
-    With a random start, it is the largest singular value, unless a loose `tol` (above 0.01) stops
-    Lanczos too early. The true error is then far smaller than the bound: about the square of the
-    bound over the gap to the next singular value. Except for rounding, the estimate is never above
-    the norm.
+    computed from the norm of the residual: some singular value differs from the estimate by at most
+    this bound. Because the start is random, it is the largest one, unless a loose `tol` (above
+    0.01) stops Lanczos too early. The true error is then far smaller than the bound: about the
+    squared bound divided by the gap to the next singular value. Except for rounding errors, the
+    estimate never exceeds the norm.
 
     Args:
         A: Operator of any shape.
-        tol: The iteration stops at bound ≤ `tol` · estimate.
+        tol: The iteration stops once the bound is at most `tol` times the estimate.
         max_matvecs: Largest number of products.
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
@@ -131,7 +132,7 @@ def spectral_norm(
             number is too small, or the generator is on a different device.
 
     Warns:
-        RuntimeWarning: If `tol` was missed; `converged` of the result is then false.
+        RuntimeWarning: If `tol` was not reached. The result's `converged` is then false.
     """
     check_operator(A, generator)
     if not tol > 0:
@@ -152,11 +153,11 @@ def spectral_norm(
     if A.is_symmetric:
         power = 1
     else:
-        # Without a scale, squares of singular values underflow or overflow in single precision.
+        # Without a scale, squares of singular values can underflow or overflow in single precision.
         with Products(A) as products:
             image = products(draw(A, 1, "rademacher", generator))
         num_scale_matvecs = 1
-        # A power of two causes no rounding.
+        # Scaling by a power of two causes no rounding errors.
         scale = 2.0 ** math.frexp(float(column_norms(image)))[1]
         gram = _ScaledGram(A if A.shape[0] < A.shape[1] else A.T, scale)
     size = gram.shape[0]

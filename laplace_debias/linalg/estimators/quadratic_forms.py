@@ -1,4 +1,4 @@
-"""The mean of probes' quadratic forms, and a standard error that uses all of the products."""
+"""Means of quadratic forms over probes, with standard errors that use all products."""
 
 import torch
 from jaxtyping import Float
@@ -8,9 +8,9 @@ from torch import Tensor
 def mean_of(
     samples: Float[Tensor, "*shape count"],
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """Compute the mean over the last dimension, its standard error and degrees of freedom.
+    """Compute the mean over the last dimension, its standard error and its degrees of freedom.
 
-    For a single sample, the error is infinite and the degrees of freedom are 0.
+    For a single sample, the standard error is infinite and the degrees of freedom are 0.
     """
     count = samples.shape[-1]
     mean = samples.mean(dim=-1)
@@ -23,20 +23,20 @@ def mean_of(
 def at_least_rounding(
     standard_error: Float[Tensor, "*shape"], magnitude: Float[Tensor, "*shape"], dtype: torch.dtype
 ) -> Float[Tensor, "*shape"]:
-    """Raise a standard error to at least eight rounding errors of a sum's magnitude `Σ|terms|`.
+    """Raise a standard error to at least eight rounding errors of `magnitude`, the sum `Σ|terms|`.
 
     The dtype is that of the terms.
 
-    If every probe has the same value (for the diagonal of a diagonal matrix, or the trace of a
-    matrix whose range is contained in the sketch), an estimate is exact except for rounding errors,
-    which the spread of the values does not show.
+    If every probe has the same value, an estimate is exact except for rounding errors, which the
+    spread of the values does not show. (Examples are the diagonal of a diagonal matrix, and the
+    trace of a matrix whose range is contained in the sketch.)
     """
     rounding = 8 * torch.finfo(dtype).eps * magnitude
     return torch.maximum(standard_error, rounding)
 
 
 class RunningMoments:
-    """The mean and the squared deviations of columns that arrive in chunks (Welford, 1962).
+    """The mean and the squared deviations of columns that are added in chunks (Welford, 1962).
 
     The attributes are `count`, `mean` `[n]`, and `deviations` `[n]`, the sums of squared deviations
     from the mean. Both are in float64, because squares underflow or overflow in single precision.
@@ -48,7 +48,7 @@ class RunningMoments:
         self.deviations: Tensor = torch.zeros(())
 
     def add(self, samples: Float[Tensor, "n k"]) -> None:
-        """Add further columns."""
+        """Add more columns."""
         size = samples.shape[1]
         mean = samples.mean(dim=1, dtype=torch.float64)
         deviations = ((samples - mean[:, None]) ** 2).sum(dim=1)
@@ -60,24 +60,27 @@ class RunningMoments:
 
 
 _MAX_PROBES = 16
-"""Probes kept with their products, to estimate the degrees of freedom from 120 pairs."""
+"""Number of probes that are kept with their products. Their 120 pairs are enough to estimate the
+degrees of freedom."""
 
 _MAX_ELEMENTS = 2**26
-"""The largest number of product entries kept: 256 MiB in float32, and as much for the probes."""
+"""Largest number of product entries that are kept: 256 MiB in float32, and as much for the
+probes."""
 
 _MIN_PROBES = 4
 
 _MAX_IMAGES = 32
-"""Probes whose images are kept, to estimate the variance of squared norms from 496 pairs."""
+"""Number of probes whose images are kept. Their 496 pairs are enough to estimate the variance of
+squared norms."""
 
 
 class QuadraticForms:
     r"""The mean of $\omega^\top B\, \omega$ over probes of ±1, with its standard error.
 
-    For a symmetric matrix, the vectors $B\omega$ determine the variance of a form far better than
-    the few forms themselves. With $y = (B - \mathrm{diag}\,B)\,\omega$, the variance is
-    $\mathrm{var}(\omega^\top B \omega) = 2\,\mathbb{E}\|y\|^2$, and $\mathbb{E}\|y\|^2$ is the sum
-    of the variances of the n entries of $\omega \odot B\omega$.
+    For a symmetric matrix, the vectors $B\omega$ determine the variance of a form far more
+    precisely than the few forms themselves. With $y = (B - \mathrm{diag}\,B)\,\omega$, the variance
+    is $\mathrm{var}(\omega^\top B \omega) = 2\,\mathbb{E}\|y\|^2$, and $\mathbb{E}\|y\|^2$ is the
+    sum of the variances of the n entries of $\omega \odot B\omega$.
 
     $\|y\|^2$ is a weighted sum of χ² variables. According to Satterthwaite, the mean over m probes
     has $m\, \mathrm{tr}(C)^2 / \mathrm{tr}(C^2)$ degrees of freedom, where C is the covariance of
@@ -85,7 +88,7 @@ class QuadraticForms:
     $\mathrm{tr}(C^2)$ is the mean square of the products $y_i^\top y_j$ of different probes. For a
     matrix that is not symmetric, the sample variance of the forms is used.
 
-    The computation is in float64, because the squares of forms underflow or overflow in single
+    The computation is in float64, because the squares of forms can underflow or overflow in single
     precision.
 
     Args:
@@ -138,7 +141,7 @@ class QuadraticForms:
         return mean, at_least_rounding(standard_error, magnitude, self._dtype), degrees
 
     def _effective_number(self, mean: Tensor) -> Tensor:
-        """Estimate tr(C)²/tr(C²), from 1 to n; if few probes were kept, return the safe value 1."""
+        """Estimate tr(C)²/tr(C²), which is at least 1; return 1 if too few probes were kept."""
         lowest = torch.ones_like(mean)
         if self._num_probes < _MIN_PROBES:
             return lowest
@@ -156,16 +159,16 @@ class QuadraticForms:
 class SquaredNorms:
     r"""The mean of $\|A\omega\|^2$ over spherical probes, with its standard error.
 
-    The computation is in float64, because the squares of squared norms underflow or overflow in
+    The computation is in float64, because the squares of squared norms can underflow or overflow in
     single precision.
 
     With $M = A^\top A$ `[n, n]`, the variance of a squared norm is
     $\tfrac{2n}{n+2}\,(\mathrm{tr}(M^2) - \mathrm{tr}(M)^2/n)$. The products
-    $(\omega_i^\top M \omega_j)^2$ of different probes have the mean $\mathrm{tr}(M^2)$. There are
-    many pairs of probes, so these products show a large eigenvalue that the few squared norms may
-    not show. The larger of this variance and the sample variance is used. If the eigenvalues are
-    similar, $\mathrm{tr}(M^2) < 2\,\mathrm{tr}(M)^2/n$, the variance from the pairs is a small
-    difference of noisy numbers, and is not used.
+    $(\omega_i^\top M \omega_j)^2$ of different probes have the mean $\mathrm{tr}(M^2)$. Because
+    there are many pairs of probes, these products reveal a large eigenvalue that the few squared
+    norms may miss. The larger of this variance and the sample variance is used. If the eigenvalues
+    are similar, $\mathrm{tr}(M^2) < 2\,\mathrm{tr}(M)^2/n$, the variance from the pairs is a small
+    difference of noisy numbers, so it is not used.
     """
 
     def __init__(self, num_columns: int) -> None:
@@ -201,7 +204,7 @@ class SquaredNorms:
         images = torch.cat(self._images, dim=1).double()
         gram = (images.T @ images).fill_diagonal_(0)
         trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))
-        # The mean is unbiased, because it contains only products of different probes.
+        # This estimate is unbiased, because it contains only products of different probes.
         count = len(samples)
         squared_trace = (samples.sum() ** 2 - (samples**2).sum()) / (count * (count - 1))
         n = self._num_columns

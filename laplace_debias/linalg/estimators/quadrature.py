@@ -18,15 +18,17 @@ from laplace_debias.operators.exact import eigenvalues
 from laplace_debias.system.checks import whole
 
 _BASIS_ELEMENTS = 2**28
-"""Entries of all Lanczos vectors, or of a whole matrix, held at once: 1 GiB in float32."""
+"""Largest number of entries of Lanczos vectors, or of a dense matrix, in memory: 1 GiB in
+float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    r"""Nodes (Ritz values) and weights `[probes, steps]`: a rule per probe, with weights of sum 1.
+    r"""One rule per probe: nodes (Ritz values) and weights `[probes, steps]`, which sum to 1.
 
-    `alphas` and `betas` are the tridiagonal matrices in float64, empty if all eigenvalues are known
-    (`is_exact`); `forms` are $\omega^\top f(A)\,\omega$ of the probes, if f was given.
+    `alphas` and `betas` are the tridiagonal matrices in float64. They are empty if all eigenvalues
+    are known (`is_exact`). If a function f was passed, `forms` are the $\omega^\top f(A)\,\omega$
+    of the probes.
     """
 
     nodes: Float[Tensor, "probes steps"]
@@ -38,14 +40,14 @@ class Quadrature:
     forms: QuadraticForms | None = None
 
     def shorter(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Compute the nodes and weights that fewer steps would give, from the same products."""
+        """Compute the nodes and weights that fewer steps would give, without new products."""
         return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1], self.nodes.dtype)
 
     def averaged(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Compute nodes and weights that are about as precise as a Gauss rule of twice the steps.
+        """Compute nodes and weights that are about as precise as a Gauss rule with twice the steps.
 
-        The rule is the mean of the Gauss rule of one step fewer and the anti-Gaussian rule. The
-        errors of the two are about equal and of opposite sign.
+        The rule is the mean of the Gauss rule with one step fewer and the anti-Gaussian rule. The
+        errors of these two rules are about equal, but of opposite sign.
 
         Reference:
             Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
@@ -74,11 +76,11 @@ def lanczos_quadrature(
     For a probe $\omega$ of length $\sqrt n$, $\omega^\top f(A)\,\omega / n \approx \sum_j w_j
     f(\theta_j)$, with equality for polynomials of degree below `2 * num_steps`. Here, θ are the
     eigenvalues of the tridiagonal matrix of the Lanczos process, and w are the squares of the first
-    entries of its eigenvectors. Lanczos vectors are fully reorthogonalised, and as many probes run
-    side by side as memory allows. The result contains all eigenvalues if they have a closed form
-    (no products), or if `num_probes * num_steps` is at least n and n is at most 16,384 (n
-    products). Eigenvalues up to `floor` do not matter, so entries that symmetry makes equal may
-    differ by up to `floor`.
+    entries of its eigenvectors. Lanczos vectors are fully reorthogonalised, and as many probes as
+    memory allows are processed together. The result contains all eigenvalues if they have a closed
+    form (without any products), or if `num_probes * num_steps` is at least n and n is at most
+    16,384 (with n products). Eigenvalues up to `floor` do not matter, so the check of symmetry
+    tolerates differences up to `floor`.
 
     Reference:
         Golub, Meurant. Matrices, moments and quadrature with applications. 2010. Ubaru, Chen, Saad.
@@ -122,7 +124,7 @@ def lanczos_quadrature(
 
 
 def _dense_eigenvalues(products: Products, floor: float) -> Float[Tensor, " n"]:
-    """Compute all eigenvalues of the operator as a dense matrix."""
+    """Compute all eigenvalues by decomposing the operator as a dense matrix."""
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
     scale = float(column_norms(matrix).max())
     check_symmetric(products.operator, (matrix - matrix.T).abs(), scale, floor)
@@ -144,8 +146,8 @@ def _images(
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a function's values at the nodes whose weight is not zero, and 0 at the others."""
-    # Nodes without weight belong to steps after a Krylov space was exhausted.
+    """Evaluate a function at the nodes with a positive weight; return 0 at all other nodes."""
+    # Nodes without weight come from steps after the Krylov space was exhausted.
     is_weighty = weights > 0
     values = function(nodes[is_weighty])
     if not values.isfinite().all():
@@ -159,7 +161,7 @@ def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tenso
 
 
 def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
-    """Return the rule whose nodes are all eigenvalues, with equal weights."""
+    """Return the rule that has all eigenvalues as nodes, with equal weights."""
     nodes = eigenvalues[None]
     return Quadrature(
         nodes=nodes,
@@ -174,7 +176,7 @@ def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
 def _tridiagonal(
     products: Products, start: Tensor, num_steps: int, floor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run Lanczos from unit columns `[n, p]`.
+    """Run Lanczos from p starting vectors, unit columns `[n, p]`.
 
     Once a Krylov space is exhausted, all further entries of its tridiagonal matrix are zero.
 
@@ -197,8 +199,8 @@ def _tridiagonal(
         if step:
             difference = inside[:, step - 1] - betas[:, step - 1]
             check_symmetric(products.operator, difference.abs(), scale, floor)
-        # All terms of this sum have the same sign if the eigenvalues are similar. In single
-        # precision, their rounding errors would then add up in the same direction.
+        # Sum in double precision. If the eigenvalues are similar, all terms have the same sign, so
+        # in single precision, their rounding errors would accumulate in one direction.
         precise = current.double()
         squared_lengths = torch.linalg.vecdot(precise, precise)
         quotients = torch.linalg.vecdot(precise, vectors.double()) / squared_lengths
@@ -220,10 +222,10 @@ def _tridiagonal(
 def _decompose_tridiagonal(
     alphas: Tensor, betas: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Decompose the symmetric matrices with these diagonals and off-diagonals.
+    """Decompose the symmetric tridiagonal matrices with these diagonals and off-diagonals.
 
     Returns:
-        The eigenvalues and eigenvectors in this type.
+        The eigenvalues and eigenvectors, converted to `dtype`.
     """
     matrices = alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1)
     nodes, vectors = eigh(matrices, "the Lanczos matrices")

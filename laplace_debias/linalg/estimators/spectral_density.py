@@ -19,10 +19,10 @@ _RELATIVE_WIDTH = 0.01
 """Default standard deviation of the smoothing, relative to the spectrum's width."""
 
 _LEAST_WIDTH = 4
-"""The least width, in rounding errors of the positions. A finer grid would have equal points."""
+"""Smallest width, in rounding errors of the positions. A finer grid would contain equal points."""
 
 _MARGIN = 6
-"""Number of standard deviations by which the grid reaches beyond the nodes."""
+"""Number of standard deviations by which the grid extends beyond the nodes."""
 
 
 def spectral_density(
@@ -39,43 +39,44 @@ def spectral_density(
 ) -> SpectralDensity:
     r"""Estimate a spectral density by stochastic Lanczos quadrature.
 
-    The density is $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, where
-    the sum over eigenvalues is replaced by the nodes and weights of a quadrature, one rule per
-    probe. With `scale="log"`, the density is over $\log_{10}|\lambda|$, which resolves spectra that
-    span many decades. Eigenvalues with $|\lambda|$ ≤ `floor` are then excluded; their fraction is
-    `null_fraction`. Negative eigenvalues are shown at their absolute values; their fraction is
-    `negative_fraction`. With few steps, zero eigenvalues appear as a peak at a small positive
-    value. To count them as zeros, set `floor` above this value.
+    The density is $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$. The
+    sum over the eigenvalues is approximated by the nodes and weights of a quadrature, with one rule
+    per probe. With `scale="log"`, the density is over $\log_{10}|\lambda|$, which resolves spectra
+    that span many decades. Eigenvalues with $|\lambda|$ ≤ `floor` are then excluded; their fraction
+    is `null_fraction`. Negative eigenvalues are shown at their absolute values; their fraction is
+    `negative_fraction`. If there are few steps, zero eigenvalues appear as a peak at a small
+    positive value. To count them as zeros, set `floor` above this value.
 
-    The standard error has two parts. One is the spread over probes: each rule gives the variance of
-    its own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$, where g is the Gaussian at λ. The other is
-    the error of the quadrature: if the nodes are further apart than `width`, the density is a row
-    of separate peaks. This error is estimated from how much the density changes with two other
-    quadrature rules (averages of Gauss's and Laurie's anti-Gaussian rule, with all and with half of
-    the steps), as a root mean square from one node to the next. If the steps resolve the width, 95
-    % intervals cover the density in 93 to 97 % of runs. Otherwise, they cover it more often, and a
-    warning is issued. For operators that are nearly diagonal, the error is overestimated. With
-    `scale="log"`, the nodes do not show eigenvalues that are smaller than the smallest node. If
-    such eigenvalues span many decades, the intervals at these points cover the density in only 60
-    to 90 % of runs; use `floor` to exclude these eigenvalues.
+    The standard error has two parts. The first is the spread over probes: each rule determines the
+    variance of its own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$, where g is the Gaussian at λ.
+    The second is the error of the quadrature: if the nodes are further apart than `width`, the
+    estimate is a row of separate peaks. This error is estimated from how much the density changes
+    with two other quadrature rules (averages of Gauss's and Laurie's anti-Gaussian rule, with all
+    and with half of the steps), as a root mean square from one node to the next. If the steps
+    resolve the width, 95 % intervals cover the density in 93 to 97 % of runs. Otherwise, they cover
+    it more often, and a warning is issued. For operators that are nearly diagonal, the error is
+    overestimated. With `scale="log"`, eigenvalues below the smallest node are not resolved. If such
+    eigenvalues span many decades, the intervals there cover the density in only 60 to 90 % of runs;
+    use `floor` to exclude these eigenvalues.
 
     Args:
         A: Symmetric operator `[n, n]`. An error is raised if it is not symmetric.
-        num_points: Points of the grid.
+        num_points: Number of grid points.
         scale: `"linear"` or `"log"`.
-        num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps (and products) per probe. More steps resolve the spectrum more
-            finely.
+        num_probes: Number of probes; the standard error is inversely proportional to its square
+            root.
+        num_steps: Number of Lanczos steps, and of products, per probe. More steps resolve the
+            spectrum more finely.
         width: σ, in units of λ or in decades. Default: 1 % of the range of the nodes.
-        floor: For the logarithmic scale: the largest |λ| that counts as zero. Default: ten times
+        floor: For the logarithmic scale, the largest |λ| that counts as zero. Default: ten times
             the rounding error of the largest node.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
     Returns:
-        Grid and density, their errors, and the nodes and weights. The density is computed from all
-        eigenvalues if they have a closed form (no products), or if `num_probes * num_steps` is at
-        least n and n is at most 16,384 (n products).
+        The density on a grid, its errors, and the nodes and weights. The density is computed from
+        all eigenvalues if they have a closed form (without any products), or if
+        `num_probes * num_steps` is at least n and n is at most 16,384 (with n products).
 
     Raises:
         ValueError: If the operator is not square or not symmetric, a product is not finite, a name
@@ -83,7 +84,7 @@ def spectral_density(
             `floor`, or the generator is on a different device.
 
     Warns:
-        RuntimeWarning: If `width` is finer than the steps resolve.
+        RuntimeWarning: If `width` is finer than the steps can resolve.
 
     Reference:
         Lin, Saad, Yang. Approximating spectral densities of large matrices. SIAM Review, 2016.
@@ -121,7 +122,7 @@ def spectral_density(
     negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
 
     def on_scale(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the nodes on the scale, and their weights; on a log scale, zeros have weight 0."""
+        """Map nodes to the scale, and return their weights; on a log scale, zeros get weight 0."""
         if scale == "linear":
             return nodes, weights
         null = nodes.abs() <= floor
@@ -163,17 +164,17 @@ def spectral_density(
 def _grid(
     positions: Tensor, weights: Tensor, num_points: int, width: float | None, scale: str
 ) -> tuple[Tensor, float]:
-    """Return the grid, and the width of the smoothing."""
-    # The grid need not contain nodes whose weights are only rounding errors.
+    """Choose the grid and the width of the smoothing."""
+    # Ignore nodes whose weights are only rounding errors.
     weighty = positions[weights > torch.finfo(weights.dtype).eps]
     low = float(weighty.min())
     high = float(weighty.max())
     largest = max(abs(low), abs(high))
-    # On a logarithmic scale, `rounding` includes the rounding of a position and of its eigenvalue.
+    # On a logarithmic scale, both the position and its eigenvalue are rounded.
     rounding = torch.finfo(positions.dtype).eps * (largest + 1 if scale == "log" else largest)
     if width is None:
-        # A spectrum without extent still needs a width. On a logarithmic scale, positions are in
-        # decades, so 1 is a natural size even if all positions are nearly 0.
+        # The width must be positive even if all positions are equal. On a logarithmic scale,
+        # positions are in decades, so 1 is a natural size even if all positions are nearly 0.
         size = 1.0 if scale == "log" else largest
         least_extent = max(1e-6 * size, _LEAST_WIDTH * rounding / _RELATIVE_WIDTH)
         extent = high - low if high - low > least_extent else 0.0
@@ -201,7 +202,8 @@ def _grid(
 OnScale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _TOLERATED = 0.1
-"""Integral of the quadrature's error above which a warning is issued (a density has integral 1)."""
+"""A warning is issued if the integral of the quadrature's error is above this. (The integral of a
+density is 1.)"""
 
 
 def moments(
@@ -212,15 +214,16 @@ def moments(
     width: float,
     powers: int = 1,
 ) -> Float[Tensor, "powers points"]:
-    """Means over probes and nodes of the powers of the normal density around each grid point."""
+    """Average powers of the normal density at each grid point over probes and nodes."""
     sums = grid.new_zeros(powers, len(grid))
     for centres, masses in zip(positions, weights, strict=True):
-        # Nodes with weight zero are skipped. An exact rule on the logarithmic scale may have many.
+        # Skip nodes with weight zero. On the logarithmic scale, an exact rule may have many of
+        # them.
         is_weighty = masses != 0
         centre_chunks = centres[is_weighty].split(4096)
         mass_chunks = masses[is_weighty].split(4096)
-        # Nodes are processed in chunks, because an exact rule has one node per column of the
-        # operator.
+        # Process nodes in chunks, because an exact rule has as many nodes as the operator has
+        # columns.
         for centre_chunk, mass_chunk in zip(centre_chunks, mass_chunks, strict=True):
             values = torch.exp(-0.5 * ((grid[:, None] - centre_chunk) / width) ** 2)
             for power in range(powers):
@@ -233,12 +236,12 @@ def moments(
 def spread_of_probes(
     powers: Float[Tensor, "4 points"], num_probes: int, size: int
 ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-    r"""Compute the variance of the mean over probes and its degrees of freedom, at every point.
+    r"""Compute the variance of the mean over probes, and its degrees of freedom, at every point.
 
-    A probe's value is $\omega^\top g\,\omega / n$. It has the variance
+    The value for a probe is $\omega^\top g\,\omega / n$. It has the variance
     $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ and
-    $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom. The rule gives
-    these traces from the means of $g, g^2, g^3, g^4$ over eigenvalues.
+    $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom. These traces
+    follow from the means of $g, g^2, g^3, g^4$ over the eigenvalues.
     """
     mean, square, cube, quartic = powers
     second = (square - mean**2).clamp(min=0)
@@ -259,13 +262,13 @@ def quadrature_error(
     density: Float[Tensor, " points"],
     width: float,
 ) -> Float[Tensor, " points"]:
-    """Estimate the error that is due to the small number of nodes, and warn if it is large.
+    """Estimate the error that results from the small number of nodes, and warn if it is large.
 
-    Two changes are combined. The first is the change to a rule that is about as precise as twice
-    the steps. The second is the change in this rule from half of the steps to all of them; it is
-    needed because the rule converges slowly next to zero on a logarithmic scale. The estimate is
-    the root mean square over the part of the grid between two nodes, or the value at the point if
-    that is larger.
+    The estimate combines two changes of the density. The first is the change to a rule that is
+    about as precise as one with twice the steps. The second is the change of this rule between half
+    of the steps and all of them; it is needed because the rule converges slowly near zero on a
+    logarithmic scale. The estimate is the root mean square over the part of the grid between two
+    nodes, or the value at the point itself if that is larger.
     """
 
     def averaged_density(num_steps: int) -> Tensor:
@@ -277,7 +280,7 @@ def quadrature_error(
     better = averaged_density(steps)
     from_half = averaged_density(max(2, steps // 2))
     squares = (density - better) ** 2 + (better - from_half) ** 2
-    # Neighbouring nodes would be twice `reach` apart if the nodes were spread evenly.
+    # If the nodes were spread evenly, neighbours would be twice `reach` apart.
     reach = len(grid) // steps // 2
     sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
     index = torch.arange(len(grid), device=grid.device)

@@ -1,4 +1,4 @@
-"""The trace of an operator: Hutchinson, Hutch++ and XTrace."""
+"""Estimate the trace of an operator by Hutchinson's method, Hutch++ or XTrace."""
 
 from collections.abc import Callable
 
@@ -23,33 +23,34 @@ def trace(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Estimate the trace of a square operator by products with vectors.
+    r"""Estimate the trace of a square operator from products with vectors.
 
-    All methods are unbiased, also for operators that are not symmetric.
+    All methods are unbiased, even if the operator is not symmetric.
 
     - `"hutchinson"`: the mean of $\omega^\top A \omega$ over probes of ±1. Its error decreases as
       $\|A\|_F / \sqrt m$ for any spectrum, where m is the number of probes.
-    - `"hutch++"`: exact on the range of a sketch $A\Omega = QR$, and Hutchinson on the rest. A
-      third of the products computes the sketch, a third computes $AQ$, and the rest are probes,
-      which also determine the standard error. It is best for decaying spectra.
+    - `"hutch++"`: exact on the range of a sketch $A\Omega = QR$, and Hutchinson's method on its
+      complement. A third of the products compute the sketch, a third compute $AQ$, and the rest are
+      for probes, which also determine the standard error. This is best for decaying spectra.
     - `"xtrace"`: half of the products compute a sketch. Each of its probes is also evaluated on the
-      complement of the range of the other probes, which needs the other half. It is more precise
-      than Hutch++ for the same number of products. Its standard error is a jackknife estimate over
-      probes. This error is up to a few times too large if the spectrum decays fast, so 95 %
-      intervals cover the trace in 94 to 100 % of runs.
+      complement of the range of the other probes, which needs the other half. For the same number
+      of products, this is more precise than Hutch++. The standard error is a jackknife estimate
+      over probes. If the spectrum decays fast, it is up to a few times too large, so 95 % intervals
+      cover the trace in 94 to 100 % of runs.
 
     For the first two methods and at least 12 products, 95 % intervals (`Estimate.interval`) covered
     the trace in 93 to 97 % of simulated runs (flat, decaying and indefinite spectra, and low ranks
     with noise). With 12 products, the coverage was 88 to 93 % for operators that are not symmetric,
     and for spectra in which a few eigenvalues make up nearly all of the trace.
 
-    The trace is exact for structured operators (without any products), and for operators with at
-    most `num_matvecs` columns (with one product per column).
+    The trace is exact for structured operators, which need no products, and for operators with at
+    most `num_matvecs` columns, which need one product per column.
 
     Args:
         A: Operator of shape `[n, n]`.
         method: `"hutchinson"`, `"hutch++"` or `"xtrace"`.
-        num_matvecs: Products to use; Hutch++ needs 3, XTrace 6. XTrace uses an even number.
+        num_matvecs: Number of products; at least 3 for Hutch++ and 6 for XTrace, which uses an even
+            number.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -95,7 +96,7 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
 def _hutch_plus_plus(
     products: Products, total: int, generator: torch.Generator | None
 ) -> ValueAndError:
-    """Compute the trace on the range of a sketch, and estimate the rest by probes."""
+    """Compute the trace on the range of a sketch exactly, and estimate the rest by probes."""
     A = products.operator
     probes = draw(A, total // 3, "rademacher", generator)
     Q = torch.linalg.qr(products(probes)).Q
@@ -110,7 +111,8 @@ def _hutch_plus_plus(
 
 
 # Each method with its smallest number of products. Hutch++ needs one product for the sketch, one
-# for its basis and one for a probe. XTrace leaves out two of its probes for the jackknife.
+# for its basis and one for a probe. XTrace needs three probes, because its jackknife leaves out two
+# of them.
 _METHODS: dict[str, tuple[Callable[..., ValueAndError], int]] = {
     "hutchinson": (_hutchinson, 1),
     "hutch++": (_hutch_plus_plus, 3),

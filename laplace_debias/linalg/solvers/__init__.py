@@ -1,1 +1,1 @@
-"""Solutions of linear systems."""
+"""Linear systems, inverses and inverse roots."""

@@ -1,8 +1,8 @@
 r"""Conjugate gradients, and debiased conjugate gradients on two quadratics.
 
-Both are exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions (Eq. 3).
-`_conjugate_directions` computes the directions, and `LineSearches` measures the step sizes.
-Debiasing measures the step sizes on a second quadratic (Eq. 8).
+Both methods do exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions
+(Eq. 3). `_conjugate_directions` computes the directions, and `LineSearches` measures the step
+sizes, for the debiased method on a second quadratic (Eq. 8).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
 
 def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Tensor:
-    """Apply the preconditioner to residuals; without a preconditioner, return the residuals."""
+    """Apply the preconditioner to residuals, or return them unchanged if it is None."""
     if preconditioner is None:
         return residual
     if isinstance(preconditioner, LinearOperator):
@@ -53,32 +53,32 @@ def cg(
 ) -> Solution:
     r"""Solve $A x = b$ for a **symmetric positive definite** operator.
 
-    Equivalently, minimise the quadratic $\tfrac12 x^\top A x - b^\top x$; with $b = -g$ that is
-    the Newton step of $q$ (Eq. 2). Iteration t moves to the minimum along the direction $d_t$ by
-    $\tau_t = -s(x_t; d_t) / c(d_t)$ (Eq. 3), and directions are conjugate, $d_i^\top A d_j = 0$.
+    The solution minimises the quadratic $\tfrac12 x^\top A x - b^\top x$; for $b = -g$, it is the
+    Newton step of $q$ (Eq. 2). In iteration t, a step of size $\tau_t = -s(x_t; d_t) / c(d_t)$ (Eq.
+    3) leads to the minimum along the direction $d_t$. The directions are conjugate,
+    $d_i^\top A d_j = 0$.
 
-    Several right-hand sides, as columns, share products of the operator with matrices. Each
+    If there are several right-hand sides, as columns, the operator is multiplied by matrices. Each
     right-hand side has its own search directions and stopping reason, and needs no products after
-    it has stopped. A breakdown does not raise an error: `Solution.statuses` gives the reason for
-    stopping, and `Solution.message` the remedy.
+    it has stopped. A breakdown raises no error; `Solution.statuses` contains the reasons for
+    stopping, and `Solution.message` the remedies.
 
     Args:
         A: Symmetric operator, `[n, n]`. If the curvature along a search direction is not positive,
-            this direction is returned.
-        b: Right-hand side `[n]`, or k of them `[n, k]`, with A's dtype and on A's device.
-        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖. The residual is updated
-            recursively, so the true residual can be larger, in particular in single precision:
-            rounding errors contribute about eps·‖A‖·‖x‖. To get the true residual, compute
-            `b - A @ x`.
+            the solver stops and returns this direction in the solution.
+        b: Right-hand side `[n]`, or k of them `[n, k]`, with the dtype and on the device of A.
+        tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖. Because the residual is
+            updated recursively, the true residual `b - A @ x` can be larger, especially in single
+            precision: rounding errors contribute about eps·‖A‖·‖x‖.
         max_iter: The largest number of iterations. Default: 10 n, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
-            function of a matrix `[n, k]`. K-FAC's inverse reduces the number of products for the
-            GGN of a single layer or a small network, and increases it for a deep network.
-        x0: The start. Default: zero, which saves a product.
+            function of a matrix `[n, k]`. The inverse of K-FAC reduces the number of products for
+            the GGN of a single layer or a small network, but increases it for a deep network.
+        x0: The initial x. Default: zero, which saves a product.
         stop: A rule that is called after every iteration, such as `relative_progress()`. It returns
             a boolean, or one boolean per right-hand side.
         keep_directions: Whether the solution contains the search directions, `[n, T]`.
-        callback: Called with the start and with every iterate.
+        callback: A function that is called with the start and with every iterate.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -121,39 +121,40 @@ def debiased_cg(
     callback: Callable[[Iterate, Iterate], object] | None = None,
     progress: bool = False,
 ) -> DebiasedSolution:
-    r"""Run conjugate gradients, with step sizes that minimise a second quadratic (Eq. 8).
+    r"""Run conjugate gradients, but with step sizes that minimise a second quadratic (Eq. 8).
 
     $$\tilde\tau_t = -s_{\tilde B}(\tilde x_t; d_t) / c_{\tilde B}(d_t), \qquad
     \tilde x_{t+1} = \tilde x_t + \tilde\tau_t d_t, \qquad \tilde x_0 = x_0$$
 
     for the directions $d_t$ of `cg(A, b)`. The two runs advance together. Because the second
-    gradient is updated recursively (Eq. 12), an iteration needs exactly one product with `A2` in
-    addition to the product with `A`. Memory grows by the position and the gradient of the second
-    trajectory. If both quadratics are the same, the result equals the result of `cg`.
+    gradient is updated recursively (Eq. 12), each iteration needs exactly one product with `A2` in
+    addition to the product with `A`. The only additional memory is for the position and the
+    gradient of the second trajectory. If both quadratics are the same, the result is that of `cg`.
 
-    Use `A` and `b = −g` of one mini-batch, and `A2` and `b2 = −g̃` of another, independent
-    mini-batch. Slopes and curvatures are then unbiased along each direction.
+    Compute `A` and `b = −g` from one mini-batch, and `A2` and `b2 = −g̃` from another, independent
+    mini-batch. The slopes and curvatures along each direction are then unbiased.
 
     Args:
         A: The operator that determines the directions, `[n, n]`.
-        A2: The operator on which step sizes are measured, `[n, n]`.
+        A2: The operator that determines the step sizes, `[n, n]`.
         b: The right-hand side that determines the directions, `[n]` or `[n, k]`.
-        b2: The right-hand side on which step sizes are measured, of the shape of `b`.
-        tol: A right-hand side is done when, in either run, the residual norm is at most `tol` times
-            the norm of that run's right-hand side.
+        b2: The right-hand side that determines the step sizes, of the same shape as `b`.
+        tol: A right-hand side is done when, in either of the two runs, the residual norm is at most
+            `tol` times the norm of that run's right-hand side.
         max_iter: The largest number of iterations. Default: 10 n, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
-            function of a matrix `[n, k]`. It shapes the directions.
-        x0: The start of both runs. Default: zero, which saves products.
-        stop: A rule that is called after every iteration with two iterates, of the first quadratic
-            and of the debiased run; for example `lambda single, debiased: rule(debiased)`.
+            function of a matrix `[n, k]`. It is used only to compute the directions.
+        x0: The initial x of both runs. Default: zero, which saves products.
+        stop: A rule that is called after every iteration with the iterates of both runs, for
+            example `lambda single, debiased: rule(debiased)`.
         keep_directions: Whether the solution contains the search directions, `[n, T]`.
-        callback: Called with both starts, and with both iterates of every iteration.
+        callback: A function that is called with both starts, and with both iterates of every
+            iteration.
         progress: Whether to show a progress bar.
 
     Returns:
-        Both trajectories. When one run ends, the other ends too, with the status `EXHAUSTED`
-        (debiased run) or `STOPPED` (first run).
+        Both trajectories. When one run ends, the other one ends too: the debiased run with the
+        status `EXHAUSTED`, the first run with `STOPPED`.
 
     Raises:
         ValueError: If the two systems differ in shape, dtype or device. Also raises the errors of
@@ -181,8 +182,8 @@ def debiased_cg(
         direction = next(directions)
         if not single.step(direction):
             continue
-        # The second system moves only along directions that the first has accepted, at the cost of
-        # one product each.
+        # Move the second system only along directions that the first one has accepted, because each
+        # step costs a product.
         debiased.step(torch.where(single.moved, direction, 0), always=True)
         if callback is not None:
             callback(single.iterate(), debiased.iterate())
@@ -198,7 +199,7 @@ def debiased_cg(
 def relative_progress(
     epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
 ) -> Callable[[Iterate], Tensor]:
-    r"""Return Martens' rule, which stops `cg` when the quadratic hardly decreases.
+    r"""Return Martens' rule, which stops `cg` once the quadratic hardly decreases any more.
 
     With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
     $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
@@ -234,10 +235,10 @@ def relative_progress(
 def _conjugate_directions(
     run: LineSearches, preconditioner: Preconditioner | None
 ) -> Iterator[Tensor]:
-    """Update the directions of running right-hand sides, and end those that break down.
+    """Yield the next directions, `[n, k]`, and end right-hand sides that break down.
 
-    Each direction is computed from the current residual and the last direction, `[n, k]`. It is
-    zero for right-hand sides that are not running.
+    Each direction is computed from the current residual and the previous direction. It is zero for
+    right-hand sides that are not running.
     """
     last_rho: Tensor | None = None
     last_direction: Tensor | None = None

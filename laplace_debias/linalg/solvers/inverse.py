@@ -1,4 +1,4 @@
-"""Inverses of operators, which are operators: in closed form if possible, otherwise by solves."""
+"""Inverses of operators, as operators: in closed form, or else by iterative solvers."""
 
 from dataclasses import dataclass
 
@@ -25,23 +25,25 @@ def inverse(
 ) -> LinearOperator:
     r"""Return the inverse of an operator as an operator.
 
-    The inverse of a structured operator is in closed form and structured again. For any other
-    operator, each product is a solution by an iterative method:
+    For a structured operator, the inverse is in closed form, and structured again. For any other
+    operator, each product with the inverse is computed by an iterative method:
 
     - `"cg"`: conjugate gradients. The operator must be declared **positive semi-definite** (see
       `assume`).
     - `"lsmr"`: least squares by SciPy's LSMR, for any operator, one right-hand side after the
-      other. If the operator is singular, the solution has the smallest norm: the result is the
-      pseudo-inverse. A step needs one product with the operator and one with its adjoint. The
-      number of steps grows with the condition number (for `"cg"`, with its square root).
+      other. If the operator is singular, the solution is the one with the smallest norm, so the
+      result is the pseudo-inverse. Each step needs a product with the operator and one with its
+      adjoint. The number of steps grows with the condition number (for `"cg"`, with its square
+      root).
 
     Args:
         A: Operator `[n, n]`.
-        method: `"cg"` or `"lsmr"`. A closed form ignores the method and all options.
+        method: `"cg"` or `"lsmr"`. If there is a closed form, the method and all options are
+            ignored.
         tol: The relative residual at which a solve ends. With `"cg"` it is relative to the
-            right-hand side b, and with `"lsmr"` to `‖b‖ + ‖A‖ ‖x‖`, where x is the solution.
-            LSMR also ends if the relative residual of the normal equations is below `tol`, as it
-            is for a singular operator.
+            right-hand side b, and with `"lsmr"` to `‖b‖ + ‖A‖ ‖x‖`, where x is the solution. LSMR
+            also ends if the relative residual of the normal equations is below `tol`, which is how
+            it ends if the operator is singular.
         max_iter: The largest number of steps. Default: 10 n.
         preconditioner: For `"cg"`: an approximate inverse, as an operator or a function.
 
@@ -51,7 +53,8 @@ def inverse(
             accept an option that was given.
 
     Warns:
-        RuntimeWarning: If the solve for a product did not converge. The message names a remedy.
+        RuntimeWarning: When a product is computed, if its solve does not converge. The message
+            names a remedy.
 
     Reference:
         Fong, Saunders. LSMR: an iterative algorithm for sparse least-squares problems. SISC, 2011.
@@ -85,7 +88,7 @@ def inverse(
 
 @dataclass(eq=False)
 class Inverse(SelfAdjoint):
-    """An inverse whose products are solutions by conjugate gradients; made by `inverse`."""
+    """An inverse whose products are computed by conjugate gradients; see `inverse`."""
 
     tol: float
     max_iter: int | None
@@ -106,7 +109,7 @@ class Inverse(SelfAdjoint):
 
 @dataclass(eq=False)
 class LeastSquaresInverse(Wrapper):
-    """An inverse whose products are least-squares solutions by LSMR; made by `inverse`."""
+    """An inverse whose products are computed by LSMR, a least-squares solver; see `inverse`."""
 
     tol: float
     max_iter: int | None
@@ -119,7 +122,7 @@ class LeastSquaresInverse(Wrapper):
         return LeastSquaresInverse(self.operator.T, self.tol, self.max_iter)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        # Imported here, because SciPy is slow to import.
+        # Import SciPy only here, because its import is slow.
         from scipy.sparse.linalg import lsmr
 
         unscaled_operator = self.operator.to_scipy()
@@ -129,15 +132,15 @@ class LeastSquaresInverse(Wrapper):
         for column in matrix.T.detach().cpu().numpy():
             norm = np.linalg.norm(column.astype(np.float64))
             right_side = column / norm if norm > 0 else column
-            # SciPy stops a solve by an estimate of the condition number. The estimate is right only
-            # if the norm of the operator is about 1, so the operator is scaled.
+            # SciPy may stop because of its estimate of the condition number, which is right only if
+            # the norm of the operator is about 1. Therefore, scale the operator.
             scale = np.linalg.norm(unscaled_operator.rmatvec(right_side).astype(np.float64))
             if not (norm > 0 and scale > 0):
                 columns.append(np.zeros(self.operator.shape[1], column.dtype))
                 continue
             operator = unscaled_operator * (1 / scale)
-            # The condition number is not bounded, because a bound would end a solve too early. In
-            # single precision SciPy's starting value of 1e100 overflows, which does no harm.
+            # Do not limit the condition number, because a limit would end solves too early. In
+            # single precision, SciPy's initial value of 1e100 overflows, which does no harm.
             with np.errstate(over="ignore"):
                 solution, status, *_ = lsmr(
                     operator, right_side, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
@@ -155,5 +158,5 @@ class LeastSquaresInverse(Wrapper):
 
 
 _UNSOLVED = (6, 7)
-"""The statuses that LSMR returns if the condition number is beyond the dtype's precision, and if
-it has reached its largest number of steps."""
+"""The statuses of LSMR for a condition number beyond the dtype's precision, and for reaching the
+largest number of steps."""

@@ -1,4 +1,4 @@
-"""Exact line searches on quadratics, many at once: the step sizes of conjugate gradients."""
+"""Exact line searches on many quadratics at once, for conjugate gradients."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system.checks import real
 
-# Whether to stop, for all right-hand sides together or for each of them.
+# Whether to stop: one boolean for all right-hand sides, or a tensor [k] with one for each.
 Verdict = bool | Tensor
 
 _STATUSES = list(Status)
@@ -21,10 +21,10 @@ _RUNNING = -1
 class LineSearches:
     r"""The iterates $x_{t+1} = x_t + \tau_t d_t$ that minimise $\tfrac12 x^\top A x - b^\top x$.
 
-    There is one quadratic per right-hand side, and every step has a direction for each quadratic.
-    The negative gradient is updated recursively, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12), so slope
-    and curvature together need one product. A right-hand side is done when its residual is at most
-    `tol`, relative to b.
+    There is one quadratic per right-hand side, and every step has one direction per quadratic. The
+    negative gradient is updated recursively, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12), so slope and
+    curvature together need only one product. A right-hand side is done when its residual norm is at
+    most `tol` times the norm of b.
     """
 
     def __init__(
@@ -53,14 +53,13 @@ class LineSearches:
                     f"`x0` has shape {tuple(x0.shape)}, but `b` has shape {tuple(shape)}. Pass "
                     "tensors of the same shape."
                 )
-            # The solution for a zero right-hand side is zero from every start, as in SciPy.
+            # If a right-hand side is zero, start from the solution, which is zero, as SciPy does.
             self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
-        # In these units, the squares of each right-hand side and its residual are in the range of
-        # single precision. Scaling by a power of two is exact.
-        # The added row of zeros ensures that a largest entry exists even if the operator has no
-        # rows.
+        # Choose units in which the squares of each right-hand side and its residual are in the
+        # range of single precision. Scaling by a power of two is exact. The row of zeros is added
+        # because otherwise there would be no largest entry if the operator has no rows.
         entries = [b.abs(), self.residual.abs(), b.new_zeros(1, b.shape[1])]
         largest = torch.cat(entries).amax(dim=0)
         self._unit = torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
@@ -90,7 +89,7 @@ class LineSearches:
 
     @property
     def running(self) -> Tensor:
-        """The right-hand sides that are not done, booleans `[k]`."""
+        """Whether each right-hand side is still running, booleans `[k]`."""
         return self._codes == _RUNNING
 
     @property
@@ -99,12 +98,12 @@ class LineSearches:
         return not bool(self.running.any())
 
     def end(self, verdict: Verdict, status: Status) -> None:
-        """End all running right-hand sides, or only those for which a verdict `[k]` is true."""
+        """End the running right-hand sides for which the verdict is true, with the given status."""
         is_ended = torch.as_tensor(verdict, dtype=torch.bool, device=self._codes.device)
         self._codes = torch.where(self.running & is_ended, _STATUSES.index(status), self._codes)
 
     def step(self, direction: Tensor, always: bool = False) -> bool:
-        """Move the iterate of every running right-hand side to the minimum along its direction.
+        """Move the iterate of each running right-hand side to the minimum along its direction.
 
         Returns whether a step was recorded.
         """
@@ -116,7 +115,7 @@ class LineSearches:
         negative_slope = torch.linalg.vecdot(direction, self.residual, dim=0)
         second_derivative = torch.linalg.vecdot(direction, product, dim=0)
         curvature = second_derivative / length.square()
-        # The error of a product can be as large as the rounding error of the largest product so
+        # The error of any product can be as large as the rounding error of the largest product so
         # far.
         relative_norm = product.norm(dim=0) / length
         self._scale = torch.fmax(self._scale, relative_norm)
@@ -163,7 +162,7 @@ class LineSearches:
         return Iterate(iteration, x, self._direction, **self._history)
 
     def solution(self, otherwise: Status) -> Solution:
-        """Return the solution so far; running right-hand sides get the status `otherwise`."""
+        """Return the solution so far; `otherwise` is the status of running right-hand sides."""
         self.end(True, otherwise)
         no_step = self._like_b(self._x[:0])
         history: dict[str, Any] = {
@@ -191,7 +190,7 @@ class LineSearches:
         )
 
     def _multiply(self, direction: Tensor, active: Tensor) -> Tensor:
-        """Compute products with the active columns; the product is zero for the others."""
+        """Multiply only the active columns; the product is zero for the others."""
         columns = active.nonzero()[:, 0]
         self._num_matvecs += len(columns)
         if len(columns) == direction.shape[1]:
@@ -204,7 +203,7 @@ class LineSearches:
     def _end_flat(
         self, flat: Tensor, direction: Tensor, curvature: Tensor, threshold: Tensor
     ) -> None:
-        """End right-hand sides whose curvature is not positive, and record the directions."""
+        """End right-hand sides whose curvature is not positive, and record their directions."""
         if not bool(flat.any()):
             return
         negative = flat & (curvature < -threshold)
@@ -215,5 +214,5 @@ class LineSearches:
         self._bad_curvature = torch.where(flat, curvature, self._bad_curvature)
 
     def _like_b(self, tensor: Tensor) -> Tensor:
-        """Return values per column, `[..., columns]`, without the last dimension for a vector b."""
+        """Drop the last dimension of values per column, `[..., columns]`, if b is a vector."""
         return tensor[..., 0] if self._is_vector else tensor

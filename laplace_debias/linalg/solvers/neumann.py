@@ -1,4 +1,4 @@
-"""Linear equations by a truncated Neumann series."""
+"""Solve linear equations by a truncated Neumann series."""
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system.checks import real, whole
 
 _GROWTH = 10.0
-"""Growth of the residual at which the series counts as diverging."""
+"""If the residual grows by this factor, the series counts as diverging."""
 
 _SCALE_TOLERANCE = 0.1
 
@@ -30,19 +30,20 @@ def neumann(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> LinearSolution:
-    r"""Solve $A x = b$ by K terms of the scaled Neumann series.
+    r"""Solve $A x = b$ approximately by K terms of the scaled Neumann series.
 
     $$x = \alpha \sum_{j=0}^{K-1} (I - \alpha P A)^j P b.$$
 
-    The series converges if $|1 - \lambda| < 1$ for every eigenvalue λ of $\alpha P A$. For
-    symmetric A and no preconditioner, this means that A is positive definite and
-    $\alpha < 2/\lambda_{\max}$. Term j shrinks as $(1 - \alpha\lambda_{\min})^j$, so `cg` needs far
-    fewer products for ill-conditioned operators. Unlike `cg`, the series is linear in b.
+    The series converges if $|1 - \lambda| < 1$ for every eigenvalue λ of $\alpha P A$. If A is
+    symmetric and there is no preconditioner, this means that A is positive definite and
+    $\alpha < 2/\lambda_{\max}$. Term j shrinks as $(1 - \alpha\lambda_{\min})^j$, so for
+    ill-conditioned operators, `cg` needs far fewer products. Unlike the result of `cg`, however,
+    the sum is linear in b.
 
     Args:
         A: Operator `[n, n]`.
         b: Right-hand sides, `[n]` or `[n, k]`.
-        num_terms: K; each term costs a product per right-hand side.
+        num_terms: K, the number of terms. Each term costs one product per right-hand side.
         scale: α. Default: 1 with a preconditioner; otherwise the inverse of an upper estimate of
             the spectral norm, which needs a few extra products.
         preconditioner: P, an approximate inverse of A, as an operator or a function.
@@ -80,7 +81,7 @@ def neumann(
         scale = 1 / bound if bound > 0 else 1.0
     elif scale is None:
         scale = 1.0
-    # No norm is below a negative tolerance, so all terms are summed.
+    # A negative tolerance is never reached, so all terms are summed.
     tolerance = -1.0 if tol is None else tol
     start_norms = column_norms(b)
     x = torch.zeros_like(b)
@@ -115,14 +116,14 @@ def neumann(
             "operator has negative eigenvalues, add damping."
         ),
     }
-    # For a right-hand side whose series diverges, the best partial sum is returned.
+    # If the series of a right-hand side diverges, return its best partial sum.
     x = torch.where(has_diverged, best, x)
     norms = torch.where(has_diverged, best_norms, norms)
     return LinearSolution(x, statuses, norms.to(b), count, advice=advice)
 
 
 def _statuses(has_diverged: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
-    """Return the stopping reason of each right-hand side from scalars or tensors `[k]`."""
+    """Return the stopping reason of each right-hand side, given scalars or tensors `[k]`."""
     statuses = []
     for diverged, solved in zip(has_diverged.reshape(-1), is_solved.reshape(-1), strict=True):
         if diverged:

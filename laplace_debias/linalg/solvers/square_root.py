@@ -1,4 +1,4 @@
-"""The root of an operator's inverse, and samples of a Gaussian from products with its precision."""
+"""Inverse roots of operators, and samples of a Gaussian from products with its precision matrix."""
 
 import math
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ def sample_gaussian(
     r"""Draw samples of the normal distribution $\mathcal N(\mu, P^{-1})$.
 
     For a **matrix-free posterior**, use $P = N \cdot \mathrm{GGN} + \delta I$, where N is the
-    number of training examples and δ is the prior precision. This needs only products with P. It
-    neither stores nor factorises a D × D matrix, and does not approximate the structure of the
-    curvature. See `inverse_sqrt`.
+    number of training examples and δ is the prior precision. Only products with P are needed, so no
+    D × D matrix is stored or factorised, and the curvature is not approximated by a structure. See
+    `inverse_sqrt` for the method.
 
     Args:
         mean: μ, `[n]`.
         precision: P, a symmetric positive definite operator `[n, n]`.
         num_samples: Number of samples.
-        tol: Largest error of each sample, relative to the norm of the exact $P^{-1/2} z$.
-        max_iter: Largest number of Lanczos steps (and products with P) per sample. Default: 200, or
-            n if n is smaller.
+        tol: Largest allowed error of a sample, relative to the norm of the exact $P^{-1/2} z$.
+        max_iter: Largest number of Lanczos steps, and of products with P, per sample. Default: 200,
+            or n if n is smaller.
         generator: Source of randomness, on the operator's device.
 
     Raises:
@@ -74,33 +74,33 @@ def inverse_sqrt(
 ) -> LinearOperator:
     r"""Return $A^{-1/2}$ of a **symmetric positive definite** operator, as an operator.
 
-    For structured operators, the result is in closed form and structured. For other operators, its
-    products with a vector b are computed by Lanczos with the start b:
-    $R b \approx \|b\|\, V T^{-1/2} e_1$. This needs only products with A, and solves no linear
-    equations. With a standard normal b, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
+    For a structured operator, the result R is in closed form, and structured again. For any other
+    operator, a product with a vector b is computed by Lanczos, starting from b:
+    $R b \approx \|b\|\, V T^{-1/2} e_1$. This needs only products with A, and no linear equations
+    are solved. If b is standard normal, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
 
-    Up to rounding, the error is bounded. Because
+    Except for rounding errors, the error can be bounded. Because
     $x^{-1/2} = \frac2\pi \int_0^\infty (x + t^2)^{-1}\, \mathrm dt$, the error is an integral of
     the errors of shifted linear equations. The residuals of these equations are known:
     $\rho_t = \|b\| \sum_i s_{1i} r_i / (\theta_i + t^2)$, where $\theta_i, s_i$ are the Ritz pairs
-    and $r_i$ is the last entry of $s_i$ times the coupling. With a lower bound ℓ of the
+    and $r_i$ is the last entry of $s_i$ times the coupling. If ℓ is a lower bound on the
     eigenvalues, it follows that
 
     $$\|A^{-1/2} b - \|b\| V T^{-1/2} e_1\| \le \frac2\pi \int_0^\infty
     \frac{\rho_t}{\ell + t^2}\, \mathrm dt = \|b\| \sum_i
     \frac{s_{1i}\, r_i}{\sqrt{\ell \theta_i}\, (\sqrt\ell + \sqrt{\theta_i})}.$$
 
-    ℓ is known for the sum of a positive semi-definite G and a multiple of the identity,
-    `G + c * Identity(n)`, or a positive diagonal. For all other operators, ℓ is replaced by the
-    smallest Ritz value. The bound is then only an estimate, which is too low until Lanczos has
-    found the smallest eigenvalue.
+    ℓ is known if A is the sum of a positive semi-definite G and a multiple of the identity,
+    `G + c * Identity(n)`, or a positive diagonal. Otherwise, ℓ is replaced by the smallest Ritz
+    value. The bound is then only an estimate, which is too low until Lanczos has found the smallest
+    eigenvalue.
 
     Args:
         A: Symmetric positive definite operator `[n, n]`. An error is raised if it is not symmetric.
-        tol: Relative error bound at which a product stops. The error decreases as
-            $e^{-2 j / \sqrt\kappa}$ with the number of steps j.
-        max_iter: Largest number of Lanczos steps (and products with A) per column, and of vectors
-            of length n in memory. Default: 200, or n if n is smaller.
+        tol: The computation of a product stops when its relative error bound is at most `tol`. The
+            error decreases as $e^{-2 j / \sqrt\kappa}$ with the number of steps j.
+        max_iter: Largest number of Lanczos steps, and of products with A, per column. This is also
+            the largest number of vectors of length n in memory. Default: 200, or n if n is smaller.
 
     Raises:
         TypeError: If A is not an operator.
@@ -109,7 +109,8 @@ def inverse_sqrt(
             finite; if a number is out of range.
 
     Warns:
-        RuntimeWarning: If the error of a product is above `tol`. The message names a remedy.
+        RuntimeWarning: When a product is computed, if its error is above `tol`. The message names a
+            remedy.
 
     Reference:
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
@@ -140,9 +141,9 @@ def inverse_sqrt(
 
 @dataclass(eq=False, repr=False)
 class InverseRoot(SelfAdjoint):
-    """The inverse root of an operator; each product is a Lanczos run. Made by `inverse_sqrt`.
+    """The inverse root of an operator, with one Lanczos run per product; see `inverse_sqrt`.
 
-    `least` is a lower bound of the eigenvalues. If it is None, the smallest Ritz value is used.
+    `least` is a lower bound on the eigenvalues. If it is None, the smallest Ritz value is used.
     """
 
     least: float | None
@@ -165,7 +166,7 @@ class InverseRoot(SelfAdjoint):
         return torch.stack([product for product, _ in columns], dim=1)
 
     def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
-        """Compute the product with a column, and its relative error."""
+        """Compute the product with one column, and a bound on its relative error."""
         length = column.norm()
         if length == 0:
             return torch.zeros_like(column), 0.0
@@ -180,12 +181,12 @@ class InverseRoot(SelfAdjoint):
                 has_residual = has_residual and basis.size < basis.capacity and basis.expand(0)
             coordinates, error = self._coordinates(basis)
         if len(basis.coupling) == 0 or basis.size == len(column):
-            # The product lies in the Krylov space, so its coordinates in the basis determine it.
+            # The Krylov space contains the product, so the result is exact.
             error = 0.0
         return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
     def _coordinates(self, basis: KrylovBasis) -> tuple[Tensor, float]:
-        """Compute T^-½ e₁ and its error bound, where ℓ is `least` or the smallest Ritz value."""
+        """Compute T^-½ e₁ and its error bound, in which ℓ is `least` or the smallest Ritz value."""
         values, vectors = eigh(basis.projected, "the projected operator")
         smallest = float(values[0])
         rounding = 100 * torch.finfo(basis.vectors.dtype).eps
