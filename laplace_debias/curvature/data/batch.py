@@ -19,19 +19,18 @@ from laplace_debias.curvature.network.inputs import (
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some examples of the data.
+    """A batch of examples with their targets, and weights if there are any.
 
     Attributes:
         inputs: The inputs of the model, with the examples along the first dimension.
         targets: The targets, `[B, ...]`.
-        weights: The weights of the examples, which are finite and at least 0. None if each example
-            counts once.
-        number: The number of the batch in the user's data, counted from 1 and used in error
-            messages; None if the batch was made from several batches, or from a part of a batch, of
-            the user.
-        first_index: The index of the first example in the data of all processes; the other examples
-            have the following indices. Random numbers for an example, such as for its Monte-Carlo
-            label, depend on its index.
+        weights: The weights of the examples, finite and nonnegative; None if each example counts
+            once.
+        number: The batch's number in the user's data, counted from 1, for error messages; None if
+            the batch joins several of the user's batches or is part of one.
+        first_index: The index of the first example within the data of all processes; the others
+            follow consecutively. Random draws for an example, such as its Monte Carlo label, depend
+            on its index.
     """
 
     inputs: Inputs
@@ -78,13 +77,13 @@ class Batch:
 
     @property
     def mark(self) -> str:
-        """A string that depends on the order and on every entry of the examples."""
+        """A digest of every entry of the examples, in their order."""
         return digest_of_examples(self.inputs, self.targets, self.weights)
 
     def take(self, examples: slice | Tensor) -> "Batch":
         """Select examples by a slice, by their positions in the batch, or by a mask.
 
-        The result is a batch without a number, whose indices begin at 0.
+        The new batch has no number, and its indices start at 0.
         """
         weights = self.weights
         if weights is not None:

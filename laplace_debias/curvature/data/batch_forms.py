@@ -1,4 +1,4 @@
-"""The forms in which data yields a batch of inputs, targets and weights."""
+"""The forms in which the user's data may contain inputs, targets and weights."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sized
@@ -57,17 +57,18 @@ class NamedBatch:
 def batch_form(
     batch: Any, name: str, *, needs_targets: bool, takes_weights: bool
 ) -> PlainBatch | NamedBatch:
-    """Find the form of a batch of the data.
+    """Determine the form of a batch.
 
     Args:
         batch: The item that the data yields.
-        name: The batch's name in errors.
+        name: The batch's name in error messages.
         needs_targets: Whether the batch must have targets.
-        takes_weights: Whether the batch may have weights of its examples as a third entry.
+        takes_weights: Whether the batch may have a third entry, one weight per example.
 
     Raises:
         TypeError: If the batch has none of the supported forms.
-        ValueError: If not exactly one of the named entries has a name of targets.
+        ValueError: If several named entries have a name from `TARGETS`, or none has one although
+            targets are needed.
     """
     weights = None
     if isinstance(batch, (tuple, list)) and len(batch) == 3:
@@ -99,7 +100,7 @@ def batch_form(
 
 
 def hook_form(batch: Any) -> PlainBatch:
-    """Require that a hook has returned a pair (inputs, targets)."""
+    """Check that a hook returned a pair (inputs, targets), and wrap the pair."""
     if not _is_pair(batch):
         raise TypeError(
             f"The function `batch=` returned {_type_and_length(batch)}. Return a pair (inputs, "
@@ -121,7 +122,7 @@ def named_entries(batch: Any) -> dict[str, Any] | None:
 
 
 def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batch:
-    """Require entries of the same size, and weights that are finite and not negative."""
+    """Build a batch from entries of equal size and weights that are finite and nonnegative."""
     if not isinstance(targets, Tensor):
         advice = ' Or use `return_tensors="pt"` in the tokenizer or collator.'
         raise TypeError(
@@ -188,7 +189,7 @@ def _is_pair(batch: Any) -> bool:
 
 
 def _is_inputs_only(batch: Any) -> bool:
-    """Whether a batch that is not a pair has the form of inputs without targets."""
+    """Whether a batch that is not a pair consists of inputs without targets."""
     if isinstance(batch, (tuple, list)):
         return len(batch) == 1
     return isinstance(batch, (Tensor, OneArgument))

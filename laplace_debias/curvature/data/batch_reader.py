@@ -41,10 +41,10 @@ class Learned:
     """Properties of a model that its readers learn from the first batch that needs them.
 
     Attributes:
-        label_positions: The positions of the outputs to which labels of tokens belong; None if they
-            have not been learned yet.
-        is_independent_of_targets: Whether the outputs are the same without the targets; False if
-            this has not been checked yet.
+        label_positions: The positions of the outputs that predict the labels of tokens; None until
+            they have been found.
+        is_independent_of_targets: Whether the outputs are the same without the targets; False until
+            this has been checked.
     """
 
     label_positions: LabelPositions | None = None
@@ -59,9 +59,9 @@ class BatchReader:
     `TARGETS`. The other entries of a mapping or dataclass are the inputs. They are passed by name
     if the model's forward pass has parameters of these names; a single input with a different name
     is passed by position. A model never receives the targets, so it computes no loss. If a Hugging
-    Face model moves the labels of tokens by one position, as causal language models do, or PEFT
-    adds positions for a prompt, the targets are also moved (see `LabelPositions`). A hook converts
-    an item of the data to `(inputs, targets)`, which are used unchanged.
+    Face model shifts the labels of tokens by one position, as causal language models do, or PEFT
+    adds positions for a prompt, the targets are shifted accordingly (see `LabelPositions`). A hook
+    converts an item of the data to `(inputs, targets)`, which are used unchanged.
 
     If the reader does not need targets, a batch may also consist only of inputs: a tensor, a tuple
     or list with a single entry, or a mapping or dataclass without targets. The targets may also be
@@ -72,7 +72,7 @@ class BatchReader:
         hook: A function that converts an item of the data to (inputs, targets); None if no
             conversion is needed.
         needs_targets: Whether batches must have targets. If not, missing targets are read as zeros.
-        takes_weights: Whether a batch may have weights of its examples as a third entry.
+        takes_weights: Whether a batch may have a third entry, one weight per example.
         learned: Properties of the model, which readers made by `dataclasses.replace` share.
     """
 
@@ -105,10 +105,10 @@ class BatchReader:
     def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
         """Return the inputs of a prediction, which may be passed in a mapping with targets.
 
-        An entry is an input if the forward pass has a parameter of this name, except for `labels`.
-        With a hook, which returns only the inputs of a batch, `labels` are also an input. The
-        inputs are moved to a device. Gradients flow back to the inputs only if `keeps_graph`. See
-        `move` for the errors.
+        An entry with a name from `TARGETS` is an input only if the forward pass has a parameter of
+        this name. In addition, `labels` are an input only with a hook, because the inputs of a
+        prediction then contain no targets. The inputs are moved to a device, and gradients flow
+        back to them only if `keeps_graph`. See `move` for the errors.
         """
         named = named_entries(x)
         if named is not None:
@@ -147,14 +147,14 @@ class BatchReader:
     def _check_outputs(
         self, batch: Mapping[str, Any], inputs: Inputs, target_name: str, forward: ForwardArguments
     ) -> None:
-        """Require once that the outputs are the same if the targets are left out."""
+        """Check, for one batch only, that the outputs are the same without the targets."""
         if not self.learned.is_independent_of_targets and forward.takes(target_name):
             check_outputs_without_targets(unwrapped(self.model), batch, inputs, target_name)
             self.learned.is_independent_of_targets = True
 
 
 def _check_dtypes(inputs: Inputs, model: nn.Module) -> None:
-    """Require that floats have the dtype of a parameter, usually of the first parameter."""
+    """Require that floating-point inputs have the dtype of some parameter."""
     for x in tensors_of(inputs):
         if x.is_floating_point() and not _has_dtype(model, x.dtype):
             dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -25,7 +25,7 @@ _END = object()
 
 
 def consecutive(batches: Iterable[Batch]) -> list[Batch]:
-    """Give the examples of batches consecutive indices that begin at 0."""
+    """Number the examples of all batches consecutively, starting at 0."""
     indexed = []
     num_before = 0
     for batch in batches:
@@ -70,11 +70,11 @@ def total_size(batches: Sequence[Any]) -> int | None:
 def randomness(
     source: Batches, generator: torch.Generator | None
 ) -> AbstractContextManager[object]:
-    """Return the context in which batches are read, so that a generator determines them.
+    """Return a context in which a loader draws its random numbers from a generator.
 
-    Within the context, the generator determines the order and the augmentation of a loader's
-    passes. Passes differ from each other, as with any shuffling loader. The state of torch's global
-    generator does not change. The batches of a list need no random numbers.
+    The generator determines the order and the augmentation of the loader's passes, which still
+    differ from each other, as with any shuffling loader. The state of torch's global generator does
+    not change. Without a generator, or for a list of batches, the context does nothing.
     """
     check_generator(generator)
     if generator is None or isinstance(source, (list, tuple)):
@@ -85,14 +85,14 @@ def randomness(
 class Stream:
     """The user's batches, read, checked and numbered.
 
-    The indices of the examples are indices among the examples of this process.
+    Examples are numbered within this process.
 
     The first batch can be inspected without being lost: the next pass continues with the same
-    iterator, so that a shuffling loader is not started twice.
+    iterator, so a shuffling loader is not started twice.
 
     Args:
         source: The user's batches.
-        read: The reader, which reads a batch as inputs and targets.
+        read: The reader that splits a batch into inputs and targets.
         generator: The generator that determines the order and the augmentation of passes; see
             `randomness`.
         device: The device to which inputs are moved. None leaves them on their device.
@@ -134,7 +134,7 @@ class Stream:
         """Read the data once.
 
         Raises:
-            ValueError: If each of several workers reads all of an iterable-style data set.
+            ValueError: If several workers each read the whole of an iterable-style data set.
         """
         started_pass = self._started_pass
         self._started_pass = None
@@ -156,12 +156,12 @@ class Stream:
         return isinstance(self.source, Sized) and not isinstance(self.source, Iterator)
 
     def extra_pass(self) -> Iterator[Inputs]:
-        """Yield the inputs of all batches in a pass that is not one of the fit's passes."""
+        """Yield the inputs of all batches, in a pass in addition to the fit's own."""
         for batch in self._pass(self.source):
             yield batch.inputs
 
     def _pass(self, source: Batches) -> Iterator[Batch]:
-        """Read the batches of the source, which may have a progress bar."""
+        """Read the batches of the source, which may be wrapped in a progress bar."""
         batches = self._read_batches(source)
         loader = self.source
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):

@@ -34,7 +34,7 @@ class TrainingSize:
         is_inferred: Whether N was inferred from a loader's sampler.
         must_match_read: Whether the fit reads the whole loader, so that it must read exactly N
             examples.
-        is_shared: Whether several processes share the data by `ShardedBatches`.
+        is_shared: Whether several processes share the data through `ShardedBatches`.
     """
 
     num_data: int | None
@@ -131,8 +131,8 @@ def check_sampler(loader: Any) -> None:
     """Require that the sampler of a `DataLoader` yields every example once per pass.
 
     Raises:
-        ValueError: If the sampler draws with replacement, draws only a part of the data, or splits
-            the data over processes other than the processes of the process group.
+        ValueError: If the sampler draws with replacement, draws only a part of the data, or divides
+            the data among processes so that examples are repeated or left out.
     """
     fault = _fault_of_split(loader) or fault_of_draws(sampler_of(loader))
     if fault is not None:
@@ -147,11 +147,12 @@ def check_sampler(loader: Any) -> None:
 def check_held_out_sampler(loader: Any) -> None:
     """Require that the sampler of a `DataLoader` yields no held-out example twice per pass.
 
-    In a single process, the sampler may yield a part of the data, unless it draws with weights.
+    In a single process, the sampler may yield only a part of the data, unless it draws with
+    weights.
 
     Raises:
-        ValueError: If the sampler draws with replacement or with weights, or splits the data over
-            processes other than the processes of the process group.
+        ValueError: If the sampler draws with replacement or with weights, or divides the data among
+            several processes so that examples are repeated or left out.
     """
     is_alone = process_group().size == 1
     fault = None if is_alone else _fault_of_split(loader)
@@ -168,7 +169,7 @@ def repeated_held_out(fault: str) -> ValueError:
     """
     return ValueError(
         f"The loader's {fault}, but held-out data must contain each example once. Otherwise, "
-        "metrics are those of other data, and their intervals are too narrow. Pass a loader "
+        "metrics describe different data, and their intervals are too narrow. Pass a loader "
         "without this sampler, such as DataLoader(data, batch_size=100)."
     )
 
@@ -215,7 +216,7 @@ def fault_of_draws(sampler: Any, *, allows_parts: bool = False) -> str | None:
 
 
 def _fault_of_split(loader: Any) -> str | None:
-    """Describe a sampler that splits the data over processes other than the group's."""
+    """Describe a sampler that repeats or leaves out examples as it splits them over processes."""
     if not _has_sampler(loader):
         return None
     batches = loader.batch_sampler

@@ -25,7 +25,7 @@ class ForwardArguments:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ForwardArguments":
-        """Return the arguments of a model, or of the inner model if PEFT passes all of them on."""
+        """Inspect a model's forward pass, or the inner model's if PEFT passes all arguments on."""
         parameters = inspect.signature(model.forward).parameters
         base = getattr(model, "get_base_model", None)
         if base is not None and all(p.kind in _ANY for p in parameters.values()):
@@ -42,10 +42,11 @@ class ForwardArguments:
         return name in self.parameters or self.takes_any
 
     def inputs(self, named: dict[str, Any]) -> Inputs:
-        """Return inputs by name; a single input of an unknown name is returned unchanged.
+        """Return the inputs by name, or only the value of a single input with an unknown name.
 
         Raises:
-            ValueError: If the forward pass does not accept one of several inputs.
+            ValueError: If there are several inputs and the forward pass does not accept the name of
+                one.
         """
         unknown = [key for key in named if key not in self.parameters]
         if len(named) == 1 and unknown:

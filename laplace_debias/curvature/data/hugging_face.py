@@ -1,4 +1,4 @@
-"""Inputs and targets that Hugging Face and PEFT models make from labels."""
+"""Inputs and targets that Hugging Face and PEFT models derive from labels."""
 
 import inspect
 import re
@@ -23,10 +23,10 @@ _PRETRAINED = r"transformers\..*\.PreTrainedModel|peft\.peft_model\.PeftModel"
 
 
 def with_decoder_inputs(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-    """Add the decoder's inputs that an encoder-decoder model makes from the labels.
+    """Add the decoder inputs that an encoder-decoder model derives from the labels.
 
-    The model itself makes these inputs, or a model within a wrapper that passes them on. Other
-    entries are returned unchanged.
+    They come from the model itself, or from a model inside a wrapper that passes them on. The other
+    entries do not change.
     """
     labels = named.get("labels")
     has_decoder_inputs = not named.keys().isdisjoint(("decoder_input_ids", "decoder_inputs_embeds"))
@@ -45,7 +45,7 @@ def _decoder_inputs(module: nn.Module, labels: Tensor) -> Tensor | None:
     """Return the inputs that a Hugging Face model passes to its decoder, or None for other modules.
 
     Some models (Whisper, M2M100, Blenderbot) have no method for this purpose, but call a function
-    of the file that defines them.
+    in the file that defines them.
     """
     if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
         prepare: Any = module.prepare_decoder_input_ids_from_labels
@@ -78,12 +78,11 @@ def are_token_labels(targets: Any, inputs: Inputs) -> bool:
 
 @dataclass(frozen=True)
 class LabelPositions:
-    """The positions of the outputs to which labels `[B, T]` belong.
+    """The positions of the outputs that predict the labels `[B, T]` of tokens.
 
     Attributes:
-        num_virtual: The number of positions before the positions of the tokens, for a prompt that
-            PEFT adds.
-        is_shifted: Whether a label belongs to the output at the position before the label.
+        num_virtual: The number of positions for a prompt that PEFT inserts before the tokens.
+        is_shifted: Whether a label is predicted by the output one position before it.
     """
 
     num_virtual: int = 0
@@ -100,12 +99,12 @@ class LabelPositions:
 
 @torch.inference_mode(False)
 def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> LabelPositions:
-    """Find the outputs to which labels of tokens belong in a Hugging Face model's own loss.
+    """Find the outputs that a Hugging Face model's own loss compares with the labels `[B, T]`.
 
-    Most causal language models shift labels by one position. Some models of that name (BART's
-    family), token classifiers and masked language models do not. PEFT's prompts add positions.
+    Most causal language models shift labels by one position, but some models of that name (the BART
+    family), token classifiers and masked language models do not, and PEFT's prompts add positions.
     Therefore a single position of one example is labelled, and the gradient of the model's own loss
-    in the logits shows to which logits the label belongs. Labels are `[B, T]`.
+    with respect to the logits shows which logits the loss compares with this label.
     """
     model_with_loss = _outermost_with_loss(model)
     if model_with_loss is None:

@@ -1,4 +1,4 @@
-"""A check that a model's outputs do not depend on the targets, which calls do not pass."""
+"""A check that a model's outputs do not depend on the targets, which it never receives."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +29,8 @@ def check_outputs_without_targets(
     error with the targets, or returns only a loss, there are no outputs to compare.
 
     Args:
-        model: A model whose forward pass takes the targets by name.
-        batch: The batch with its targets, in the form in which the data yield it.
+        model: A model whose forward pass accepts the targets by name.
+        batch: The batch with its targets, as the data yield it.
         inputs: The arguments of the model: the batch without the targets.
         name: The name of the entry with the targets.
 

@@ -1,4 +1,4 @@
-"""Data that can be read repeatedly, and that raises an error if its batches change."""
+"""Data that is read repeatedly, with an error if its batches change between passes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -26,16 +26,18 @@ _NO_PART = (
 class RepeatableBatches:
     """Batches of inputs and targets that must be the same in every pass.
 
-    A batch's index, the labels drawn for it and a linearised network always belong to the same
-    batch. Therefore a loader that shuffles or augments at random causes an error, not noise.
+    A batch's index, the labels drawn for it and the network linearised at it are reused in every
+    pass, so they must refer to the same batch. Therefore a loader that shuffles or augments at
+    random raises an error instead of adding noise.
 
-    A batch may have weights of its examples as a third entry, if the stream reads them. An example
+    A batch may have a third entry, one weight per example, if the stream reads weights. An example
     of weight w counts as w examples in the loss and in `total_weight`, but as one example in
     `num_examples`.
 
-    Batches that contain NaN are rejected. If Inf among the inputs matters, the outputs are not
-    finite either, which is checked elsewhere. `sizes` are the sizes of this process's batches;
-    `firsts` and `num_examples` refer to the batches of all processes.
+    Batches that contain NaN are rejected. Inf in the inputs is accepted here: if it matters, the
+    outputs are not finite either, which is checked elsewhere. `sizes` are the sizes of this
+    process's batches, and `firsts` are the indices of their first examples within the data of all
+    processes. `num_examples` and `total_weight` are sums over all processes.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class RepeatableBatches:
     def __iter__(self) -> Iterator[Batch]:
         """Read the data once, on the model's device.
 
-        The indices of the examples are indices among the examples of all processes.
+        Examples are numbered within the data of all processes.
         """
         index = -1
         for index, batch in enumerate(self._stream):

@@ -25,7 +25,7 @@ from laplace_debias.system.threads import Randomness
 
 # The number of examples that are read to compare two data sets.
 _NUM_COMPARED = 4
-# If the sizes of the data are unknown, the indices of two processes' examples are this far apart.
+# If the sizes of the data are unknown, the indices of successive processes start this far apart.
 FAR = 2**40
 
 
@@ -125,7 +125,7 @@ class ShardedBatches(Sampler[list[int]]):
 
 
 def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[Any]:
-    """Return a loader of other batches that reads and collates examples like a given loader."""
+    """Return a loader with other batches that reads and collates examples like a given loader."""
     return DataLoader(
         dataset,
         batch_sampler=batch_sampler,
@@ -142,9 +142,8 @@ def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[An
 def first_indices_of_stream(ranks: Ranks, stream: Stream) -> list[int] | None:
     """Return the index of this process's first example in each batch of shared data.
 
-    Examples are in the order of the batches and, within the union of the processes' k-th batches,
-    in the order of the ranks. The result is None if the sizes of batches are not known before the
-    data are read.
+    Examples are ordered by batch and, among the k-th batches of all processes, by rank. The result
+    is None if the sizes of the batches are not known before the data are read.
     """
     data = stream.source
     sampler = getattr(data, "batch_sampler", None)
@@ -157,7 +156,7 @@ def first_indices_of_stream(ranks: Ranks, stream: Stream) -> list[int] | None:
 
 
 def first_indices_of_batches(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
-    """Number the first example of each batch of this process; see `first_indices_of_stream`."""
+    """Compute the index of the first example of each batch; see `first_indices_of_stream`."""
     sizes_by_rank = ranks.exchange(list(sizes))
     sizes_by_batch = list(itertools.zip_longest(*sizes_by_rank, fillvalue=0))
     starts = itertools.accumulate((sum(sizes) for sizes in sizes_by_batch), initial=0)
@@ -171,7 +170,7 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
     """Require, before data are read, that the processes read different examples.
 
     Returns:
-        Whether the processes share the data by `ShardedBatches`.
+        Whether the processes share the data through `ShardedBatches`.
     """
     check_joined()
     batches: Any = getattr(data, "batch_sampler", None)
@@ -215,10 +214,10 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
 
 
 def has_uneven_shards(batches: Any) -> bool:
-    """Whether accelerate splits batches over processes, and the last ones have to be completed.
+    """Whether accelerate splits batches over processes and the last ones are incomplete.
 
-    accelerate repeats examples for this purpose, or leaves out examples if `drop_last=True`. The
-    class is recognised by its name, because importing accelerate takes seconds.
+    accelerate then repeats examples, or leaves examples out if `drop_last=True`. The class is
+    recognised by its name, because importing accelerate takes seconds.
     """
     if type(batches).__name__ != "BatchSamplerShard" or batches.num_processes == 1:
         return False
