@@ -1,4 +1,4 @@
-"""Curvature structures; the file of each structure has its fits, its memory and its tensors."""
+"""Curvature structures, each in a file with its fits, its memory use and its saved tensors."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ STRUCTURES: LazyRegistry["CurvatureStructure"] = LazyRegistry(
         "gp": "gp.GpCurvature",
     },
 )
-"""The structures by the names that a user passes as `curvature`."""
+"""The structures, by the name that the user passes as `curvature`."""
 
 if TYPE_CHECKING:
     CurvatureName = str
@@ -39,7 +39,7 @@ def curvature_structure(
     inducing: Any = None,
     independent_outputs: bool = False,
 ) -> "CurvatureStructure":
-    """Return the structure with a name, and with a rank or inducing inputs if it takes them."""
+    """Build the structure with the given name, and require that it has the options passed."""
     if name not in STRUCTURES:
         raise ValueError(f"Unknown curvature={name!r}. Use one of {', '.join(STRUCTURES)}.")
     structure = STRUCTURES[name]

@@ -1,4 +1,4 @@
-"""The interface of a curvature structure: its fits, its memory and its tensors."""
+"""The interface of a curvature structure: its fits, its memory use and its saved tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +16,7 @@ from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # A block of all parameters is low-rank, or has the eigenvectors of the whole matrix.
 CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
-# The numbers of rows of the factors G and A of each block. The number is None for a factor that is
-# a matrix.
+# The numbers of rows of each block's factors G and A; None for a factor that is stored as a matrix.
 NumRows = Mapping[Block, Sequence[int | None]]
 NO_ROWS: NumRows = {}
 EIGH_MATRICES = 5
@@ -43,12 +42,12 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class TrialPass:
-    """The sums that remain after a pass over one batch.
+    """The sizes of the results of a trial pass over one batch.
 
     Attributes:
         sum_bytes: Bytes of the sums.
         row_bytes: Bytes of all Jacobian rows of the batch.
-        num_rows: The numbers of rows of factors that have thin directions.
+        num_rows: The numbers of rows of the factors with thin directions.
     """
 
     sum_bytes: int = 0
@@ -69,11 +68,11 @@ class Workload:
     Attributes:
         is_debiased: Whether magnitudes are measured on data that did not determine the directions.
         num_folds: The number of folds; 1 without cross-fitting.
-        num_passes: How often data of the size of one batch, or of one fold of a batch, are read;
-            None if the number of batches is unknown.
+        num_passes: The number of times that one batch, or one fold of a batch, is read; None if the
+            number of batches is unknown.
         working_bytes: The largest number of bytes during a pass, not counting its sums.
         row_bytes: Bytes of all Jacobian rows of one batch.
-        num_rows: The numbers of rows of factors that have thin directions, for all batches.
+        num_rows: The numbers of rows of the factors with thin directions, for all batches.
     """
 
     is_debiased: bool
@@ -93,21 +92,21 @@ class Workload:
 class CurvatureStructure(ABC):
     """A structure of the curvature, which defines how a posterior is fitted, stored and planned.
 
-    A new structure is a subclass in a file of its own, and a line in `STRUCTURES`.
+    To add a structure, write a subclass in a new file and add a line to `STRUCTURES`.
 
     Attributes:
         rank: The number of directions that are kept, or None for a structure without a rank.
         name: The structure's name, which a user passes as `curvature`.
-        is_dense: Whether all parameters make a single block.
+        is_dense: Whether all parameters form a single block.
         has_factors: Whether a layer's block is a Kronecker product of factors.
-        takes_rank: Whether the structure takes a rank.
-        takes_inducing: Whether the structure takes inducing inputs.
-        reads_data_twice: Whether a fit of directions and magnitudes to the same data reads them
-            twice.
-        reads_directions_twice: Whether a fit reads the data of the directions twice, also if the
+        takes_rank: Whether the structure has the option `rank`.
+        takes_inducing: Whether the structure has the options `inducing` and `independent_outputs`.
+        reads_data_twice: Whether a fit reads its data twice if directions and magnitudes share the
+            data.
+        reads_directions_twice: Whether a fit reads the data of the directions twice, even if the
             magnitudes have data of their own.
         reads_folds_together: Whether cross-fitting reads all folds in one pass.
-        less_memory: Advice on options that take less memory, for messages.
+        less_memory: The options that reduce memory use, for advice in messages.
     """
 
     rank: float | None = None
@@ -132,7 +131,7 @@ class CurvatureStructure(ABC):
 
     @property
     def inducing_mark(self) -> int | str | None:
-        """The number of inducing inputs, or a string that changes with the inputs."""
+        """The number of inducing inputs, or a digest of the inputs that the user passed."""
         return None
 
     @property
@@ -159,11 +158,11 @@ class CurvatureStructure(ABC):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to data, and measure magnitudes on other (Eq. 9) or the same data."""
+        """Fit directions to one data set; measure magnitudes on another (Eq. 9) or the same one."""
 
     @abstractmethod
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Fit directions to all data at hand, and measure magnitudes on held-out folds."""
+        """Fit directions to all data, and measure magnitudes on held-out folds."""
 
     def update(
         self,
@@ -178,8 +177,7 @@ class CurvatureStructure(ABC):
             context: The network and its blocks.
             information: The information of the earlier data.
             data: The new data.
-            num_data: The number of examples that the new data represent. If it is None, the
-                examples are counted.
+            num_data: The number of examples that the new data represent; None counts the examples.
 
         Returns:
             The curvature of the mean loss of all examples, and the totals of the new data.
@@ -193,12 +191,12 @@ class CurvatureStructure(ABC):
     def trial_passes(
         self, context: FitContext, data: Iterable[Batch]
     ) -> Sequence[Callable[[], TrialPass]]:
-        """Return the passes of a fit, each to be run over one batch to measure its costs."""
+        """Return the passes of a fit, each to be run over one batch to measure its cost."""
 
     def num_trials(self, is_debiased: bool) -> int:
-        """Return how many batches of a fit each trial on one batch stands for.
+        """Return the number of batches that a fit reads for each batch of a trial.
 
-        A debiased fit reads two batches, and by default runs all passes over both of them.
+        A debiased fit reads two data sets and, by default, runs every pass over both.
         """
         return 2 if is_debiased else 1
 
@@ -217,7 +215,7 @@ class CurvatureStructure(ABC):
         return sum(block.posterior for block in self.block_bytes(context, num_rows))
 
     def least_bytes(self, context: FitContext) -> int:
-        """Return a lower bound of the bytes of a fit: the bytes of the fitted curvature."""
+        """Return a lower bound on the bytes of a fit: the bytes of the fitted curvature."""
         return self.posterior_bytes(context)
 
     @abstractmethod
@@ -225,7 +223,7 @@ class CurvatureStructure(ABC):
         """Estimate the largest number of bytes in each stage of a fit."""
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
-        """Return a block's tensors in a file; directions that are coordinate axes are left out."""
+        """Return the tensors that a file stores for a block; coordinate axes are left out."""
         assert isinstance(block, EigenKronecker)
         tensors = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -242,14 +240,14 @@ class CurvatureStructure(ABC):
         blocks: Sequence[Block],
         memory_bound: int | None,
     ) -> dict[str, CurvatureBlock]:
-        """Return all blocks that a file holds for a network, by name.
+        """Rebuild all blocks that a file contains for a network, by name.
 
         Args:
             tensors: The `tensors` of each block.
             names: The names of the blocks in the file.
             network: A copy of the network, for directions that the network computes.
             blocks: The blocks of the network's Bayesian parameters.
-            memory_bound: Bytes of working memory.
+            memory_bound: The limit on working memory, in bytes; None for the default.
         """
         return {
             name: self.from_tensors(block_tensors)

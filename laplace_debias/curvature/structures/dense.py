@@ -42,7 +42,7 @@ class DenseCurvature(CurvatureStructure):
         return [partial(_rows_trial, context, data)]
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """Return an empty list, because all parameters make a single block."""
+        """Return an empty list, because all parameters form a single block."""
         return []
 
 
@@ -55,8 +55,8 @@ def measure_along(
 ) -> tuple[Float[Tensor, " k"], DataTotals]:
     """Measure the curvature along directions, on separate data if they are passed.
 
-    `totals` are the totals of the data of the directions; the totals of both data sets are
-    returned.
+    `totals` covers the data of the directions, and the totals that are returned cover both data
+    sets. Without separate data, the eigenvalues and `totals` are returned unchanged.
     """
     if data is None:
         return eigenvalues, totals

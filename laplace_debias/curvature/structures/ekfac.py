@@ -38,7 +38,7 @@ class EkfacCurvature(FactoredCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to data, and measure magnitudes on other data or on the same data."""
+        """Fit directions to one data set, and measure magnitudes on another or on the same."""
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
@@ -52,9 +52,9 @@ class EkfacCurvature(FactoredCurvature):
         return self.leading(CurvatureFit(assemble(context, bases, table), totals))
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+        """Fit directions to all data, and measure magnitudes on held-out folds.
 
-        Cross-fitting takes two passes over the data, and holds the factors of all folds.
+        Cross-fitting reads the data twice and keeps the factors of all folds in memory.
         """
         folds = split_folds(context.ranks, data, num_folds)
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
@@ -123,10 +123,10 @@ class EkfacCurvature(FactoredCurvature):
 def _earlier_basis(curvature: EigenKronecker, dtype: torch.dtype) -> Eigenbasis:
     """Return the directions of an earlier curvature, with the eigenvalues of its partial traces.
 
-    The factors that the directions come from are not kept. The partial traces of a Kronecker
-    product are its factors, up to their scales. The traces of the exact curvature have the same
+    The factors from which the directions were computed are not kept, but the partial traces of a
+    Kronecker product are its factors, up to scale. The traces of the exact curvature have the same
     eigenspaces: where eigenvalues of a factor coincide, the magnitudes are means over the
-    eigenspace, and so the traces coincide. Unlike the directions, the traces depend only on the
+    eigenspace, so the traces coincide too. Unlike the directions, the traces depend only on the
     curvature.
     """
     magnitudes = curvature.magnitudes.to(dtype)

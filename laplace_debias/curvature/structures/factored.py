@@ -122,7 +122,7 @@ def _is_axes(key: FactorKey) -> bool:
 
 
 def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> BlockBytes:
-    """Count the bytes of a block's factors, of its magnitudes, and of what the posterior keeps."""
+    """Count the bytes of a block during a fit, and of the part that the posterior keeps."""
     factors = 0
     directions = 0
     magnitudes = block.num_groups

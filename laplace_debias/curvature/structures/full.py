@@ -50,7 +50,7 @@ class FullCurvature(DenseCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to data, and measure magnitudes on other data or on the same data."""
+        """Fit directions to one data set, and measure magnitudes on another or on the same."""
         accumulator = MomentMatrix(context)
         totals = accumulate(accumulator, directions)
         eigenvalues, U = accumulator.decompose(totals.weight)
@@ -58,9 +58,9 @@ class FullCurvature(DenseCurvature):
         return _assemble(context, values, U, totals)
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+        """Fit directions to all data, and measure magnitudes on held-out folds.
 
-        Jacobian rows are kept.
+        The Jacobian rows of all folds are kept in memory.
         """
         folds = split_folds(context.ranks, data, num_folds)
         rows_by_fold, totals = read_rows_of_folds(context, folds)
@@ -78,7 +78,7 @@ class FullCurvature(DenseCurvature):
         data: Iterable[Batch],
         num_data: int | None = None,
     ) -> CurvatureFit:
-        """Decompose the sum of the matrices of earlier and of new data, which is exact."""
+        """Decompose the sum of the earlier and the new data's matrices; the result is exact."""
         accumulator = MomentMatrix(context)
         totals = accumulate(accumulator, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
@@ -120,6 +120,6 @@ def _assemble(
     U: Float[Tensor, "D D"],
     totals: DataTotals,
 ) -> CurvatureFit:
-    """Build the fit of eigenvectors and their magnitudes, in the dtype of the posterior."""
+    """Build a fit from eigenvectors and their magnitudes, in the dtype of the posterior."""
     block = EigenKronecker(U, None, magnitudes.unsqueeze(1)).to(context.dtype)
     return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)

@@ -70,17 +70,17 @@ class GpCurvature(DenseCurvature):
     where the sum is over all examples n of the data (deterministic training conditional). That is,
     the full curvature is projected onto the span. In addition, all directions outside the span have
     the same curvature, the mean over these directions, so that the trace equals the trace of the
-    full curvature. The evidence is then a lower bound of the evidence of the full posterior. If all
+    full curvature. The evidence is then a lower bound on the evidence of the full posterior. If all
     examples are inducing, the two are equal.
 
     Attributes:
-        inducing: The number of the data's examples that are inducing, or the inducing inputs; None
-            if all examples are inducing. If it is a number, four times as many examples are drawn,
-            and the inducing inputs are chosen among them such that little of the other examples'
+        inducing: The inducing inputs, or the number of examples to choose as inducing inputs; None
+            makes all examples inducing. For a number, four times as many examples are drawn, and
+            the inducing inputs are chosen among them such that little of the other examples'
             Jacobian rows lies outside the span.
-        independent_outputs: Whether each output has a separate process, with the kernel between the
-            rows of only this output, and the diagonal of the loss Hessians. The data are then read
-            once per output.
+        independent_outputs: Whether each output has a separate Gaussian process, whose kernel uses
+            only the rows of this output. The off-diagonal entries of the loss Hessians are then
+            ignored, and the data are read once per output.
     """
 
     name = "gp"
@@ -101,12 +101,12 @@ class GpCurvature(DenseCurvature):
 
     @property
     def draws_examples(self) -> bool:
-        """Whether the inducing inputs are some of the examples."""
+        """Whether the inducing inputs are drawn from the examples."""
         return isinstance(self.inducing, int)
 
     @property
     def inducing_mark(self) -> int | str | None:
-        """The number of inducing inputs, or a string that identifies them."""
+        """The number of inducing inputs, or a digest of the inputs that the user passed."""
         if isinstance(self.inducing, Tensor):
             return digest_of_examples(self.inducing, self.inducing)
         return self.inducing
@@ -122,7 +122,7 @@ class GpCurvature(DenseCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to data, and measure magnitudes on other data or on the same data."""
+        """Fit directions to one data set, and measure magnitudes on another or on the same."""
         inducing = self._inducing_inputs(context, self._inputs(context, directions))
 
         def fit_output(
@@ -146,7 +146,7 @@ class GpCurvature(DenseCurvature):
         return self._fit_all(context, inducing, fit_output)
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+        """Fit directions to all data, and measure magnitudes on held-out folds.
 
         The inducing inputs are chosen from all folds.
         """
@@ -166,7 +166,7 @@ class GpCurvature(DenseCurvature):
                 totals = totals + accumulate(accumulator, fold)
                 sums_by_fold.append(accumulator)
             projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
-            # The rows of all folds are replaced by fewer rows with the same products, which have
+            # The rows R of each fold are replaced by fewer rows with the same RᵀR, and therefore
             # the same eigenvectors.
             rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
             values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
@@ -269,7 +269,7 @@ class GpCurvature(DenseCurvature):
         return indices
 
     def check(self, context: FitContext) -> None:
-        """Require inducing inputs of the data's form, and at most as many as there are examples."""
+        """Require inducing inputs of the data's shape and dtype, and at most one per example."""
         example = context.example
         if not isinstance(example, Tensor):
             raise TypeError(
@@ -345,7 +345,7 @@ class GpCurvature(DenseCurvature):
         }
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
-        """Return the inducing inputs, the coefficients and the magnitudes in a file."""
+        """Return the inducing inputs, the coefficients and the magnitudes that a file stores."""
         assert isinstance(block, LowRankPlusDiagonal)
         assert isinstance(block.U, InducingDirections)
         tensors = {
@@ -413,7 +413,7 @@ def _assemble(
     values: Float[Tensor, " k"],
     U: InducingDirections,
 ) -> LowRankPlusDiagonal:
-    """Build the operator of directions and magnitudes; the mean of all others is the diagonal."""
+    """Build the operator; its diagonal is the mean curvature outside the directions."""
     values = values.clamp_min(0)
     remainder = projected.remainder(values, U.shape[0])
     magnitudes = (values - remainder).to(context.dtype)

@@ -40,9 +40,9 @@ class KfacCurvature(FactoredCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to data, and measure magnitudes on other data (Eq. 9) or on the same data.
+        """Fit directions to one data set, and measure magnitudes on another (Eq. 9) or on the same.
 
-        The second factors are projected and freed one block at a time.
+        The factors of a second data set are projected and freed one block at a time.
         """
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
@@ -55,11 +55,11 @@ class KfacCurvature(FactoredCurvature):
         return self.leading(CurvatureFit(curvature, totals, products.factor_scales))
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+        """Fit directions to all data, and measure magnitudes on held-out folds.
 
-        Cross-fitting takes one pass over the data, and holds the factors of all folds. A factor of
-        full rank is decomposed K + 1 times. A factor of low rank r, as from few examples of a
-        linear layer, is decomposed once, and then K matrices `[r, r]` are decomposed.
+        Cross-fitting reads the data once and keeps the factors of all folds in memory. A factor of
+        full rank is decomposed K + 1 times. A factor of low rank r, such as a linear layer's factor
+        from few examples, is decomposed once, and then only K matrices `[r, r]` are decomposed.
         """
         folds = split_folds(context.ranks, data, num_folds)
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
@@ -75,10 +75,10 @@ class KfacCurvature(FactoredCurvature):
     ) -> CurvatureFit:
         r"""Recover the factors of earlier data, and add the factors of new data.
 
-        A sum of two Kronecker products is not a Kronecker product. It is approximated by the
-        product of both means, as K-FAC approximates the sum over examples:
+        A sum of two Kronecker products is not a Kronecker product, so it is approximated by the
+        product of the two means, as K-FAC approximates the sum over examples:
         $\tfrac1N(N_1 G_1 + N_2 G_2) \otimes \tfrac1N(N_1 A_1 + N_2 A_2)$. The product is the K-FAC
-        of all data if the earlier curvature is from a fit to one set of data, without a rank.
+        of all data if the earlier curvature comes from a fit to one data set, without a rank.
         """
         sums, totals = factor_sums(context, data)
         counts = ExampleCounts.for_update(information, num_data, totals)
@@ -94,7 +94,7 @@ class KfacCurvature(FactoredCurvature):
         return [partial(factor_trial, context, data)]
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Count the bytes of the factors, of their decompositions, and of the second factors."""
+        """Count the bytes of the factors of one or two data sets, and of their decompositions."""
         stages = super().stage_bytes(context, workload)
         if workload.is_debiased:
             blocks = self.block_bytes(context, workload.num_rows)

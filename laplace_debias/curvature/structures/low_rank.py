@@ -36,7 +36,7 @@ _DEFAULT_RANK = 20
 
 @dataclass(frozen=True)
 class LowRankCurvature(DenseCurvature):
-    """The leading eigenvectors; in all other directions the posterior is the prior.
+    """The leading eigenvectors; in all other directions, the posterior equals the prior.
 
     Attributes:
         rank: The number of directions; None selects 20. There are at most as many directions as
@@ -61,10 +61,10 @@ class LowRankCurvature(DenseCurvature):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to data, and measure magnitudes on other data or on the same data.
+        """Fit directions to one data set, and measure magnitudes on another or on the same.
 
-        Up to 1 GiB of Jacobian rows are kept, and the eigenvectors are then exact. More rows are
-        compressed to their `4 rank` leading directions during the pass.
+        If all Jacobian rows fit in 1 GiB, they are kept, and the eigenvectors are exact. Otherwise,
+        rows are compressed to their `4 rank` leading directions during the pass.
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
@@ -79,9 +79,9 @@ class LowRankCurvature(DenseCurvature):
         return _assemble(context, values, U, totals)
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
-        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+        """Fit directions to all data, and measure magnitudes on held-out folds.
 
-        Jacobian rows are kept.
+        The Jacobian rows of all folds are kept in memory.
         """
         folds = split_folds(context.ranks, data, num_folds)
         rows_by_fold, totals = read_rows_of_folds(context, folds)
@@ -101,9 +101,9 @@ class LowRankCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Add the rows of new data to the earlier directions, and keep the leading directions.
 
-        The earlier directions are scaled to the lengths of Jacobian rows. Directions beyond their
-        rank are not recovered. The result equals a fit to all data if the rank is at least the
-        number of rows.
+        The earlier directions, scaled to the lengths of Jacobian rows, take the place of the
+        earlier data's rows. Curvature outside these directions is not recovered. The result equals
+        a fit to all data if the rank is at least the number of rows.
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
@@ -146,7 +146,7 @@ class LowRankCurvature(DenseCurvature):
         }
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
-        """Return the directions and magnitudes of the block in a file."""
+        """Return the directions and magnitudes that a file stores for a block."""
         assert isinstance(block, LowRankPlusDiagonal)
         return {"U": block.directions, "magnitudes": block.magnitudes}
 
@@ -161,7 +161,7 @@ def _assemble(
     U: Float[Tensor, "parameters k"],
     totals: DataTotals,
 ) -> CurvatureFit:
-    """Build the fit of directions and their magnitudes, in the dtype of the posterior."""
+    """Build a fit from directions and their magnitudes, in the dtype of the posterior."""
     U = U.to(context.dtype)
     magnitudes = magnitudes.to(context.dtype).clamp_min(0)
     block = LowRankPlusDiagonal(U, magnitudes, 0.0)
