@@ -25,12 +25,13 @@ class Accumulator(ABC):
 
     Attributes:
         context: The network, its blocks and the processes that share the data.
-        needs_positions: Whether records must have the positions that take part.
+        needs_positions: Whether the accumulator needs to know which positions take part; see
+            `layers.positions`.
         takes_single_columns: Whether measuring one column at a time takes no longer than measuring
             all columns at once.
-        row_bytes: Bytes of the row to which the records of all blocks are joined, for one column of
-            one example; 0 if each record is added separately. An accumulator that joins rows adds
-            nothing before it has the records of all blocks.
+        row_bytes: Bytes of one column of one example, in an accumulator that joins the records of
+            all blocks into rows; 0 if each record is added separately. An accumulator that joins
+            rows adds nothing until it has the records of all blocks.
     """
 
     needs_positions: ClassVar[bool] = False
@@ -44,7 +45,8 @@ class Accumulator(ABC):
         """Measure a record and add it to the sums.
 
         Raises:
-            UnfinishedSumError: If the addition fails. An earlier error leaves the sums unchanged.
+            UnfinishedSumError: If the addition fails, which may leave the sums incomplete. Other
+                errors leave the sums unchanged.
         """
         measured = self.measure(record)
         try:
@@ -61,7 +63,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Add zero to the sum of a block, or begin the sum."""
+        """Add zero to the sum of a block, or start the sum at zero."""
 
     @abstractmethod
     def measure(self, record: BlockRecord) -> Any:
@@ -72,9 +74,9 @@ class Accumulator(ABC):
         """Add the contribution of a record to the sum of its block."""
 
     def drop_waiting(self) -> None:  # noqa: B027 (most accumulators add each record at once)
-        """Drop records that wait for the records of other blocks, after an error.
+        """After an error, drop records that still wait for the records of other blocks.
 
-        The chunk of these records is run again.
+        Their chunk is run again.
         """
 
     @property

@@ -23,9 +23,10 @@ def add_to(sums: BlockTensors, block: Block, value: Tensor) -> None:
 def check_finite(sums: Mapping[Block, Factor]) -> None:
     """Require that the sums of all blocks are finite.
 
-    A sum is finite only if every summand is finite, so the host waits for the device only once,
-    after the last batch. The total of all entries is not finite if any entry is not finite. Only if
-    the total is not finite are the entries searched, because the total itself may also overflow.
+    A sum is finite only if every summand is, so one check after the last batch is enough, and the
+    host waits for the device only once. For the same reason, the total of all entries is checked
+    first. The entries are searched only if the total is not finite, because the total itself may
+    overflow.
     """
     if not sums:
         return
@@ -43,7 +44,7 @@ def check_finite(sums: Mapping[Block, Factor]) -> None:
 
 
 def owners_of_blocks(context: FitContext) -> dict[Block, int]:
-    """Return the process that decomposes each block.
+    """Choose the process that decomposes each block.
 
     Blocks are assigned by descending cost, each to the process with the least work. A factor of d
     columns costs d³, and a diagonal factor costs nothing.

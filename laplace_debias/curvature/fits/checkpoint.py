@@ -3,8 +3,8 @@
 Once per minute, at the end of a batch, each process writes the sums of the pass and the number of
 batches in them. When the fit is resumed, it reads that many batches again, because a loader's order
 and augmentation cannot be known otherwise, and continues the sums with the following batches. The
-sums have the same bits as without an interruption. The number of processes must be the same as
-before.
+sums are bit-identical to the sums of an uninterrupted fit. The number of processes must be the same
+as before.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.shown import warn
 
 EVERY = 60.0
-"""Least number of seconds between two saves of a pass."""
+"""Shortest time between two saves of a pass, in seconds."""
 
 _IDENTITY = "fit.json"
 # The format of the files in the folder. Files without a format are from earlier versions, whose
@@ -124,7 +124,7 @@ class SavedPass:
     Args:
         sums: The sums of the pass, which are restored from the file.
         path: The file, which need not exist.
-        number: The number of the pass in the fit, from 1.
+        number: The number of the pass in the fit, counted from 1.
 
     Attributes:
         totals: The totals of the batches that are in the sums.
@@ -146,7 +146,7 @@ class SavedPass:
         self.totals = state.totals
 
     def remaining(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Read the next batches, and yield the batches that are not in the sums yet.
+        """Read all batches, and yield only the batches that are not in the sums yet.
 
         Raises:
             ValueError: If the batches that are read differ from the batches in the sums.
@@ -207,7 +207,7 @@ class SavedPass:
 class Checkpoint:
     """The passes of a fit, saved in a folder.
 
-    All processes construct the object together, and each process saves its own sums.
+    All processes must construct the object together. Each process saves its own sums.
 
     Args:
         folder: The folder, which is created if it does not exist.
@@ -275,7 +275,7 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def states_kept() -> Iterator[None]:
-    """Keep the states of fits until the context ends, and then remove the states of ended fits.
+    """Keep the states of fits within the context, and remove those of ended fits at its end.
 
     If an error ends the context, for example because a posterior cannot be saved, all states are
     kept.
@@ -308,7 +308,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> Path:
-    """Require that states can be written to a folder; called before any computation."""
+    """Require, before any computation, that states can be written to a folder."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"`resume={str(folder)!r}` is a file. Pass the path of a folder.")
     check_target(folder / _IDENTITY, make_folders=True)

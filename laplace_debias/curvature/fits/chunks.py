@@ -30,12 +30,12 @@ from laplace_debias.curvature.network.outputs import (
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.system.memory import is_out_of_memory
 
-# The memory bound divided by the memory of a chunk's output gradients, by device type. On a CPU
-# larger chunks do not fit the processor's cache; a GPU uses the full bound.
+# The memory bound divided by the memory of a chunk's output gradients, by device type. A GPU uses
+# the full bound, but on a CPU, larger chunks would not fit in the cache.
 _BOUND_OVER_CHUNK = defaultdict(lambda: 1, cpu=2)
 
-# On a CPU, small batches are run together, up to this many bytes of activations. More bytes do not
-# fit the cache.
+# On a CPU, small batches are run together, up to this many bytes of activations. More would not fit
+# in the cache.
 _JOINED_BYTES = 6 * 2**20
 _MOST_JOINED_EXAMPLES = 1024
 
@@ -45,9 +45,9 @@ RecordKey = tuple[Block, int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Examples of a batch that are run together, and the keys of their records already added.
+    """Examples of a batch that are run together, and the keys of records that are already added.
 
-    Some records are already added if memory ran out later in the run of a larger chunk.
+    Records are already added if memory ran out in the middle of a larger chunk.
     """
 
     examples: slice
@@ -96,9 +96,9 @@ class _ExampleSize:
 class ChunkRunner:
     """A runner that passes batches forward and back through the network, chunk by chunk.
 
-    The size of a chunk keeps the output gradients within the memory bound. An example of each shape
-    is run to measure its memory. A chunk for which there is not enough memory is run again in
-    halves, but every record is added only once.
+    Chunks are sized so that their output gradients stay within the memory bound, for which one
+    example of each shape is run to measure its memory. If memory still runs out, the chunk is run
+    again in halves, but every record is added only once.
 
     Args:
         accumulator: The accumulator that receives the records.
@@ -116,8 +116,7 @@ class ChunkRunner:
         # The largest number of bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
         self._sizes = {_example_shapes(x): self._size(forward_pass, num_joined_examples)}
-        # On a CPU, images are converted to `channels_last`, because convolutions then take less
-        # time.
+        # On a CPU, images are converted to `channels_last`, because convolutions are then faster.
         self._is_channels_last = _supports_channels_last(context, x, forward_pass)
 
     def num_joined_examples(self, x: Inputs) -> int:
@@ -125,7 +124,7 @@ class ChunkRunner:
         return self._size_of(x).num_joined_examples
 
     def _size_of(self, x: Inputs) -> _ExampleSize:
-        """Return the memory that such an example needs; the first example of a shape is run."""
+        """Return the memory that one example needs; an example of each new shape is run."""
         shapes = _example_shapes(x)
         if shapes not in self._sizes:
             try:
@@ -199,8 +198,8 @@ class ChunkRunner:
     ) -> "_Outcome":
         """Run a chunk, and return whether and why the chunk has to be run again.
 
-        When this method returns, the error of a failed run is gone, and with it the chunk's
-        tensors.
+        The exception of a failed run does not outlive this method, so the chunk's tensors are
+        freed.
         """
         try:
             self._run_chunk(batch, chunk, num_columns, added, totals)
@@ -237,8 +236,8 @@ class ChunkRunner:
         chunk_batch = batch.take(chunk.examples)
         presence: ChunkPresence | None = None
         if self._presence is not None:
-            # Positions are found before the inputs are moved, so that padding is searched for on
-            # the CPU.
+            # Positions are found before the inputs are moved, so that the search for padding runs
+            # on the CPU.
             presence = self._presence.of_chunk(chunk_batch)
         x = move(chunk_batch.inputs, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
@@ -322,14 +321,15 @@ def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
 def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: ForwardPass) -> bool:
     """Whether images may be converted to `channels_last` and do not have this layout yet.
 
-    A model that reads numbers in the order of memory (`as_strided`) would compute different values.
-    Therefore the first example is run again in this layout. A `torch.autograd.Function` may read
-    gradients in the order of memory, which a forward pass does not reveal.
+    A model that reads entries in memory order (`as_strided`) would compute different values, so the
+    first example is run again in this layout for comparison. A `torch.autograd.Function` may read
+    gradients in memory order, which a forward pass does not reveal, so models with such a function
+    are not converted.
 
     Args:
         context: The fit.
         x: The inputs.
-        forward_pass: A forward pass of the first of the inputs.
+        forward_pass: The forward pass of the first example.
     """
     tap = context.tap
     outputs = forward_pass.outputs

@@ -25,14 +25,14 @@ class FitContext:
     """A network with its loss and blocks, and the settings for computing its curvature.
 
     Attributes:
-        cotangents: The loss, as the vectors at the outputs that are pushed back.
+        cotangents: The loss, which yields the vectors at the outputs that are backpropagated.
         blocks: The curvature blocks, in the order of the posterior.
         backend: The backend that runs the network forward and back, BackPACK or the layer tap.
         factor_dtype: The dtype in which factors are summed and decomposed.
-        memory_bound: The limit of the bytes of one chunk's output gradients. None selects the
+        memory_bound: The limit on the bytes of one chunk's output gradients. None selects the
             default of `checked_memory_bound`.
         ranks: The processes that share the data.
-        checkpoint: The folder that saves passes over the data; None if they are not saved.
+        checkpoint: The checkpoint that saves the passes over the data; None if they are not saved.
         example: The inputs of one example of the data.
         num_outputs: The number of outputs of an example; None if it is unknown.
         num_examples: The number of examples that the fit reads; None if it is unknown.
@@ -87,7 +87,7 @@ class FitContext:
 class FactorScales:
     r"""The scales of a block's factors G and A, which the product $G \otimes A$ does not determine.
 
-    An update recovers the factors, and adds the factors of new data.
+    An update needs the scales to recover the factors, to which it adds the factors of new data.
 
     Attributes:
         trace_A: The trace of A, one per group.

@@ -46,7 +46,7 @@ from laplace_debias.system.ranks import Ranks
 
 
 def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[list[Batch]]:
-    """Split the examples of all processes into K folds: example i belongs to fold i mod K.
+    """Split the examples of all processes into K folds: example i is in fold i mod K.
 
     The examples have the indices that they would have if the folds were read one after the other.
 
@@ -198,7 +198,7 @@ def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list
 def _fold_sizes(
     totals_by_fold: Sequence[DataTotals], block: Block
 ) -> tuple[list[float], list[float]]:
-    """Return the weights of each fold's examples over which a block's G and A are means."""
+    """Return the total weight of each fold's examples that count in a block's G and in its A."""
     weights = [totals.weight for totals in totals_by_fold]
     input_weights = [totals.input_weight(block) for totals in totals_by_fold]
     return weights, input_weights if any(input_weights) else weights
@@ -299,19 +299,19 @@ def crossfit_magnitudes(
 
     Magnitude i is the mean over folds, weighted by their sizes, of the fold's mean curvature along
     the i-th eigenvector of the other folds, in descending order of their eigenvalues. If there are
-    fewer directions than dimensions, the last magnitude belongs to all remaining directions.
+    fewer directions than dimensions, the last magnitude is the mean over all remaining directions.
     Curvature along directions that the other folds do not determine, above all directions without
     curvature, is averaged over the space of these directions; see `degenerate.average_degenerate`.
 
-    The directions of a diagonal factor are the coordinate axes, whatever the data. Therefore its
-    magnitudes are its entries, also on held-out folds.
+    The directions of a diagonal factor are the coordinate axes, whatever the data, so its
+    magnitudes are its entries even on held-out folds.
 
     Args:
         factors: The factor of each fold, summed over the fold's examples.
         sizes: The number or weight of each fold's examples.
         mean_pairs: The eigenpairs of the mean factor.
-        dtype: The dtype in which the factors were computed, which determines the curvature that is
-            only rounding errors.
+        dtype: The dtype in which the factors were computed; it determines which curvature counts as
+            rounding error.
     """
     eigenvalues, U = mean_pairs
     if U is None:
@@ -331,7 +331,7 @@ def crossfit_magnitudes(
 def _replicates(
     factors: Sequence[Factor], sizes: Sequence[float], mean_pairs: Eigenpairs, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*groups d"], list[Eigenpairs]]:
-    """Compute `crossfit_magnitudes`, and magnitudes and directions without each fold."""
+    """Compute `crossfit_magnitudes`, and for each fold the magnitudes and directions without it."""
     magnitudes, U = mean_pairs
     pairs: list[Eigenpairs] = []
     if U is None:
@@ -379,7 +379,7 @@ class _Subspace:
     """The range of a factor if it is much smaller than the space, and otherwise the whole space.
 
     Every fold's factor is at most the sum of all factors, so it vanishes where the sum vanishes.
-    Therefore eigenbases of the other folds' factors follow from eigenbases of matrices `[r, r]` in
+    Therefore it is enough to decompose the other folds' factors as matrices `[r, r]`, in
     coordinates of the sum's range. The factors of groups are small and have different ranks, so the
     whole space is used for them.
 
@@ -417,7 +417,7 @@ class _Subspace:
     def eigenpairs(
         self, factor: Factor
     ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
-        """Compute the eigenpairs; the last eigenvalue belongs to the remaining directions."""
+        """Compute the eigenpairs; the last eigenvalue is the mean over any remaining directions."""
         eigenvalues, directions = descending_eigenpairs(self.project(factor))
         assert directions is not None
         return self.with_remainder(eigenvalues, factor), directions
@@ -433,7 +433,7 @@ class _Subspace:
         return F.pad(curvature, (0, self._num_magnitudes - curvature.shape[-1]), value=remainder)
 
     def lift(self, directions: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
-        """Return an orthonormal basis of the subspace; unless thin, the null space completes it."""
+        """Return an orthonormal basis, which the null space completes unless the basis is thin."""
         if self._basis is None:
             return directions
         lifted = self._basis @ directions
@@ -477,7 +477,7 @@ def crossfit_ekfac(
 
 
 def _eigenpairs_within(factor: Factor, mean_pairs: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
-    """Compute the eigenpairs of a factor of several folds within the range of all folds' factor."""
+    """Compute the eigenpairs of some folds' factor within the range of all folds' factor."""
     eigenvalues, U = mean_pairs
     if U is None:
         return descending_eigenpairs(factor)

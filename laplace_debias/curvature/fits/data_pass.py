@@ -37,17 +37,17 @@ def _have_one_form(first: Any, second: Any) -> bool:
 
 
 def accumulate(accumulator: Accumulator, data: Iterable[Batch], first_index: int = 0) -> DataTotals:
-    """Read data to its end, and sum the records of its batches.
+    """Read the data once, and sum the records of its batches.
 
-    Small batches of small networks are run together, since a batch takes longer to prepare than to
-    compute. A pass that was saved resumes after the batches that are in its sums.
+    Small batches of small networks are run together, because preparing such a batch takes longer
+    than computing it. A pass that was saved resumes after the batches that are in its sums.
 
     Args:
-        accumulator: The accumulator, which has the sums of all processes after the pass.
+        accumulator: The accumulator, which afterwards contains the sums over all processes.
         data: The batches of this process.
         first_index: The index of the data's first example among all examples of the fit. It is
-            added to the indices of the batches, so that different data of a fit get different
-            Monte-Carlo labels.
+            added to the indices of the batches, so that the data sets of one fit get different
+            Monte Carlo labels.
 
     Returns:
         The totals over all processes.
@@ -56,7 +56,7 @@ def accumulate(accumulator: Accumulator, data: Iterable[Batch], first_index: int
 
 
 class _DataPass:
-    """A pass over data, whose records of the blocks an accumulator sums."""
+    """A pass over data, in which an accumulator sums the records of the blocks."""
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
@@ -71,8 +71,8 @@ class _DataPass:
         """Read the data to its end, and return the totals over all processes."""
         batches = (replace(batch, first_index=first_index + batch.first_index) for batch in data)
         for group in self._groups(batches):
-            # A batch that `remaining` has read counts as summed. Therefore a group is read as a
-            # whole, and is saved before the next group is read.
+            # A batch that `remaining` has read counts as summed, so a group is read as a whole, and
+            # is saved before the next group is read.
             remaining = list(self._saved.remaining(group))
             if remaining:
                 self._run_batches(remaining)
@@ -87,7 +87,7 @@ class _DataPass:
         """Group consecutive batches that are small and compatible, so that they are run together.
 
         A group that no further batch may join is yielded before the next batch is read. Batches
-        that wait for further batches are copied.
+        that wait are copied, because the loader may overwrite them.
         """
         group: list[Batch] = []
         for batch in batches:
@@ -122,8 +122,8 @@ class _DataPass:
     def _run_joined(self, batches: list[Batch]) -> None:
         """Concatenate batches and run them.
 
-        After an error, the batches are run one at a time, so that the error message has the number
-        of the batch.
+        After an error, the batches are run one at a time, so that the error message gives the
+        number of the batch.
         """
         try:
             self._run_batch(Batch.joined(batches))

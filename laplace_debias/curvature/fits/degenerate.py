@@ -1,11 +1,11 @@
-"""Eigenvalues that rounding does not distinguish, and curvature along their eigenvectors."""
+"""Eigenvalues that are equal up to rounding, and the curvature along their eigenvectors."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 # If two eigenvalues differ by less than this fraction of the largest eigenvalue, rounding mixes
-# their eigenvectors: the error of their angle is the rounding error divided by the difference.
+# their eigenvectors: the error in their angle is the rounding error divided by the difference.
 _RESOLUTION = 1e-7
 
 
@@ -13,15 +13,15 @@ def numerical_rank(values: Float[Tensor, " d"], dtype: torch.dtype | None = None
     """Count the eigenvalues that exceed the rounding errors of a dtype."""
     if not len(values):
         return 0
-    # In units of the largest eigenvalue, sums of rounded products have an error of a few units of
-    # rounding. A decomposition in double precision has an error that grows as the root of the size.
+    # Relative to the largest eigenvalue, sums of rounded products have an error of a few units of
+    # rounding, and the error of a decomposition in double precision grows as the root of the size.
     error_of_sums = 8 * torch.finfo(values.dtype if dtype is None else dtype).eps
     error_of_decomposition = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
     return int((values > max(error_of_sums, error_of_decomposition) * values[0]).sum())
 
 
 def resolution(dtype: torch.dtype) -> float:
-    """Return the least relative gap of eigenvalues that determines eigenvectors."""
+    """Return the smallest relative gap between eigenvalues that determines their eigenvectors."""
     return max(_RESOLUTION, 8 * torch.finfo(dtype).eps)
 
 
@@ -55,7 +55,7 @@ def average_degenerate(
         measured: Curvature along the eigenvectors, `[*groups, d]` or `[*groups, d, columns]`.
         eigenvalues: The eigenvalues, in any order.
         dtype: The dtype in which the matrix was computed.
-        multiplicity: The number of eigenvectors to which the last eigenvalue belongs.
+        multiplicity: The number of eigenvectors that share the last eigenvalue.
     """
     if eigenvalues.shape[-1] == 0:
         return measured
@@ -82,7 +82,7 @@ def average_degenerate(
 def _mean_over_all(
     measured: Float[Tensor, "*entries"], eigenvalues: Float[Tensor, "*groups d"], multiplicity: int
 ) -> Float[Tensor, "*entries"]:
-    """Average curvature over all eigenvectors, the last of which stands for several."""
+    """Average curvature over all eigenvectors, of which several may share the last entry."""
     if multiplicity == 1:
         return measured.mean(eigenvalues.ndim - 1, keepdim=True).expand_as(measured)
     counts = _multiplicities(eigenvalues, multiplicity)
@@ -107,7 +107,7 @@ def _mean_over_close(
 def _multiplicities(
     eigenvalues: Float[Tensor, "*groups d"], multiplicity: int
 ) -> Float[Tensor, "*groups d"]:
-    """Return the number of eigenvectors of each eigenvalue, which is 1 except for the last one."""
+    """Return the number of eigenvectors of each eigenvalue, which is 1 except for the last."""
     counts = torch.ones_like(eigenvalues)
     counts[..., -1] = multiplicity
     return counts

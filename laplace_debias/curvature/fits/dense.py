@@ -40,8 +40,7 @@ KEPT_ROWS = 2**30
 """Jacobian rows for eigenvectors are kept up to this many bytes, and compressed beyond it."""
 
 # Lanczos iterations are used if a matrix has at least `_LANCZOS_FROM` rows, and at most 1 /
-# `_LANCZOS_SHARE` of its eigenpairs are needed. Otherwise, computing all eigenpairs takes less
-# time.
+# `_LANCZOS_SHARE` of its eigenpairs are needed. Otherwise, computing all eigenpairs is faster.
 _LANCZOS_FROM = 768
 _LANCZOS_SHARE = 16
 # The tolerance of Lanczos iterations, in units of the dtype's rounding error.
@@ -49,7 +48,7 @@ _LANCZOS_ROUNDINGS = 10
 
 
 class RowAccumulator(Accumulator, Generic[Sums]):
-    """An accumulator that joins the blocks' Jacobian rows to rows of all parameters.
+    """An accumulator that joins the blocks' Jacobian rows into rows over all parameters.
 
     With these rows, `Σ rowᵀ row = N·C`. The type of the sums depends on the subclass: a tensor, or
     a list of tensors that may be joined.
@@ -78,7 +77,7 @@ class RowAccumulator(Accumulator, Generic[Sums]):
         return torch.cat([rows for _, rows in dense_jacobians(record)])
 
     def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
-        """Keep the rows of a block, and add the rows of all blocks once these are complete."""
+        """Store the rows of a block, and add the joined rows once all blocks have theirs."""
         blocks = self.context.blocks
         self._parts[block] = measured
         self._extremes[block].append(torch.stack(torch.aminmax(measured)))
@@ -106,10 +105,10 @@ class RowAccumulator(Accumulator, Generic[Sums]):
 
 
 class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
-    """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process.
+    """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` sums on the first process.
 
-    On one process, few rows are kept instead of the matrix, because decomposing them takes less
-    time.
+    In a single process, the rows are kept instead of the matrix while there are few, because
+    decomposing few rows is faster.
     """
 
     def __init__(self, context: FitContext) -> None:
@@ -135,8 +134,8 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
             device=self.context.device,
         )
         if self.sums:
-            # Join the rows before multiplying. A resumed fit holds the same rows in different
-            # pieces, and adding their products piece by piece would round differently.
+            # Join the rows before multiplying. A resumed fit has the same rows in different pieces,
+            # and adding their products piece by piece would round differently.
             add_gram(matrix, torch.cat(self.sums))
         self._sums[DENSE_BLOCK] = matrix
         return matrix
@@ -193,7 +192,7 @@ class KeptRows(RowAccumulator[list[Tensor]]):
 
 
 class LeadingRows(KeptRows):
-    """An accumulator that compresses rows to their leading directions once they are many."""
+    """An accumulator that compresses rows to their leading directions if there are too many."""
 
     def __init__(self, context: FitContext, rank: int) -> None:
         super().__init__(context)
@@ -202,7 +201,7 @@ class LeadingRows(KeptRows):
         self._max_rows = max(8 * rank, KEPT_ROWS // (row_bytes * context.ranks.size))
 
     def add_rows(self, rows: Rows) -> None:
-        """Keep rows, and compress all of them if they are too many."""
+        """Keep rows, and compress all of them if there are too many."""
         self.sums.append(rows)
         if sum(map(len, self.sums)) > self._max_rows:
             values, U = leading_pairs(torch.cat(self.sums), 4 * self._rank, self.context.dtype)
@@ -269,10 +268,10 @@ def crossfit_rows(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Measure the curvature of each fold along the directions of the other folds.
 
-    The magnitudes are summed over the folds by the index of the direction, in descending order of
-    the other folds' eigenvalues, and are divided by the total weight. The directions that are
-    returned are the directions of all rows together. Magnitudes of directions whose eigenvalues
-    nearly coincide are averaged.
+    For each fold, the directions are in descending order of the other folds' eigenvalues. The
+    magnitudes with the same index are summed over the folds and divided by the total weight. The
+    directions that are returned are computed from all rows together. Magnitudes of directions whose
+    eigenvalues nearly coincide are averaged.
 
     Args:
         rows_by_fold: The Jacobian rows of each fold.
@@ -300,8 +299,7 @@ def leading_pairs(
     """Compute the leading eigenpairs of `rowsᵀ rows`, or all eigenpairs if `rank` is None.
 
     The pairs come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. `dtype` is the dtype in which
-    the rows were computed. Pairs that are undetermined because of the rounding errors of `dtype`
-    are left out.
+    the rows were computed. Pairs that rounding in `dtype` leaves undetermined are left out.
     """
     if rank is None:
         return all_pairs(rows)
@@ -310,7 +308,7 @@ def leading_pairs(
     description = "the curvature" if is_tall else "the products of Jacobian rows"
     values, vectors = _largest_pairs(_finite(products), rank, description)
     # If all rows are zero, as for a saturated network, there are no directions, and the posterior
-    # is the prior.
+    # equals the prior.
     k = min(rank, int((values > values[:1] * resolution(dtype)).sum()))
     if is_tall:
         return values[:k], vectors[:, :k]
@@ -327,7 +325,7 @@ def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
 
 
 def are_few(num_rows: int, num_parameters: int) -> bool:
-    """Whether decomposing rows takes less time than decomposing their `[D, D]` products."""
+    """Whether decomposing rows is faster than decomposing their `[D, D]` products."""
     return 3 * num_rows <= 2 * num_parameters
 
 
@@ -336,10 +334,10 @@ def _largest_pairs(
 ) -> tuple[Float[Tensor, " values"], Float[Tensor, "n values"]]:
     """Compute at least the k largest eigenpairs of a matrix in descending order of the eigenvalues.
 
-    Few eigenpairs of a large matrix come from a Lanczos iteration, to the accuracy of the dtype.
-    When it has converged, the iteration checks for further copies of repeated eigenvalues that it
-    may have missed. If the iteration does not converge fast enough to save time, the whole matrix
-    is decomposed.
+    If few eigenpairs of a large matrix are needed, a Lanczos iteration computes them to the
+    accuracy of the dtype. Once it has converged, the iteration checks for further copies of
+    repeated eigenvalues that it may have missed. If the iteration does not converge fast enough to
+    save time, the whole matrix is decomposed.
     """
     size = len(matrix)
     if size >= _LANCZOS_FROM and _LANCZOS_SHARE * k <= size:

@@ -1,4 +1,4 @@
-"""Directions, which are the eigenbases of Kronecker factors as far as the data determine them."""
+"""Directions: the eigenbases of Kronecker factors, as far as the data determine them."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Eigenpairs(NamedTuple):
 
     @property
     def directions(self) -> Directions:
-        """The directions in the form that computes coordinates."""
+        """The directions as an object that computes coordinates."""
         return Directions.from_columns_or_axes(self.U, self.eigenvalues.shape[-1])
 
     def to(self, dtype: torch.dtype) -> "Eigenpairs":
@@ -54,8 +54,7 @@ class Eigenbasis(NamedTuple):
     ) -> Float[Tensor, "*groups rows columns"]:
         """Average magnitudes over directions whose eigenvalues nearly coincide.
 
-        The data do not determine the basis that an eigendecomposition returns for such an
-        eigenspace.
+        The data do not determine which basis of their eigenspace an eigendecomposition returns.
 
         Args:
             measured: Curvature along each pair of directions of G and A.
@@ -73,8 +72,9 @@ class Eigenbasis(NamedTuple):
             eigenvalues = self.A.eigenvalues * largest_G
             multiplicity = self.A.directions.multiplicity
             measured = average_degenerate(measured.mT, eigenvalues, dtype, multiplicity).mT
-        # A file stores magnitudes contiguously. The rounding of sums of products depends on the
-        # layout in memory. With the same layout, a posterior and its file give the same bits.
+        # A file stores magnitudes contiguously, and the rounding of sums of products depends on the
+        # layout in memory. With the same layout, a posterior and its copy from a file give
+        # bit-identical results.
         return measured.contiguous()
 
 
@@ -93,17 +93,18 @@ def descending_eigenpairs(factor: Factor, description: str = "the factor") -> Ei
 def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
     """Compute the eigenpairs of several factors of one shape together.
 
-    The form of the factors decides what is returned:
+    The result depends on the form of the factors:
 
-    - Matrices have all eigenpairs, in descending order of the eigenvalues.
-    - Rows (`GramFactor`) have the same, computed from the rows: first the eigenvectors that span
+    - Matrices yield all eigenpairs, in descending order of the eigenvalues.
+    - Rows (`GramFactor`) yield the same, computed from the rows: first the eigenvectors that span
       the rows, then a basis of the null space.
-    - Wide rows have thin directions: only the eigenvectors that span the rows, and one more
+    - Wide rows yield thin directions: only the eigenvectors that span the rows, and one more
       eigenvalue, the mean over the remaining directions.
-    - Diagonals have their entries, in their order, along the coordinate axes.
+    - Diagonals yield their entries, in their order, along the coordinate axes.
 
-    LAPACK chooses the sign of an eigenvector, and samples depend on it. Here every eigenvector has
-    a positive product with one fixed vector, so that samples are the same on other machines.
+    The sign of an eigenvector is LAPACK's choice, but samples depend on it. Therefore every
+    eigenvector is given a positive product with one fixed vector, so that samples are the same on
+    all machines.
     """
     if isinstance(factors[0], GramFactor):
         gram_factors = cast("Sequence[GramFactor]", factors)
@@ -167,8 +168,8 @@ def _thin_eigenpairs(
 
 def _fix_signs(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
     """Flip eigenvectors in place so that each has a positive product with a fixed vector."""
-    # The entries have no pattern that eigenvectors may have. A vector of ones, for example, would
-    # be orthogonal to every [1, -1], and rounding would choose the sign.
+    # The entries follow no pattern that eigenvectors may have. A vector of ones, for example, is
+    # orthogonal to every [1, -1], whose sign would then depend on rounding.
     size = vectors.shape[-2]
     numbers = torch.arange(1, size + 1, dtype=vectors.dtype, device=vectors.device)
     products = (numbers * _GOLDEN_RATIO).frac() @ vectors

@@ -28,10 +28,10 @@ def eigenbases(
 ) -> dict[Block, Eigenbasis]:
     """Decompose the mean factors of the blocks, and empty `sums` in the process.
 
-    The sums belong to this process's blocks, over examples with these totals; the eigenbases of all
-    blocks are returned. Small factors of one shape are decomposed together, because the calls take
-    longer than the arithmetic. If a layer has one position per example, its bias and its weight
-    have the same G, which is decomposed only once.
+    `sums` contains only the blocks of this process, summed over the examples that `totals` counts,
+    but the eigenbases of all blocks are returned. Small factors of one shape are decomposed
+    together, because the overhead of a call exceeds the time for its arithmetic. If a layer has one
+    position per example, its bias and its weight have the same G, which is decomposed only once.
     """
     blocks = list(sums)
     factors: dict[FactorKey, Factor] = {}
@@ -54,7 +54,7 @@ def eigenbases(
 
 
 def _pop_repeated(factors: dict[FactorKey, Factor]) -> dict[FactorKey, FactorKey]:
-    """Remove every G that another block of the same layer also has.
+    """Remove every G that equals the G of an earlier block of the same layer.
 
     Returns:
         For each removed factor, the key of the equal factor.
@@ -101,8 +101,8 @@ def _decompose(
 ) -> dict[FactorKey, Eigenpairs]:
     """Decompose the means of given factors of one form together, and remove them from `factors`.
 
-    The sums are decomposed, and their eigenvalues are divided, because a mean would be a copy of
-    the sum.
+    The sums themselves are decomposed, and then their eigenvalues are divided, because computing a
+    mean would copy the sum.
     """
     pairs = descending_eigenpairs_of_each(
         [factors.pop(key) for key in keys], ", ".join(map(str, keys))

@@ -7,7 +7,7 @@ from laplace_debias.curvature.layer_rules import Block
 
 
 class Side(IntEnum):
-    """The side of a factor in `G ⊗ A`, which is its index in pairs (G, A)."""
+    """The side of a factor in `G ⊗ A`, which is also its index in pairs (G, A)."""
 
     G = 0
     A = 1

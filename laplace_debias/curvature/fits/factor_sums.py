@@ -34,9 +34,10 @@ FactorSums = dict[Block, tuple[Factor, Factor]]
 
 
 class SideSums:
-    """Sums of the factors of one side, as rows while there are few, and then as matrices.
+    """Sums of the factors of one side, kept as rows while there are few, and then as matrices.
 
-    For a streamed factor, a bounded number of rows is kept; see `GramFactor.max_rows`.
+    A streamed factor never becomes a matrix; a bounded number of its rows is kept (see
+    `GramFactor.max_rows`).
 
     Attributes:
         side: The side, G or A.
@@ -62,11 +63,11 @@ class SideSums:
         }
 
     def keeps_rows(self, block: Block) -> bool:
-        """Whether the factor of a block is measured as rows, whatever the number of rows."""
+        """Whether the factor of a block is measured as rows, however many rows there are."""
         return FactorKey(block, self.side).is_streamed
 
     def add_zero(self, block: Block) -> None:
-        """Begin the sum of a block if it has no sum yet."""
+        """Start the sum of a block at zero if it has no sum yet."""
         if block in self.sums or block in self.rows:
             return
         context = self._context
@@ -114,8 +115,8 @@ class SideSums:
 def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]:
     """Check that sums are finite, and add the sums of all processes at each block's owner.
 
-    All processes receive the factors that remain rows, because rows are few. Matrices are summed
-    only at the owner.
+    Factors that are still rows are sent to all processes, because the rows are few, but matrices
+    are summed only at the owner.
 
     Returns:
         The sums of all processes, for the blocks that this process owns.
@@ -127,7 +128,7 @@ def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]
     if context.ranks.size == 1:
         return factors
     owners = owners_of_blocks(context)
-    # Each process passes the same blocks, with zeros for blocks that it has no sum of.
+    # Each process passes the same blocks, with zeros for blocks for which it has no sum.
     matrices = with_all_blocks(context, sums.sums)
     factors = {**factors_of_rows, **context.ranks.sum_to_owners(matrices, owners)}
     own_blocks = [b for b in context.blocks if b in factors and owners[b] == context.ranks.rank]
@@ -161,8 +162,8 @@ def _join_rows_of_all(context: FitContext, sums: SideSums) -> dict[Block, GramFa
 def _traces_of_rows(context: FitContext, sums: SideSums) -> dict[Block, float]:
     """Find the factors that remain rows, and add up their residual traces over all processes.
 
-    A streamed factor always remains rows. Another factor does if no process has formed a matrix,
-    and the rows of all processes together are at most half of a matrix.
+    A streamed factor always does. Any other factor does if no process has formed a matrix, and all
+    processes together have at most half as many rows as columns.
     """
     counts_and_traces: list[tuple[int | None, float]] = []
     for block in context.blocks:
@@ -227,7 +228,7 @@ class SidedAccumulator(Accumulator, Generic[Sums]):
             self.A.add(block, A)
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Begin the sums of a block if it has no sums yet."""
+        """Start the sums of a block at zero if it has no sums yet."""
         self.G.add_zero(block)
         if not block.is_vector:
             self.A.add_zero(block)
@@ -250,7 +251,7 @@ class FactorAccumulator(SidedAccumulator[SideSums]):
         """Return G and A of the blocks that this process owns.
 
         Args:
-            weight: The sum of all examples' weights. This weight is A for blocks without an input
+            weight: The sum of all examples' weights, which is used as A for blocks without an input
                 factor.
         """
         factors: FactorSums = {}

@@ -1,9 +1,9 @@
-r"""Kronecker factors of one block, in the project's units.
+r"""Kronecker factors of one block, and their normalisation.
 
-Let T positions share a weight, let k be the columns of the loss Hessian's root, and let the sums be
-over examples n. The block of the mean loss over N examples is $\tfrac1N G \otimes \tfrac1M A$,
-where M of the examples have a position in the layer (all examples, unless stated otherwise below).
-The factors are:
+Let T positions share a weight, let k run over the columns of the loss Hessian's root, and n over
+the examples. The block of the mean loss over N examples is $\tfrac1N G \otimes \tfrac1M A$, where M
+of the examples have a position in the layer (all examples, unless stated otherwise below). The
+factors are:
 
 - `expand`: $G = \tfrac1T\sum_n\sum_t\sum_k g g^\top$ and $A = \sum_n\sum_t a a^\top$;
 - `reduce`: $G = \sum_n\sum_k \hat g\hat g^\top$ with $\hat g = \sum_t g$, and
@@ -15,17 +15,17 @@ $T_n = 0$ adds nothing to the sums, and does not count in M. The product $G_n \o
 example is zero. The mean of the products over all examples is therefore estimated without bias if G
 and A of the other examples are independent.
 
-If the loss weights its terms, as class weights do, the gradients g contain the roots of the
+If the loss has weighted terms, as with class weights, the gradients g contain the roots of the
 weights. Example n then enters A with the mean weight $\omega_n$ of its terms:
-$A = \sum_n\omega_n\sum_t a a^\top$ and $M = \sum_n\omega_n$. Weights of examples are further
-factors of $\omega_n$.
+$A = \sum_n\omega_n\sum_t a a^\top$ and $M = \sum_n\omega_n$. The weight of an example is a further
+factor of $\omega_n$.
 
-The block of a bias is exact: $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, and A is 1. So are the
-blocks of a scale and of the kernel of a depthwise convolution, with Jacobian rows instead of
-`Σ_t g`. Each group of a convolution has its own factors, and the factors of all groups are computed
-together. An embedding's activations are unit vectors, so its A is diagonal and is kept as a vector
-of counts; an embedding always uses `expand`. If a factor is wider than `WIDE`, only its diagonal is
-computed, also as a vector.
+The block of a bias is exact: $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, and A is 1. The blocks
+of a scale and of the kernel of a depthwise convolution are also exact, with Jacobian rows instead
+of `Σ_t g`. Each group of a convolution has its own factors, and the factors of all groups are
+computed together. An embedding's activations are unit vectors, so its A is diagonal and is kept as
+a vector of counts; an embedding always uses `expand`. If a factor is wider than `WIDE`, only its
+diagonal is computed, also as a vector.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
 network architectures".
@@ -80,15 +80,15 @@ def _gradients(
 ) -> tuple[Iterable[Float[Tensor, "n *groups d_out positions"]], int, int]:
     """Return gradients by call, their number of rows, and a divisor.
 
-    G is the sum of the outer products of the gradients, divided by the divisor. There is one row
-    for each position.
+    G is the sum of the outer products of the gradients, divided by the divisor. The number of rows
+    is the number of these outer products.
     """
     block = record.block
     num_vectors = record.num_columns * record.num_examples
     if block.is_vector:
         slices_of_rows = record.jacobian_rows()
-        # Slices are yielded one at a time, because a slice of a large parameter may have one
-        # example.
+        # Slices are yielded one at a time to save memory, because even one example of a large
+        # parameter may fill a slice.
         return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_vectors, 1
     columns_by_call = [gradients.flatten(0, 1) for gradients in record.columns()]
     if block.sharing == "reduce":
@@ -129,8 +129,8 @@ def input_factors(
         as_rows: Whether to return the rows of A in several slices, which have to be added up.
 
     Returns:
-        The summands of A. Without `as_rows`, a wide A is also rows if there are at most half as
-        many rows as columns.
+        The summands of A. Even without `as_rows`, a wide A is returned as rows if there are at most
+        half as many rows as columns.
     """
     masks = _without_padding(layer, block, inputs, masks)
     if block.is_one_hot:
@@ -223,7 +223,7 @@ def _count_indices(
 
 
 def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
-    """Return T of every example."""
+    """Return T, the number of positions that take part, for every example."""
     return torch.stack([mask.sum(1) for mask in masks]).sum(0)
 
 

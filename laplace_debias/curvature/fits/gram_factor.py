@@ -8,12 +8,12 @@ from torch import Tensor
 
 from laplace_debias.operators.eigh import eigh
 
-# Rows of at least this many columns have thin directions. If rows have fewer columns, computing all
+# Rows with at least this many columns have thin directions. With fewer columns, computing all
 # directions is cheaper.
 _THIN_FROM = 256
-# If rows have more numbers than `_WHOLE_UP_TO`, and at least `_STRIPS_FROM` columns, only one of
-# the two symmetric halves of their products is computed, in strips. For smaller products, both
-# halves take less time. This was measured on one thread of a processor with AVX-512, for 64 to
+# If rows have more entries than `_WHOLE_UP_TO`, and at least `_STRIPS_FROM` columns, only one of
+# the two symmetric halves of their products is computed, in strips. For smaller products, computing
+# both halves is faster. This was measured on one thread of a processor with AVX-512, for 64 to
 # 16,384 rows of 25 to 4,608 columns.
 _WHOLE_UP_TO = 2**16
 _STRIPS_FROM = 128
@@ -109,5 +109,5 @@ def add_gram(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups
 
 
 def _takes_strips(rows: Float[Tensor, "n d"]) -> bool:
-    """Whether computing one of two symmetric halves of the product in strips takes less time."""
+    """Whether computing one of two symmetric halves of the product in strips is faster."""
     return rows.numel() > _WHOLE_UP_TO and rows.shape[1] >= _STRIPS_FROM

@@ -48,7 +48,7 @@ class InducingInputs:
         network: The network, whose copies run the passes.
         blocks: The blocks of the network's Bayesian parameters, in the order of the columns.
         inputs: Z.
-        memory_bound: The limit of the bytes of rows. None selects the default.
+        memory_bound: The limit on the bytes of rows. None selects the default.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class ProjectedCurvature:
         return cls(moments / weight, trace / weight)
 
     def remainder(self, values: Float[Tensor, " k"], size: int) -> Float[Tensor, ""]:
-        """Compute the mean curvature of the other of all D directions from the trace."""
+        """Compute the mean curvature along the remaining D - k directions from the trace."""
         num_remaining = size - len(values)
         if num_remaining == 0:
             return torch.zeros_like(self.trace)
@@ -388,7 +388,7 @@ def leading_examples(
 
 
 def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
-    """Compute rows whose products `rowsᵀ rows` are moments."""
+    """Compute rows such that `rowsᵀ rows` equals the given moments."""
     values, Q = descending_eigenpairs(moments, "the curvature along the inducing directions")
     assert Q is not None
     return (Q * values.clamp_min(0).sqrt()).T
@@ -413,9 +413,10 @@ def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
 
 
 def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: int) -> Inputs:
-    """Draw inputs of the data without replacement, all with the same probability.
+    """Draw inputs of the data without replacement, each with the same probability.
 
-    The draw depends only on the indices of the examples in the data.
+    The draw depends only on the indices of the examples in the data. Examples with weight zero are
+    never drawn.
 
     Args:
         context: The processes that share the data.

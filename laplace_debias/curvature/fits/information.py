@@ -70,7 +70,7 @@ class ExampleCounts:
         return self.num_new / self.weight_read
 
     def mean(self, earlier: Tensor, sums: Tensor) -> Tensor:
-        """Average earlier means with sums over the new examples; return the sums' dtype."""
+        """Average earlier means and sums over the new examples, in the dtype of the sums."""
         return (self.num_earlier * earlier.to(sums) + self.scale * sums) / self.total
 
 
@@ -80,8 +80,8 @@ def add_earlier_factors(
     """Add the earlier factors to the factor sums of new data, in place.
 
     The results are the sums of K-FAC on all data, `Σ G` and `Σ A`. A block (or group) whose earlier
-    curvature is zero has no earlier factors. Its sums are scaled so that the mean over all data is
-    the mean over the new data times the share of the new data.
+    curvature is zero has no earlier factors, so its sums are scaled such that the mean over all
+    data is the mean over the new data times the share of the new data.
 
     Args:
         sums: The factor sums of the new data.
@@ -153,7 +153,7 @@ def _factor(
 
     Args:
         key: The factor's block and side.
-        eigenvalues: The eigenvalues; for a thin basis, the last eigenvalue belongs to all other
+        eigenvalues: The eigenvalues; for a thin basis, the last one is shared by all other
             directions.
         U: The eigenvectors. None means the coordinate axes.
         new: The factor of new data, to which the result will be added.

@@ -1,4 +1,4 @@
-"""Magnitudes, which are the curvature along given directions, measured on data."""
+"""Magnitudes: the curvature along given directions, measured on data."""
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class ProductMagnitudes:
 def curvature_along(
     context: FitContext, bases: dict[Block, Eigenbasis], data: Iterable[Batch], first_index: int
 ) -> ProductMagnitudes:
-    """Measure the factors' own curvature along every direction on other data (Eq. 9)."""
+    """Measure each factor's curvature along the directions, on other data (Eq. 9)."""
     accumulator = DirectionalCurvature(context, bases)
     totals = accumulate(accumulator, data, first_index)
     along_A = accumulator.A.projected
@@ -195,7 +195,7 @@ class SquaredGradients(Accumulator):
         add_to(self.squares, block, measured)
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Begin the sum of a block if it has no sum yet."""
+        """Start the sum of a block at zero if it has no sum yet."""
         if block not in self.squares:
             shape = [directions.num_magnitudes for directions in self._directions[block]]
             zeros = torch.zeros(*block.groups, *shape, device=self.context.device)
@@ -259,7 +259,7 @@ def drop_squares(context: FitContext, data: Iterable[Batch]) -> None:
 def coordinate_axes(block: Block) -> Eigenbasis:
     """Return the coordinate axes of a block as directions whose eigenvalues are 1."""
     d_out, d_in = block.shape
-    # Expand a single number, because a layer may have as many entries as a whole network.
+    # Expand a single number to save memory, because a layer may be very wide.
     one = torch.ones(())
     return Eigenbasis(Eigenpairs(one.expand(d_out), None), Eigenpairs(one.expand(d_in), None))
 
@@ -287,7 +287,7 @@ def assemble_eigenvalues(
     Args:
         context: The blocks, in order, and the dtype.
         bases: The directions of each block.
-        totals: The totals of the data that the factors come from.
+        totals: The totals of the data from which the factors were computed.
 
     Returns:
         The curvature, and the scales of the factors by the block's name.

@@ -17,7 +17,7 @@ class DataTotals:
         num_examples: The number of examples.
         nll: The sum of the examples' negative log-likelihoods in nats, times their weights; a
             tensor on the model's device during a pass.
-        num_outputs: The number of numbers that the network returned, times the examples' weights.
+        num_outputs: The number of output entries of all examples, times the examples' weights.
         weight: The sum of the examples' weights, which are 1 if the data have no weights.
         input_weights: The total weight of the examples over which the factor A of a block is a
             mean, by the block's name: the examples that have a position in the layer, with their
@@ -33,7 +33,7 @@ class DataTotals:
 
     def add_input_weight(self, block: Block, weight: Any) -> None:
         """Add the weight of examples whose activations were added to the factor A of a block."""
-        # Do not start the sum at zero: it would take the dtype of that zero.
+        # Do not start the sum at zero: it would then have the dtype of that zero.
         earlier = self.input_weights.get(block.name)
         self.input_weights[block.name] = weight if earlier is None else earlier + weight
 
