@@ -14,7 +14,7 @@ class AdapterState:
         active: The names of the active adapters.
         is_disabled: Whether the module is used without its adapters.
         merged: The names of the adapters that are merged into the weights.
-        scales: The scale factors of the active adapters that have a scale factor.
+        scales: The scale factors of the active adapters that have one.
     """
 
     active: tuple[str, ...]
@@ -32,11 +32,11 @@ class AdapterState:
 
 
 def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
-    """Return, by the module's path, the state of each module that has adapters of PEFT."""
+    """Return the state of each module that has PEFT adapters, by the module's path."""
     states = {}
     for path, module in model.named_modules():
-        # Layers have the first attribute. The model itself has the second attribute, which selects
-        # one of several prompts.
+        # Layers have the first attribute. The model itself has the second, which selects one of
+        # several prompts.
         active = getattr(module, "_active_adapter", vars(module).get("active_adapter"))
         names = (active,) if isinstance(active, str) else active
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):

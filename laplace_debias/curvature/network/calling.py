@@ -44,9 +44,9 @@ def returned_outputs(
 ) -> Tensor:
     """Call the model, and return its outputs in their own shape.
 
-    With other values for some `parameters`, the call is differentiable in them by `torch.func`. The
-    model receives copies of the inputs, because in-place operations must not change a batch that is
-    used again.
+    If `parameters` are passed, their values replace the model's, and `torch.func` can differentiate
+    the call with respect to them. The model receives copies of the inputs, because in-place
+    operations must not change a batch that is used again.
 
     Raises:
         TypeError: If the model does not return a tensor of real numbers.
@@ -70,7 +70,7 @@ def returned_outputs(
             outputs = functional_call(model, dict(parameters), arguments, named)
             return without_subclass(logits_of(outputs))
     except ValueError as error:
-        # torch raises this error if the model computes statistics over a batch that has a single
+        # torch raises this error if the model computes statistics over a batch with a single
         # example.
         if "more than 1 value per channel" in str(error):
             raise mixing_error() from error
@@ -116,7 +116,7 @@ def _ignoring(category: type[Warning], message: str = "") -> tuple[Any, ...]:
 @SharedSetting
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress torch's warnings about its own parts.
+    """Suppress torch's warnings about its own internals.
 
     The filters are added and removed one by one, so that filters that other threads set in the
     meantime are kept.
@@ -124,8 +124,8 @@ def quiet() -> Iterator[None]:
     added = [
         _ignoring(FutureWarning),
         _ignoring(Warning, "TF32 acceleration"),
-        # An operation that torch does not vectorise runs in a loop, slower but with the same
-        # numbers.
+        # An operation that torch does not vectorise runs in a loop, which is slower but gives the
+        # same numbers.
         _ignoring(Warning, "There is a performance drop"),
     ]
     filters: Any = warnings.filters

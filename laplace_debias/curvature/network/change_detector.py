@@ -82,8 +82,8 @@ class ChangeDetector:
         has_same_names = tensors.keys() == sums.keys()
         if self._frozen is not None and has_same_names and self._frozen.are_current(parts):
             return None
-        # The versions are taken before the reading, so that the next comparison notices a change in
-        # the meantime.
+        # The versions are taken before the entries are read, so that the next comparison notices a
+        # change in the meantime.
         frozen = FrozenTensors(parts)
         for name, tensor in tensors.items():
             if name not in sums or sum_of_bits(tensor) != sums[name]:

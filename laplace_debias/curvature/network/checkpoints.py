@@ -2,8 +2,9 @@
 
 A checkpointed function keeps no graph, and the backward pass runs it again. By then, the hooks that
 record the calls of layers are gone, so the second run differs from the first run. Derivatives of
-higher order, along several columns or with respect to single tensors are not supported either. So
-the passes of this package run a checkpointed function as a plain call, with the same results.
+higher order, along several columns or with respect to single tensors are not supported either.
+Therefore the passes of this package run a checkpointed function as a plain call, with the same
+results.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ class _Recomputed:
 
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that the backward pass calls again, instead of keeping its graph."""
+    """Call a function without keeping its graph; the backward pass calls it again."""
     # The whole function is run again, so that accelerate's hooks unload the weights that they load.
     with torch_checkpoint.set_checkpoint_early_stop(False):
         return torch_checkpoint.checkpoint(

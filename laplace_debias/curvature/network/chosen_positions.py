@@ -31,12 +31,12 @@ class ChosenPositions:
     """The requested positions, and the place in the network at which they can be chosen.
 
     Attributes:
-        columns: Indices of the positions among the positions of the outputs, `[B, p]`.
+        columns: The indices of the requested positions in the outputs, `[B, p]`.
         is_single: Whether a single position was requested. Results then have no dimension for
             positions.
         head: The path of the `nn.Linear` whose outputs, `[B, T, C]`, are the outputs of the
-            network. This layer needs only the inputs at the positions. The path is None if there is
-            no such layer.
+            network. Only the inputs at the requested positions need to be passed to it. None if
+            there is no such layer.
     """
 
     columns: Int[Tensor, "batch p"]
@@ -44,7 +44,7 @@ class ChosenPositions:
     head: str | None
 
     def inputs(self, x: Inputs) -> Inputs:
-        """Add the positions to the inputs, as the network that `network` returns requires."""
+        """Add the positions to the inputs, in the form that the result of `network` requires."""
         if isinstance(x, Tensor):
             return (x, self.columns)
         if isinstance(x, Mapping):
@@ -113,7 +113,7 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     mask = _attention_mask(model, x, outputs.shape[1])
     requested = requested.to(outputs.device)
     columns = _columns(requested, mask, num_examples(x), outputs.shape[1])
-    # The head can be applied to chosen positions only if the outputs are its unchanged outputs.
+    # The head can be applied to only some positions if the model returns its outputs unchanged.
     is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
     chosen = ChosenPositions(columns, requested.ndim == 0, calls.path)
     if is_head and calls.x.ndim == 3 and _takes_fewer(model, chosen, example, outputs):
@@ -196,7 +196,7 @@ def _columns(
 def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
     """Return the attention mask among the inputs, or the mask of a decoder with its own inputs.
 
-    A prompt of PEFT comes before the positions of the inputs, and is not padding.
+    A PEFT prompt comes before the positions of the inputs, and is not padding.
     """
     if isinstance(x, Tensor):
         return None
@@ -219,7 +219,7 @@ def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
 class LinearCalls:
     """A recorder of the last call of a linear layer in a forward pass.
 
-    Hooks stay on the working copy. The call computed `z` from `x`, which keeps its graph.
+    The call computed `z` from `x`, which keeps its graph. The hooks stay on the working copy.
     """
 
     def __init__(self, network: nn.Module, head: str | None = None) -> None:
@@ -245,7 +245,7 @@ class LinearCalls:
 def _takes_fewer(
     model: nn.Module, chosen: ChosenPositions, example: Inputs, outputs: Tensor
 ) -> bool:
-    """Whether the forward pass runs if only some positions are passed to the head."""
+    """Whether passing only some positions to the head works and gives the same outputs."""
     first = ChosenPositions(chosen.columns[:1], chosen.is_single, chosen.head)
     try:
         with torch.no_grad():

@@ -21,7 +21,7 @@ def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
 
     The number is the sum of the entries' bits, read as integers. The sum is exact, so it does not
     depend on a device's rounding. Training, a different checkpoint or new statistics of a
-    normalisation change the number, but exchanging entries does not. Buffers that are not in
+    normalisation change the number, but swapping entries does not. Buffers that are not in
     checkpoints, such as caches that a forward pass fills, are not included.
     """
     sums = {}
@@ -34,8 +34,8 @@ def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under every name that they have.
 
-    The tensors are the tensors of `state_dict`, except for modules that PEFT has replaced.
-    `state_dict` itself is not called, because quantised layers change during its call.
+    The tensors are those in `state_dict`, without the modules that PEFT has replaced. `state_dict`
+    itself is not called, because quantised layers change during its call.
     """
     replaced = unused_originals(model)
     modules = [
@@ -81,7 +81,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Hash tensors; the result depends on the shapes, the entries and the order of the entries.
+    """Hash tensors; the result depends on their dtypes, shapes and entries, and on the order.
 
     The hash takes one to two seconds per GB on the CPU.
     """

@@ -1,4 +1,4 @@
-"""Detection of changes of tensors without reading all of their entries."""
+"""Detection of changes in tensors without reading all of their entries."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprints import as_integers
 
-# The least number of compared entries of a larger tensor; the actual number is less than twice as
-# large.
+# The minimum number of entries that are compared for a larger tensor; the actual number is less
+# than twice as large.
 _SAMPLE_SIZE = 1024
 
 
@@ -41,8 +41,8 @@ class FrozenTensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._places = list(map(place, tensors))
         self._versions = versions(tensors)
-        # The entries of all tensors are compared at once, which takes less time on a GPU. They are
-        # views, which keep the storages alive, so that no new tensor can have the same address.
+        # The entries of all tensors are compared at once, which is faster on a GPU. They are views,
+        # which keep the storages alive, so that no new tensor can have the same address.
         entries = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
         for tensor in tensors:
             sampled = _sampled_entries(tensor)
@@ -54,7 +54,7 @@ class FrozenTensors:
         return list(map(place, tensors)) == self._places and self.are_unchanged(tensors)
 
     def are_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the given tensors, which must be in these places, have not changed."""
+        """Whether the given tensors, which must be in the same places, have not changed."""
         if versions(tensors) != self._versions:
             return False
         return all(torch.cat(views).equal(values) for views, values in self._samples)

@@ -11,19 +11,19 @@ class FunctionModel(nn.Module):
     """A module that calls `f(parameters, x)` with a dictionary of parameter tensors.
 
     Operators and `Laplace` accept it instead of a network. Its parameters have the names of the
-    dict and share memory with the tensors of the dict, so an in-place step changes both.
+    dict and share memory with the tensors of the dict, so an in-place update changes both.
 
     Args:
-        function: A function from the parameters by name, and the inputs in the form of the data, to
-            outputs `[B, ..., C]` that torch can differentiate. It may use
+        function: A function that maps the parameters by name, and the inputs in the form of the
+            data, to outputs `[B, ..., C]` that torch can differentiate. It may use
             `torch.func.functional_call`.
-        parameters: Tensors of floating-point numbers by name.
+        parameters: Tensors of floating-point numbers, by name.
 
     Raises:
         TypeError: If `function` is not callable, `parameters` is not a mapping from names to
             tensors, or a tensor does not hold floating-point numbers.
-        ValueError: If there are no parameters, or a name is a path through a different name, such
-            as `"a.b"` through `"a"`.
+        ValueError: If there are no parameters, or one name is the beginning of another's path, such
+            as `"a"` of `"a.b"`.
 
     Example:
         >>> import torch

@@ -110,7 +110,7 @@ def move(
     *,
     keeps_graph: bool = False,
 ) -> Inputs:
-    """Move inputs to a device, and require that their floats have one of the dtypes.
+    """Move inputs to a device, and require that floating-point inputs have one of the dtypes.
 
     Gradients flow back to the inputs only if `keeps_graph`.
     """
@@ -125,7 +125,7 @@ def move(
             )
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
             raise dtype_error(x.dtype, dtypes)
-        # Tensors that were made in inference mode cannot be differentiated.
+        # Tensors that were created in inference mode cannot be differentiated.
         if x.is_inference():
             x = x.clone()
         elif not keeps_graph:
@@ -172,7 +172,7 @@ def digest_of_examples(inputs: Inputs, targets: Tensor, weights: Tensor | None =
 
 
 def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
-    """Replace the tensors among the inputs by the given tensors in order."""
+    """Replace the tensors among the inputs by the given tensors, in the same order."""
     replacements = iter(tensors)
     if isinstance(inputs, Tensor):
         return next(replacements)

@@ -54,7 +54,7 @@ class ModuleSnapshot:
     module.
 
     Args:
-        model: The model. `of` accepts models whose changes cannot be detected.
+        model: The model, whose changes must be detectable; `of` accepts any model.
 
     Attributes:
         buffers: The model's buffers.
@@ -65,7 +65,7 @@ class ModuleSnapshot:
         """Take a snapshot, or return None if changes of the modules cannot be detected.
 
         Changes can be detected if the attributes of all modules are numbers, strings, functions,
-        containers of them, and plain tensors.
+        containers of these, or plain tensors.
         """
         try:
             return cls(model)
@@ -77,7 +77,7 @@ class ModuleSnapshot:
         self._modules = list(model.modules())
         self._types = list(map(type, self._modules))
         self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are empty, because they are for hooks, and most modules have no hooks.
+        # Most containers are empty, because they are meant for hooks, and most modules have none.
         self._empty: list[Any] = []
         registries: list[dict[str, Any]] = []
         self._contents: list[tuple[Any, Hashable]] = []

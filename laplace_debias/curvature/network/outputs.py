@@ -2,7 +2,7 @@
 
 The device computes whether labels are in range and outputs are finite. If the host read each
 answer, it would wait for the device in every batch. Therefore a pass over data collects the answers
-on the device and reads them together at the end of the pass, and in a long pass also in between. No
+on the device and reads them together at the end of the pass or, in a long pass, also in between. No
 results are used before the answers have been read. On the CPU, an answer is read immediately.
 """
 
@@ -27,11 +27,11 @@ PASS_BYTES = 2**27
 """The default memory limit on a CPU in bytes."""
 LARGEST_DEFAULT_BYTES = 2**32
 """If one example needs more than the default limit, up to this many bytes are used."""
-# The number of answers that are kept before they are read. It is bounded so that a pass over wrong
-# data ends early, and because an answer takes half a kilobyte of the device's memory.
+# The largest number of answers that wait to be read. It is limited so that a pass over wrong data
+# ends early, and because each answer takes half a kilobyte of the device's memory.
 _MOST_KEPT = 1024
 _SIGMOID = "SigmoidBackward0"
-"""Autograd's name of a sigmoid."""
+"""Autograd's name for a sigmoid."""
 _RESHAPING = (
     "Alias",
     "Clone",
@@ -47,7 +47,7 @@ _RESHAPING = (
     "Unsqueeze",
     "View",
 )
-"""How autograd's names of operations begin that change the shape or the dtype, but no values."""
+"""Prefixes of autograd's names for operations that change the shape or dtype, but no values."""
 _CURRENT: ContextVar["DeferredChecks | None"] = ContextVar("deferred_checks", default=None)
 
 
@@ -160,8 +160,8 @@ def are_finite(values: Tensor) -> Tensor | bool:
     if values.is_cpu and math.isfinite(values.sum()):
         return True  # The sum of finite entries may overflow, but no other sum is finite.
     if values.is_floating_point() and values.numel() > 0:
-        # The largest magnitude takes a single pass, and is NaN or infinite if any entry is NaN or
-        # infinite.
+        # The largest magnitude is computed in a single pass, and is NaN or infinite if any entry
+        # is.
         return torch.linalg.vector_norm(values, math.inf) < math.inf
     return values.isfinite().all()
 
@@ -182,7 +182,7 @@ def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
 
 
 def _takes(model: nn.Module, x: Tensor) -> bool:
-    """Whether the model has a row of outputs for the first of the inputs."""
+    """Whether the model returns a row of outputs for the first of the inputs."""
     try:
         with torch.no_grad():
             outputs = call(model, x[:1])
@@ -239,8 +239,8 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
         outputs = logits_of(raw_outputs)
         has_dim = -outputs.ndim <= class_dim < outputs.ndim
         if not has_dim or class_dim in (0, -outputs.ndim):
-            # The message does not state the batch size, because the package may have made up the
-            # batch.
+            # The message does not state the batch size, because the package may have created the
+            # batch itself.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
                 f"`class_dim={class_dim}` must be a dimension of the model's outputs "
@@ -268,7 +268,7 @@ def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> T
 def warn_of_probabilities(outputs: Tensor) -> None:
     """Warn if every row of the outputs `[B, ..., C]` is a distribution over C ≥ 2 classes.
 
-    One row of logits may be non-negative and sum to 1 by chance, but hardly several rows.
+    A single row of logits may be non-negative and sum to 1 by chance, but several rows hardly will.
     """
     if outputs.ndim < 2 or outputs.shape[-1] < 2 or outputs[..., 0].numel() < 2:
         return

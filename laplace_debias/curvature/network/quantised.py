@@ -57,8 +57,8 @@ def shared_parameter(parameter: nn.Parameter) -> Tensor:
 def keep_differentiable(network: nn.Module) -> None:
     """Make the quantised layers of a working copy differentiable.
 
-    On some processors, bitsandbytes packs 4-bit weights at the first inference into a form without
-    a derivative in the inputs. `state_dict` unpacks these weights.
+    On some processors, bitsandbytes packs 4-bit weights at the first inference into a form that
+    cannot be differentiated with respect to the inputs. `state_dict` unpacks these weights.
     """
     for module in network.modules():
         if not getattr(module, "support_avx512bf16_for_cpu", False):
@@ -72,8 +72,8 @@ def keep_differentiable(network: nn.Module) -> None:
 def recompute_weights(network: nn.Module) -> None:
     """Make the quantised layers of a working copy dequantise again in backward passes.
 
-    The graph of a forward pass would keep the dequantised weights of torchao's layers. For
-    bitsandbytes' layers, the graph keeps only the quantised weights.
+    Otherwise, the graph of a forward pass would keep the dequantised weights of torchao's layers.
+    The layers of bitsandbytes need no change, because their graph keeps only the quantised weights.
     """
     for module in network.modules():
         is_copy_of_copy = isinstance(vars(module).get("forward"), _RecomputedForward)
@@ -118,7 +118,7 @@ class _RecomputedForward:
 
 
 def quantised_state(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that a quantised layer keeps within attributes that are not tensors."""
+    """Yield the tensors that a quantised layer stores inside attributes that are not tensors."""
     if not any(is_quantised(tensor) for _, tensor in _own_tensors(module)):
         return
     for value in vars(module).values():
@@ -152,7 +152,7 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
 
 
 def split_over_processes(name: str) -> NotImplementedError:
-    """Return the error for a parameter or wrapper with which curvature cannot be computed."""
+    """Return the error for a parameter or wrapper that is split over processes."""
     return NotImplementedError(
         f"{name} is split over processes (fully_shard, tensor parallelism), but "
         "each process needs every Bayesian parameter in full. Exclude the "

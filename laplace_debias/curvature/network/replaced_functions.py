@@ -14,8 +14,8 @@ def _embedding(
 ) -> Tensor:
     """Look up rows, and keep the row of `padding_idx` fixed in every derivative, as in training.
 
-    torch's forward derivatives wrongly include this row, and so do derivatives of a table for each
-    example.
+    torch's forward derivatives wrongly include this row, and so do derivatives if each example has
+    its own table.
     """
     rows = F.embedding(input, weight, padding_idx, *args, **kwargs)
     if padding_idx is None:
@@ -36,7 +36,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Look up rows and reduce them bag by bag, because torch's function has only one derivative."""
+    """Look up rows and reduce them bag by bag, because torch's has only a first derivative."""
     if max_norm is not None:
         # torch's function also renormalises the looked-up rows of the table in place.
         return F.embedding_bag(
@@ -83,7 +83,7 @@ def _embedding_bag(
 
 
 def _pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
-    """Compute the distances of all pairs of rows in the order of `F.pdist`."""
+    """Compute the distances between all pairs of rows, in the order of `F.pdist`."""
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
     return torch.linalg.vector_norm(input[first] - input[second], p, -1)
 

@@ -31,10 +31,10 @@ _REMEDY = (
 def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]:
     """Return the names of the trainable parameters of the layer that computes the outputs.
 
-    The output of every layer is detached from its inputs. The layer on which the network's outputs
-    still depend is the last layer. Operations without parameters (views, a softmax, a temperature,
-    pooling) do not count. Normalisations and single numbers such as a learned temperature do not
-    count either, because they only rescale the output of the last layer.
+    The output of every layer is detached from its inputs, so the layer on which the network's
+    outputs still depend is the last layer. Operations without parameters (views, a softmax, a
+    temperature, pooling) do not count. Normalisations and single numbers such as a learned
+    temperature do not count either, because they only rescale the output of the last layer.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -164,8 +164,8 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
 def _owner(model: nn.Module, path: str) -> nn.Module:
     """Return the user's module at a path.
 
-    For a layer that a rule added, such as a projection of an attention, return the module to which
-    it was added.
+    For a layer that a rule added, such as a projection of attention, return the module to which it
+    was added.
     """
     parent, _, key = path.rpartition(".")
     above = model.get_submodule(parent)
@@ -182,7 +182,7 @@ def select_parameters(
 ) -> list[str]:
     """Return the names of the Bayesian parameters, in the model's order.
 
-    `"weights"` are all parameters except biases. `"supported"` has the same result as `"all"`,
+    `"weights"` selects all parameters except biases. `"supported"` has the same result as `"all"`,
     because the supported layers are not known here. Frozen parameters are never Bayesian.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -292,7 +292,7 @@ def _check_own_memory(model: nn.Module, names: Sequence[str]) -> None:
     """Require that no other parameter has the same memory as a Bayesian parameter.
 
     Training changes such parameters together, but derivatives treat them as independent. A single
-    parameter object that several modules have is permitted.
+    parameter object that several modules share is permitted.
     """
     owners: dict[tuple[torch.device, int, int], str] = {}
     bayesian = {id(model.get_parameter(name)) for name in names}

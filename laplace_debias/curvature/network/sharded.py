@@ -64,7 +64,7 @@ def plain_unit(module: Any) -> nn.Module:
 
 
 def gather_in_single_precision(network: nn.Module) -> None:
-    """Make the units of a working copy gather parameters with single precision or a wider dtype."""
+    """Make the units of a working copy gather parameters in single precision or a wider dtype."""
     for module in network.modules():
         if _is_plain_unit(module):
             setattr(module, _IS_WIDE, True)
@@ -80,7 +80,7 @@ def _is_plain_unit(module: nn.Module) -> bool:
 
 
 def _modules_of_unit(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a unit that do not belong to an inner unit."""
+    """Yield the modules of a unit, except the modules of inner units."""
     yield unit
     for child in unit.children():
         if not _is_plain_unit(child):
@@ -88,7 +88,7 @@ def _modules_of_unit(unit: nn.Module) -> Iterator[nn.Module]:
 
 
 def _enter(unit: nn.Module, _: Any) -> None:
-    """Give the unit's modules whole parameters."""
+    """Replace the sharded parameters of the unit's modules by whole parameters."""
     sharded = []
     for module in _modules_of_unit(unit):
         for name, parameter in module._parameters.items():
@@ -110,7 +110,7 @@ def _enter(unit: nn.Module, _: Any) -> None:
 
 
 def _leave(unit: nn.Module, _: Any, __: Any) -> None:
-    """Give the unit's modules their sharded parameters again."""
+    """Restore the sharded parameters of the unit's modules."""
     sharded, hooks = vars(unit).pop(_ENTERED, ((), None))
     if hooks is not None:
         hooks.__exit__()

@@ -28,7 +28,7 @@ from laplace_debias.system.memory import is_out_of_memory
 def shared_copy(model: nn.Module) -> nn.Module:
     """Copy a model's module tree while sharing the storage of its parameters.
 
-    Changes of the copy (hooks, attributes, `requires_grad`, gradients, modes) never affect the
+    Changes to the copy (hooks, attributes, `requires_grad`, gradients, modes) never affect the
     original, even if an exception occurs. Because the storage is shared, the copy needs little
     memory, and its parameters are never out of date.
 
@@ -56,17 +56,18 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def _copies_made_apart(model: nn.Module) -> dict[int, object]:
-    """Return objects that `deepcopy` must not copy, and what takes their place, by their `id`."""
+    """Return replacements for the objects that `deepcopy` must not copy, by the objects' `id`."""
     memo: dict[int, object] = {}
     for module in model.modules():
         for attribute in vars(module).values():
             if type(attribute) in (OrderedDict, dict, set) and not attribute:
-                # Every module has a dozen empty containers for hooks, which would take longest to
-                # copy.
+                # Every module has a dozen empty containers for hooks, and copying them would take
+                # most of the time.
                 memo[id(attribute)] = type(attribute)()
             for tensor in _tensors_in(attribute):
                 if not tensor.is_leaf:
-                    # The tensor is computed from other tensors, like the weight of a weight norm.
+                    # The tensor is computed from other tensors, like a weight under weight
+                    # normalisation.
                     memo[id(tensor)] = tensor.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = shared_parameter(parameter)
@@ -170,7 +171,8 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
     """Raise an error if a copy calls the user's own modules.
 
     A function that refers to a module, such as a lambda in an attribute, is not copied deeply. The
-    copy then calls the original module, and no derivatives in its parameters are computed.
+    copy then calls the original module, and no derivatives with respect to its parameters are
+    computed.
 
     Args:
         model: The user's model.
@@ -198,8 +200,8 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
                 "it an attribute of the module that calls it, or exclude its parameters."
             )
 
-    # The hook is global, because copies that other threads make meanwhile would include hooks of
-    # the user's own modules.
+    # The hook is global, because a copy that another thread makes in the meantime would include any
+    # hooks of the user's own modules.
     handle = register_module_forward_pre_hook(refuse)
     try:
         yield
@@ -222,7 +224,7 @@ def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo the changes of modules' attributes by a forward pass, such as caches.
+    """Undo the changes that a forward pass makes to modules' attributes, such as caches.
 
     The next pass would otherwise use the caches of other examples.
     """
@@ -234,8 +236,8 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 # A forward pass in eval mode does not change the modules defined in these files, unless they have
-# hooks. Instance normalisation is missing: in torch 2.8, it also writes to its running statistics
-# in eval mode.
+# hooks. Instance normalisation is not in the list, because in torch 2.8, it writes to its running
+# statistics even in eval mode.
 _CONSTANT_MODULES = {
     f"torch.nn.modules.{name}"
     for name in (
@@ -254,7 +256,7 @@ _CONSTANT_MODULES = {
 
 
 def are_constant(modules: Iterable[nn.Module]) -> bool:
-    """Whether forward passes cannot change attributes of the modules, such as torch's modules."""
+    """Whether forward passes cannot change the modules' attributes, as with most torch modules."""
     for module in modules:
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         if has_hooks or "forward" in vars(module):
@@ -275,8 +277,8 @@ class SavedAttributes:
         self._saved = []
         self._modules = list(modules)
         self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are for hooks that a module does not have, and are empty. They are
-        # compared together.
+        # Most containers are empty, because they are meant for hooks, and most modules have none.
+        # All empty containers are compared together.
         self._empty: list[Any] = []
         self._filled: list[tuple[Any, Any]] = []
         for module in self._modules:

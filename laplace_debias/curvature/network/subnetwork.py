@@ -28,7 +28,7 @@ class Subnetwork(nn.Module):
     `Laplace(Subnetwork(model, entries), curvature="full")` is a posterior over single entries, with
     all other entries fixed. It supports all operations of a posterior. To load a file, use
     `Laplace.load(path, Subnetwork(model, entries))`. The curvature of the entries is one exact
-    block, which is computed from the gradients of full parameters.
+    block, which is computed from the gradients of the full parameters.
 
     Args:
         model: The trained network. It is not changed: the fixed entries are shared with it, and the

@@ -18,8 +18,8 @@ def validate_model(model: nn.Module) -> nn.Module:
     """Check that curvature is defined for a model, and return the model without wrappers.
 
     Parameters must be finite, and the outputs must not be random or depend on the whole batch. A
-    buffer may contain Inf, as an attention mask does: if Inf affects the outputs, they are not
-    finite.
+    buffer may contain Inf, as an attention mask does. If this affects the outputs, they are not
+    finite, and are rejected later.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")
@@ -31,7 +31,7 @@ def validate_model(model: nn.Module) -> nn.Module:
 
 
 def _sharded_parameters(model: nn.Module) -> set[int]:
-    """Collect the `id`s of parameters that `fully_shard` splits, and let its modules split them.
+    """Reshard the modules of `fully_shard`, and collect the `id`s of their split parameters.
 
     Raises:
         TypeError: If a module is TorchScript.
@@ -88,7 +88,7 @@ def _check_tensors(model: nn.Module, sharded: set[int]) -> None:
 def _check_layer(path: str, module: nn.Module) -> None:
     """Require a layer whose outputs are not random and do not depend on the whole batch."""
     name = f"{path or 'model'} ({type(module).__name__})"
-    # The classes are recognised by their module, because importing them takes long.
+    # The classes are recognised by their module, because importing them is slow.
     if ".quantized.dynamic." in type(module).__module__:
         raise ValueError(
             f"{name} is dynamically quantised. It rounds according to the largest input of "

@@ -13,12 +13,12 @@ from laplace_debias.system.gathering import is_sharded
 
 
 def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Make a working copy compute in single precision if some of its parameters are narrower.
+    """Make a working copy compute in single precision if any of the named parameters is narrower.
 
     The parameters keep their values, which single precision holds exactly. Therefore curvature,
-    directions and predictives belong to the function with these values, without the rounding of
-    every activation and gradient to the 8 bits of bfloat16. The copy takes 4 bytes for each
-    parameter of the model, Bayesian or not.
+    directions and predictives describe the function with exactly these values, without the rounding
+    of every activation and gradient to the 8 bits of bfloat16. The copy needs 4 bytes per parameter
+    of the model, Bayesian or not.
     """
     dtypes = set[torch.dtype]()
     for name in names:
