@@ -28,9 +28,9 @@ class Uniforms:
         self._key = (seed, sample, first_index)
 
     def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Return numbers in (0, 1), float64, in the shape and on the device of `like` `[B, ...]`.
+        """Return numbers in (0, 1), float64, with the shape and device of `like` `[B, ...]`.
 
-        The entries that count get the same numbers as in an example without the other entries.
+        The entries that count get the same numbers as if the example had no other entries.
         """
         seed, sample, first_index = self._key
         rows = np.arange(first_index, first_index + len(like), dtype=np.uint64)[:, None]
@@ -85,11 +85,11 @@ class OutputLoss(ABC):
     """A loss as a function of the outputs `[B, ...]`, summed over the batch, with its divisor.
 
     The loss of a data set is the sum of the batches' values. With `reduction="mean"`, this sum is
-    divided by the sum of the batches' counts. Because of the sums, results do not depend on how the
-    data are split into batches. `is_recordable` says whether `value` consists of operations that
-    are known to be recorded safely. `is_convex` says whether `value` is known to be convex in the
-    outputs, so that a generalised Gauss-Newton matrix is positive semi-definite. `has_distribution`
-    says whether labels can be drawn from the model.
+    divided by the sum of the batches' counts. Therefore results do not depend on how the data are
+    split into batches. `is_recordable` says whether `value` consists of operations that are known
+    to be safe to record. `is_convex` says whether `value` is known to be convex in the outputs, so
+    that a generalised Gauss-Newton matrix is positive semi-definite. `has_distribution` says
+    whether labels can be drawn from the model.
     """
 
     reduction: str
@@ -133,17 +133,17 @@ class OutputLoss(ABC):
         return torch.tensor(counts, dtype=torch.float64, device=targets.device)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Compute the gradient of `value` in the outputs."""
+        """Compute the gradient of `value` with respect to the outputs."""
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
             return torch.autograd.grad(self.value(f, labels), f)[0]
 
     @abstractmethod
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """Compute the Hessian of `value` in the outputs."""
+        """Compute the Hessian of `value` with respect to the outputs."""
 
     def weighted_hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """Compute the Hessian of `weighted_value` in the outputs."""
+        """Compute the Hessian of `weighted_value` with respect to the outputs."""
         product = self.hessian(outputs, labels)
         if labels.example_weights is None:
             return product
@@ -184,8 +184,8 @@ class OutputLoss(ABC):
 class NegativeLogLikelihood(OutputLoss):
     """The loss −log p(y | f), in nats, summed over the positions of an example.
 
-    The mean is over examples. A target that does not count for the likelihood (`ignore_index`) adds
-    nothing to the sum.
+    The mean is over examples. A target that the likelihood ignores (`ignore_index`) adds nothing to
+    the sum.
     """
 
     reduction = "mean"

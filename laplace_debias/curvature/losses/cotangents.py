@@ -109,7 +109,7 @@ class Cotangents:
             return BatchCotangents(columns, value, input_weights)
         weights = weights.to(outputs.device)
         losses = self.loss.values(outputs, labels).double()
-        # The roots have the precision of the cotangents, not the precision of the weights.
+        # Compute the roots in the precision of the cotangents, not in the precision of the weights.
         columns = scale_examples(columns, weights.to(columns.dtype).sqrt(), 1)
         input_weights = weights if input_weights is None else weights * input_weights
         return BatchCotangents(columns, losses @ weights.double(), input_weights)
@@ -136,7 +136,7 @@ class Cotangents:
 
 @dataclass(frozen=True)
 class OutputCotangents(Cotangents):
-    r"""A single cotangent at one output, the root of this entry of the loss Hessian's diagonal.
+    r"""A cotangent at a single output: the root of its entry on the loss Hessian's diagonal.
 
     For columns s of any cotangents, it is $\big(\sum_k s_{kc}^2\big)^{1/2} e_c$.
 

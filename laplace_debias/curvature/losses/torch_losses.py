@@ -27,7 +27,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     """Return the loss in the form that the operators use.
 
     The loss of a `Likelihood` is the mean of −log p(y | f) over examples, for outputs
-    `[B, ..., C]`. `reduction` is the reduction of a callable without such an attribute. With
+    `[B, ..., C]`. `reduction` applies to a callable that has no attribute `reduction`. With
     `takes_vectors`, a user's callable receives outputs `[B, 1]` in the shape in which the model
     returns them, `[B]`.
     """
@@ -68,7 +68,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
 
 
 def _stated_reduction(loss: Loss, reduction: str | None) -> str:
-    """Return the reduction, `"mean"` or `"sum"`, that a loss or else the user states."""
+    """Return the reduction, `"mean"` or `"sum"`, that the loss or else the user specifies."""
     loss_reduction = getattr(loss, "reduction", None)
     if None not in (loss_reduction, reduction) and loss_reduction != reduction:
         raise ValueError(
@@ -218,7 +218,7 @@ class SquaredError(OutputLoss):
 
 
 class BinaryCrossEntropy(OutputLoss):
-    r"""`nn.BCEWithLogitsLoss` of logits and targets in [0, 1] of one shape.
+    r"""`nn.BCEWithLogitsLoss` of logits and targets in [0, 1] with the same shape.
 
     With $w$ the weight, $\pi$ the `pos_weight` and $T = w(1 + (\pi - 1)y)$, a term is
     $T\,\mathrm{softplus}(f) - w\pi y f$. Its gradient is $T p - w\pi y$ and its Hessian $T p(1-p)$,
@@ -263,8 +263,8 @@ class BinaryCrossEntropy(OutputLoss):
 
     def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute T and w π of every entry in float64, and convert them."""
-        # Compute in float64 if targets are in half precision: torch does not round the weights to
-        # half precision either.
+        # Compute in float64 even if targets are in half precision, because torch does not round the
+        # weights to half precision either.
         targets = targets.double()
         weight = _expand_weight(self._weight, targets)
         positive = weight * _expand_weight(self._pos_weight, targets)
@@ -328,9 +328,8 @@ class BinaryCrossEntropy(OutputLoss):
 class AnyLoss(OutputLoss):
     """A callable `loss(outputs, targets) -> scalar` that torch differentiates.
 
-    A mean is taken to be over examples, so that the data set's loss weights every batch by its
-    size. A loss that ignores targets (`ignore_index`) is not a mean over examples, and raises an
-    error.
+    A mean is assumed to be over examples, so the data set's loss weights every batch by its size. A
+    loss that ignores targets (`ignore_index`) is not a mean over examples, and raises an error.
     """
 
     # The callable may contain operations whose recording crashes torch; see `SquaredError.value`.

@@ -19,7 +19,7 @@ _DERIVED_METHODS = {
     "sample": ("drawn_gradient",),
     "hessian_root": ("signed_root", "hessian_trace", "drawn_gradient"),
 }
-"""Methods, and the methods whose faster forms in a class belong to them."""
+"""Methods, and the methods that return to their general form if a class overrides the former."""
 
 
 class Likelihood(ABC):
@@ -31,18 +31,18 @@ class Likelihood(ABC):
     `[B, T, C]`, the methods receive each position as an example, and ℓ is the sum over positions;
     only `predictive` and `mixture` receive the dimension of positions.
 
-    A likelihood also defines everything in other modules that depends on the likelihood: the
-    attributes below, `marginals` and `epistemic_variances` for targets that are numbers, `options`
-    for files, `exported` for programs, `describe` and `warn_of_outputs` for users.
+    A likelihood also defines everything that other modules need to know about it: the attributes
+    below, `marginals` and `epistemic_variances` for targets that are numbers, `options` for files,
+    `exported` for programs, `describe` and `warn_of_outputs` for users.
 
     Attributes:
         name: The name in `Laplace(likelihood=)`, in files and as `--task`. None if the class is not
             in this package.
         targets: The type of a target: one class, several labels, or numbers. None if the type is
-            not stated.
+            not specified.
         activation: How outputs that are logits become probabilities: by one softmax, or by a
-            sigmoid for each output. Links and temperatures apply to these likelihoods. None if the
-            outputs are not logits.
+            sigmoid for each output. Links and temperatures apply only to such likelihoods. None if
+            the outputs are not logits.
         has_sigma: Whether the curvature is proportional to the inverse square of a noise `sigma`,
             so that a fit, `tune` and `tune_evidence` can determine this noise.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
@@ -67,7 +67,7 @@ class Likelihood(ABC):
         for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
             if attribute not in vars(cls):
                 setattr(cls, attribute, getattr(Likelihood, attribute))
-        # If a class overrides a method, the methods that follow from it take their general form,
+        # If a class overrides a method, the methods derived from it return to their general form,
         # which uses the class's own loss and root of the Hessian.
         for method, derived_methods in _DERIVED_METHODS.items():
             for derived in derived_methods:
@@ -80,8 +80,8 @@ class Likelihood(ABC):
     def check(self, outputs: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
         """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs.
 
-        The method is called for every batch. On an accelerator, the host waits for each number that
-        it reads. The likelihoods of this package therefore read their numbers once per fit.
+        The method is called for every batch. On an accelerator, the host waits whenever it reads a
+        number, so the likelihoods of this package read their numbers only once per fit.
         """
 
     @property
@@ -95,7 +95,7 @@ class Likelihood(ABC):
         return False
 
     def for_new_fit(self) -> "Likelihood":
-        """Return the likelihood for a new fit, which drops the values that `tune` chose."""
+        """Return the likelihood for a new fit, without the values that `tune` chose."""
         return self
 
     def for_same_curvature(self) -> "Likelihood":
@@ -168,8 +168,9 @@ class Likelihood(ABC):
         classes and labels.
 
         Args:
-            mean: `[B, C]`, or `[B, ..., C]`.
-            covariance: `[B, C, C]`, or only the diagonal `[B, C]` if `variances_suffice`.
+            mean: The mean of the outputs, `[B, C]` or `[B, ..., C]`.
+            covariance: The covariance of the outputs, `[B, C, C]`, or only its diagonal, `[B, C]`,
+                if `variances_suffice`. None means that the outputs have no variance.
         """
 
     @abstractmethod
@@ -284,7 +285,7 @@ class Likelihood(ABC):
     def check_targets(self, targets: Tensor) -> None:  # noqa: B027 (any target fits)
         """Raise a `ValueError` if some targets are impossible under the likelihood.
 
-        Data are checked with this method before there is a network. `check` and `check_predicted`
+        Data are checked with this method before a network exists. `check` and `check_predicted`
         also receive the outputs.
         """
 

@@ -24,7 +24,7 @@ from laplace_debias.system.checks import checked_weights
 
 
 class _Sigmoids(Likelihood):
-    """Independent Bernoulli distributions given logits; subclasses add targets and weights."""
+    """Independent Bernoulli distributions given logits; subclasses define targets and weights."""
 
     variances_suffice = True
 
@@ -49,7 +49,7 @@ class _Sigmoids(Likelihood):
         return _deviations(outputs.double()).square().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch labels"]:
-        """Draw zeros and ones from the sigmoids by means of one uniform number per label."""
+        """Draw zeros and ones with the sigmoids as probabilities, using one number per label."""
         return (uniforms < outputs.double().sigmoid()).to(outputs.dtype)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ class _Sigmoids(Likelihood):
 class Bernoulli(_Sigmoids):
     r"""Binary classification on one logit; targets in {0, 1}, `[B]` or `[B, 1]`.
 
-    With a weight π of the positives, as in `nn.BCEWithLogitsLoss(pos_weight=)`,
+    With a weight π for positive labels, as in `nn.BCEWithLogitsLoss(pos_weight=)`,
     $\ell = -\pi y\log p - (1-y)\log(1-p)$, and its Hessian is $\omega\,p(1-p)$ with
-    $\omega = 1+(\pi-1)y$. The mean loss of N examples is Σ ℓ / N, as in torch. `Categorical`
-    explains the posterior and the marginal likelihood under such weights.
+    $\omega = 1+(\pi-1)y$. The mean loss of N examples is Σ ℓ / N, as in torch. See `Categorical`
+    for how such weights affect the posterior and the marginal likelihood.
 
     Args:
         positive_weight: π. Default: 1.
@@ -89,7 +89,7 @@ class Bernoulli(_Sigmoids):
         return {"positive_weight": self.positive_weight.item()}
 
     def for_drawn_targets(self) -> "Bernoulli":
-        """Return the likelihood without a weight of the positives."""
+        """Return the likelihood without the weight for positive labels."""
         likelihood = copy.copy(self)
         likelihood.positive_weight = None
         return likelihood
@@ -161,15 +161,15 @@ class MultiLabel(_Sigmoids):
     $\nabla^2_f \ell = \mathrm{diag}(p(1-p))$. With one logit, this is `Bernoulli`, except for the
     shape `[B, 1]` of the predictive.
 
-    With weights $w$ of labels and π of their positives, as `weight` and `pos_weight` of
+    With label weights $w$ and weights π for positive labels, like `weight` and `pos_weight` of
     `nn.BCEWithLogitsLoss`, $\ell = -\sum_c w_c\,\big(\pi_c y_c\log p_c + (1-y_c)\log(1-p_c)\big)$
     and $\nabla^2_f \ell = \mathrm{diag}(\omega\,p(1-p))$ with $\omega_c = w_c(1+(\pi_c-1)y_c)$. The
-    loss is summed over labels and averaged over examples, so it is C times torch's mean.
-    See `Categorical` for how such weights affect the posterior and the marginal likelihood.
+    loss is summed over labels and averaged over examples, so it is C times torch's mean. See
+    `Categorical` for how such weights affect the posterior and the marginal likelihood.
 
     Args:
-        ignore_index: The example (or position) does not count if every label has this value.
-            It is not possible to ignore only some labels of an example.
+        ignore_index: An example (or position) does not count if every label has this value. It is
+            not possible to ignore only some labels of an example.
         label_weights: w, one number per label.
         positive_weights: π, one number per label or one number for all labels.
 
@@ -273,7 +273,7 @@ class MultiLabel(_Sigmoids):
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
         r"""Return independent Bernoulli distributions in the probit approximation.
 
-        The batch shape is `[B]`, the event shape is `[C]`, and `.mean` are the labels'
+        The batch shape is `[B]`, the event shape is `[C]`, and `.mean` contains the labels'
         probabilities.
         """
         logits = mean if covariance is None else probit(mean, covariance)

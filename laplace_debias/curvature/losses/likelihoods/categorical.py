@@ -202,7 +202,7 @@ class Categorical(Likelihood):
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        # An ignored target is all zeros here. With smoothing, its loss would not be zero.
+        # An ignored target is all zeros here, but with smoothing, its loss would not be zero.
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class Categorical(Likelihood):
                 return None  # `check` raises the error.
             target_weights = q @ weights
         elif weights is None:
-            return None  # Without class weights ω is 1, also with label smoothing.
+            return None  # Without class weights, ω is 1 even with smoothing.
         else:
             target_weights = weights[targets.long().clamp(0, len(weights) - 1)]
         smoothing = self.label_smoothing
@@ -268,7 +268,7 @@ class Categorical(Likelihood):
         return (p * (1 - p)).sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
-        """Draw class indices from the softmax by means of one uniform number per example."""
+        """Draw class indices from the softmax, using one uniform number per example."""
         return _drawn_labels(outputs.softmax(-1), uniforms)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:

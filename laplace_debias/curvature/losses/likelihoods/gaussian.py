@@ -23,7 +23,7 @@ _HALVINGS = 64
 
 
 class NormalMixture(MixtureSameFamily):
-    r"""The mixture of S normals of equal weight, which also has quantiles (`icdf`)."""
+    r"""An equally weighted mixture of S normal distributions that also has quantiles (`icdf`)."""
 
     def __init__(
         self, means: Float[Tensor, "samples *batch"], deviations: Float[Tensor, "samples *batch"]
@@ -311,7 +311,7 @@ def noisy_normal(
 def exported_normal(
     mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "*batch outputs outputs"]
 ) -> dict[str, Tensor]:
-    """Return the tensors by which an exported program describes a normal predictive."""
+    """Return the tensors with which an exported program describes a normal predictive."""
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     return {"mean": mean, "variance": variance, "covariance": covariance}
 

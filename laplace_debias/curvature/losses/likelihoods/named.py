@@ -24,7 +24,7 @@ LIKELIHOODS_OF_LOSSES = {
 def likelihood_from(
     name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
 ) -> Likelihood:
-    """Return the likelihood with a name, or the instance itself."""
+    """Return the likelihood with the given name; an instance is returned unchanged."""
     if sigma is not None and name != Gaussian.name:
         raise ValueError(
             '`sigma` applies only to `likelihood="regression"`, got '

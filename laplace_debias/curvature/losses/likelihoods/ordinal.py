@@ -134,7 +134,7 @@ class Ordinal(Likelihood):
     def _log_probs(
         self, outputs: Float[Tensor, "*batch 1"], scale: Tensor | float = 1.0
     ) -> Float[Tensor, "*batch classes"]:
-        """Compute log-probabilities of all classes for some scale of the logistic distribution."""
+        """Compute log-probabilities of all classes for a given scale of the logistic function."""
         thresholds = self.thresholds.to(outputs)
         distances = (thresholds - outputs) / scale
         below = F.pad(F.logsigmoid(distances), (0, 1))
@@ -166,7 +166,7 @@ class Ordinal(Likelihood):
         return (cumulative <= uniforms.to(cumulative)).sum(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
-        """Return the distribution of the class, of batch shape `[B]`, by the probit."""
+        """Return the distribution of the class, `[B]`, in the probit approximation."""
         if covariance is None:
             return CategoricalDistribution(logits=self._log_probs(mean))
         is_matrix = covariance.ndim > mean.ndim

@@ -38,7 +38,7 @@ _ONE_DRAW = torch.Size()
 class Poisson(Likelihood):
     r"""Poisson regression of counts `[B, C]`; the outputs are the logarithms of rates.
 
-    Targets are integers of at least 0, of any real dtype, `[B, C]`, or `[B]` for C = 1. With
+    Targets are nonnegative integers, of any real dtype, `[B, C]`, or `[B]` for C = 1. With
     $\lambda = e^f$, $\ell = \sum_c \lambda_c - y_c f_c + \log y_c!$ and
     $\nabla^2_f \ell = \mathrm{diag}(\lambda)$ for any targets.
 
@@ -269,9 +269,9 @@ class PoissonLogNormal(_Counts):
         r"""Compute the probability of at most y by quadrature.
 
         This probability is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of
-        shape y + 1. The nodes belong to the variable whose distribution is narrower on a
-        logarithmic scale: the distribution function of the other variable is then smooth between
-        the nodes.
+        shape y + 1. The nodes are chosen for the variable whose distribution is narrower on a
+        logarithmic scale, because the distribution function of the other variable is then smooth
+        between the nodes.
         """
         tensors = torch.broadcast_tensors(
             counts.floor(), self.log_mean.double(), self.log_variance.double()
@@ -294,10 +294,10 @@ class PoissonLogNormal(_Counts):
 
 
 class PoissonMixture(_Counts, MixtureSameFamily):
-    """The mixture of Poisson distributions of equal weight.
+    """An equally weighted mixture of Poisson distributions.
 
     Args:
-        rates: Rates, `[S, ...]`.
+        rates: The rates of the components, `[S, ...]`.
     """
 
     def __init__(self, rates: Float[Tensor, "samples *batch"]) -> None:
@@ -316,7 +316,7 @@ def _log_density_at_mode(shape: Tensor) -> Tensor:
     r"""Compute the log-density of the logarithm of a gamma variable at its mode.
 
     The value is $a \log a - a - \log\Gamma(a)$ for the shape a. For large shapes, the terms are
-    many orders of magnitude larger than their sum, so a series of the sum is used.
+    many orders of magnitude larger than their sum, so a series for the sum is used.
     """
     at_mode = shape * shape.log() - shape - shape.lgamma()
     stirling = 0.5 * (shape / (2 * math.pi)).log() - 1 / (12 * shape) + shape.pow(-3) / 360
@@ -332,7 +332,7 @@ def _around_mode(
 
     The density of the log-rate times the probability of a count has this form around its mode. It
     decays like a Gaussian on the left, and much faster on the right. Therefore each side has its
-    own 32 nodes, which extend to a bound of the point where r is 36.
+    own 32 nodes, which extend to a bound on the point where r is 36.
 
     Args:
         log_rate: log a.

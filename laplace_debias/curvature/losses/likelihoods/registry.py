@@ -19,7 +19,7 @@ LIKELIHOODS: LazyRegistry["Likelihood"] = LazyRegistry(
         "ordinal": "ordinal.Ordinal",
     },
 )
-"""The likelihoods by the names that a user passes as `likelihood`, or as `--task`."""
+"""The likelihoods, by the name that the user passes as `likelihood`, or as `--task`."""
 
 if TYPE_CHECKING:
     LikelihoodName = str
