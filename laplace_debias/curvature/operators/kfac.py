@@ -43,9 +43,9 @@ class KFAC(Permuted):
 
     There is one block per parameter, with curvatures $\Lambda$ along an eigenbasis that is a
     Kronecker product, $U_G \otimes U_A$. The operator is symmetric, positive semi-definite and in
-    the model's parameter order, and it stores its eigendecomposition. So `inverse`, `eigsh`,
-    `logdet`, `trace` and roots, also of `KFAC(...) + c * Identity(D)`, are exact and need no pass
-    over the data.
+    the model's parameter order, and it stores its eigendecomposition. Therefore `inverse`, `eigsh`,
+    `logdet`, `trace` and roots, including those of `KFAC(...) + c * Identity(D)`, are exact and
+    need no pass over the data.
 
     The loss is torch's loss on the data as *one* batch, as for `GGN`. Every argument of
     `nn.CrossEntropyLoss`, `nn.MSELoss` and `nn.BCEWithLogitsLoss` weights the cotangents at the
@@ -66,12 +66,12 @@ class KFAC(Permuted):
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, with any of their
             arguments; with `fisher="empirical"` also a callable `loss(outputs, targets) -> scalar`
             on a batch.
-        data: Re-iterable batches `(inputs, targets)`, or with weights of the examples as a third
-            entry; see `CurvatureOperator`. These batches determine the directions, and also the
-            magnitudes unless `magnitudes` is passed.
+        data: Re-iterable batches `(inputs, targets)` or `(inputs, targets, weights)`; see
+            `CurvatureOperator`. These batches determine the directions, and also the magnitudes
+            unless `magnitudes` is passed.
         params: The parameters; see `CurvatureOperator`.
         num_data: The number of examples, or None if it is not known. An error is raised if the data
-            have a different number of examples.
+            contain a different number of examples.
         magnitudes: Other batches on which the curvature along the directions is measured. This
             removes the bias of measuring the curvature on the data that chose the directions (Eq.
             9). The operator is then for the loss on *these* batches.
@@ -89,7 +89,7 @@ class KFAC(Permuted):
             sequence: `"expand"` or `"reduce"`, or a mapping from layers' paths to these.
         backend: `"backpack"`, `"hooks"`, or `"auto"`. All backends give the same factors.
         factor_dtype: The dtype in which factors are summed and decomposed.
-        memory_bound: The limit of the working memory for output gradients, in bytes. It does not
+        memory_bound: The limit on the working memory for output gradients, in bytes. It does not
             affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example
             needs more.
         batch: A function from an item of the data to `(inputs, targets)`, also for `magnitudes`.
@@ -102,15 +102,16 @@ class KFAC(Permuted):
         num_data: N, the number of examples that the magnitudes come from.
 
     Raises:
-        ValueError: If the model is random or contains NaN, data are empty or differ between passes,
-            targets do not match the loss, or a name is unknown. The error is raised before any
-            pass.
+        ValueError: If the model's outputs are random, the model contains NaN, the data are empty or
+            differ between passes, the targets do not match the loss, or a parameter name is
+            unknown. Data are checked once before the factors are computed, and compared in later
+            passes.
         TypeError: If the data are an iterator that can be read only once, or the loss has no closed
             form and `fisher` is not `"empirical"`.
         NotImplementedError: If a parameter belongs to a layer for which no Kronecker form is
             implemented, or is tied to another parameter. The message names the parameter and a
             remedy.
-        RuntimeError: If autocast is enabled, also in a product.
+        RuntimeError: If autocast is enabled, even if only during a product.
 
     Reference:
         Martens & Grosse (2015), "Optimizing neural networks with Kronecker-factored approximate
@@ -282,7 +283,7 @@ def _resolved_blocks(
 
 
 class LossData:
-    """Batches of the data, together with the scale of the loss and checks of the targets."""
+    """Batches whose targets have been checked, and the loss with its scale."""
 
     def __init__(
         self,

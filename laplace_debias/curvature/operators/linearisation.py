@@ -18,8 +18,8 @@ from laplace_debias.curvature.operators.tracing import Program, Tensors, Untrace
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
-# A map of the tensors of one vector or, with True, of several vectors stacked along a new first
-# dimension.
+# A linear map of the tensors of one vector or, if the flag is True, of several vectors that are
+# stacked along a new first dimension.
 Map = Callable[[Tensors, bool], Tensors]
 
 
@@ -36,13 +36,13 @@ class Linearisation:
 
 
 class Lineariser:
-    """A lineariser that linearises a network batch by batch, by traced programs where possible.
+    """An object that linearises a network batch by batch, with traced programs where possible.
 
     A program (see `tracing`) is recorded once for inputs of the same shapes, and then used for all
-    batches of these shapes. A product then runs no forward pass and no bookkeeping of automatic
-    differentiation, and the Jacobian and its adjoint share the tensors that are kept. For a network
-    that cannot be recorded, graphs of automatic differentiation are kept instead, which are larger
-    and slower.
+    batches of these shapes. A product then needs neither a forward pass nor the bookkeeping of
+    automatic differentiation, and the Jacobian and its adjoint share the tensors that are kept. For
+    a network that cannot be recorded, graphs of automatic differentiation are kept instead, which
+    are larger and slower.
     """
 
     def __init__(self, network: Network) -> None:
@@ -51,7 +51,7 @@ class Lineariser:
         self.programs: dict[object, Program | None] = {}
 
     def first_order(self, inputs: Inputs) -> Linearisation:
-        """Compute the outputs, and the Jacobian in the parameters with its adjoint."""
+        """Compute the outputs, and the Jacobian with respect to the parameters with its adjoint."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
@@ -77,7 +77,7 @@ class Lineariser:
             )
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
-        """Compute the Hessian in the parameters of the loss's weighted sum over a batch."""
+        """Compute the Hessian of a batch's weighted loss with respect to the parameters."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
@@ -89,8 +89,8 @@ class Lineariser:
             def total(p: tuple[Tensor, ...]) -> Tensor:
                 return loss.weighted_value(forward(*p), point_labels)
 
-            # Recording merges this forward pass and the forward pass of `total`, so it costs no
-            # time.
+            # Recording merges this forward pass with the forward pass of `total`, so it adds no
+            # cost.
             outputs = forward(*parameters)
             return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
 
@@ -115,8 +115,8 @@ class Lineariser:
     def _points(self, inputs: Inputs) -> list[Tensor]:
         """List all tensors that the outputs depend on: parameters, buffers and inputs.
 
-        A tensor that is left out becomes a constant of the program, and operations only on
-        constants are recorded unchanged, including in-place operations.
+        A tensor that is left out becomes a constant of the program, and operations on constants
+        only are recorded unchanged, including in-place operations.
         """
         return [*self._network.state, *tensors_of(inputs)]
 
@@ -150,8 +150,8 @@ class Lineariser:
 
         Args:
             key: The key.
-            function: The outputs and the products at points, as a function of the points and of one
-                vector per linear map.
+            function: A function from the points, and one vector per linear map, to the outputs and
+                the products at these points.
             points: The tensors that the linearisation depends on, as in `_points`.
             vectors: A function that returns example vectors for the linear maps.
 
@@ -166,9 +166,9 @@ class Lineariser:
                     _check_adjoint(_evaluate(program, points, ()), self._network.parameters)
                     self.programs[key] = program
         # Recording can raise any error, for example because of control flow that depends on values,
-        # operations without a forward derivative, or flags that cannot be hashed. The graphs of
-        # automatic differentiation support more models, and raise the error again if the model is
-        # at fault.
+        # operations without a forward derivative, or flags that cannot be hashed. The fallback to
+        # graphs of automatic differentiation supports more models, and raises the error again if
+        # the model is at fault.
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -27,8 +27,8 @@ from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.curvature.operators.zero_norms import has_norms
 from laplace_debias.system.ranks import Ranks, collective
 
-# The least number of entries of longer vectors that processes compare. The actual number is up to
-# twice as large.
+# The minimum number of entries that processes compare if a vector is longer. The actual number is
+# up to twice as large.
 _SAMPLE_SIZE = 1024
 
 
@@ -39,18 +39,18 @@ class CurvatureOperator(NetworkOperator):
     `reduction="sum"`, the sum over all batches; with `"mean"`, this sum divided by torch's divisor,
     which takes weights and ignored targets into account. In a process group, the loss is over the
     data of all processes. Each process has the batches of its shard (`ShardedBatches`), and all
-    processes compute the same products in the same order.
+    processes must compute the same products in the same order.
 
     Args:
         model: The network, in eval mode if it has dropout or batch normalisation. It is never
             changed. Products use the model's parameters at the time of the product: if they have
-            been changed in place (for example by a step of an optimiser), the network is linearised
+            been changed in place (for example by an optimiser step), the network is linearised
             again.
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, with any of their
             arguments, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
             differentiate twice.
         data: Batches `(inputs, targets)` or `(inputs, targets, weights)`, which must be the same in
-            every pass. An example of weight w counts as w examples, also in the divisor of
+            every pass. An example of weight w counts as w examples, including in the divisor of
             `"mean"`; a callable must then be a sum or a mean over examples. The data are read for
             every product, unless all linearisations are kept. Inputs are a tensor, `model(x)`, a
             tuple or list of tensors, `model(*x)`, or a mapping, `model(**x)`. Batches may also be
@@ -59,7 +59,7 @@ class CurvatureOperator(NetworkOperator):
             `(name, parameter) -> bool`. Frozen parameters are never included; tied parameters count
             as one.
         num_data: The number of examples, or None if it is not known. An error is raised if the data
-            have a different number of examples.
+            contain a different number of examples.
         reduction: `"mean"` or `"sum"` over examples, for a callable without an attribute
             `reduction`.
         memory_bound: The largest number of bytes of the linearised batches that are kept between
@@ -71,12 +71,12 @@ class CurvatureOperator(NetworkOperator):
             different form.
 
     Raises:
-        ValueError: If the model is random, or contains or returns NaN, data are empty or differ
-            between passes, or targets do not match the loss. The error is raised before any
-            product.
+        ValueError: If the model's outputs are random, the model contains or returns NaN, the data
+            are empty or differ between passes, or the targets do not match the loss. Errors that
+            the first pass can detect are raised before any product.
         TypeError: If the data are an iterator that can be read only once, or inputs, targets or the
             loss have the wrong type.
-        RuntimeError: If autocast is enabled, also in a product.
+        RuntimeError: If autocast is enabled, even if only during a product.
     """
 
     @collective("a curvature operator's construction")
@@ -198,7 +198,7 @@ class GGN(CurvatureOperator):
     r"""The generalised Gauss-Newton matrix $\sum_n J_n^\top\nabla^2_f \ell_n J_n$.
 
     $J_n$ is the Jacobian of the outputs with respect to the parameters, and $\ell_n$ is the part of
-    the loss that belongs to an example; with `reduction="mean"`, the sum is divided in the same way
+    the loss that example n contributes; with `reduction="mean"`, the sum is divided in the same way
     as the loss. The GGN is the Hessian without the curvature of the network itself. It is positive
     semi-definite for a loss that is convex in the outputs. See `CurvatureOperator` for the
     arguments.
@@ -231,8 +231,8 @@ class Fisher(CurvatureOperator):
     The arguments of the loss weight its terms, and do not change the distribution of the model. The
     weight $\omega$ of a term is its weight in the loss: `weight` of its target's class,
     `pos_weight`, zero if the term is ignored, and with label smoothing the mean weight under the
-    smoothed target. So `"exact"` equals the `GGN` whatever the arguments of the loss, and `"mc"`
-    and `"signs"` are unbiased estimates of it.
+    smoothed target. Therefore `"exact"` equals the `GGN` whatever the arguments of the loss, and
+    `"mc"` and `"signs"` are unbiased estimates of it.
 
     See `CurvatureOperator` for the arguments that are not listed here.
 

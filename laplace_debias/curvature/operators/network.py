@@ -39,7 +39,7 @@ class Network:
     """A model as a function of the selected parameters, in the model's order; all others are fixed.
 
     Tied weights are one parameter under their first name, and derivatives include all uses of it.
-    The data are needed only to find the last layer, by running an example.
+    `data` is needed only to find the last layer, by running the model on an example.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Network:
         return Stream(data, replace(self._read, takes_weights=takes_weights), generator)
 
     def working_copy(self) -> nn.Module:
-        """Make a new copy of the user's model with single precision or a wider dtype."""
+        """Make a new copy of the user's model in single precision or a wider dtype."""
         return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
@@ -116,7 +116,7 @@ class Network:
         return (*self.parameters, *self.fixed)
 
     def is_current(self) -> bool:
-        """Whether the model's parameters, buffers and numbers are unchanged since it was copied.
+        """Whether the model's parameters, buffers and numbers have not changed since it was copied.
 
         Their contents are compared, because a change through `.data` leaves no other trace.
         """

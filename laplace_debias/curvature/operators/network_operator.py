@@ -41,7 +41,7 @@ def loss_scale(loss: OutputLoss, data: RepeatableBatches, outputs: Tensor) -> fl
     like_first: torch.Size | None = None
     for batch in data:
         like_first = batch.targets.shape[1:] if like_first is None else like_first
-        # Targets of sequences of other lengths are checked once their outputs have been computed.
+        # Targets for sequences of other lengths are checked later, when their outputs are known.
         if batch.targets.shape[1:] == like_first:
             loss.check(outputs[:1].expand(batch.num_examples, *outputs.shape[1:]), batch.targets)
         if batch.weights is None:
@@ -76,7 +76,7 @@ class Item:
 
     Attributes:
         rows: Indices of the batch's outputs among the flattened outputs of all data.
-        linearisation: The outputs and the linear maps in the parameters.
+        linearisation: The outputs, and their linear maps with respect to the parameters.
         at_outputs: The linear map at the outputs, or None if the operator has no such map.
         num_bytes: Bytes that the item needs while it is kept.
     """
@@ -88,14 +88,14 @@ class Item:
 
 
 class NetworkOperator(LinearOperator):
-    """A linear operator from the derivatives of a network on a data set.
+    """A linear operator built from the derivatives of a network on a data set.
 
     The linearisations of the first batches are kept, as many as the memory bound allows; the others
     are computed again in every product. Several threads may compute products at the same time: they
     linearise one at a time, and share the linearisations that are kept.
 
     Attributes:
-        layout: The selected parameters, in the model's order, as they lie in a vector.
+        layout: The selected parameters, in the model's order, as they are laid out in a vector.
         num_data: N, the number of examples of all processes that share the data.
         num_bytes_kept: Bytes of the linearised batches that are kept between products.
     """
@@ -213,7 +213,7 @@ class NetworkOperator(LinearOperator):
         return (function(self._item(index, batch)) for index, batch in enumerate(self._data))
 
     def _item(self, index: int, batch: Batch) -> Item:
-        """Return the linearised batch of an index; keep it if the memory bound allows."""
+        """Return the linearised batch with an index; keep it if the memory bound allows."""
         with self._lock:
             if index < len(self._items):
                 return self._items[index]
@@ -251,7 +251,7 @@ class Jacobian(NetworkOperator):
         data: Batches `(inputs, targets)`; the targets are not used. See `CurvatureOperator`.
         params: The parameters; see `CurvatureOperator`.
         num_data: The number of examples, or None if it is not known. An error is raised if the data
-            have a different number of examples.
+            contain a different number of examples.
         memory_bound: The largest number of bytes of the linearised batches that are kept between
             products.
         chunk_size: The number of columns of a matrix that are multiplied at once; see
@@ -259,9 +259,9 @@ class Jacobian(NetworkOperator):
         batch: A function from an item of the data to `(inputs, targets)`.
 
     Raises:
-        ValueError: If the model is random, or contains or returns NaN, or data are empty or differ
-            between passes; this error is raised before any product. If examples differ in the shape
-            of their outputs; this error is raised in the first product.
+        ValueError: If the model's outputs are random, the model contains or returns NaN, the data
+            are empty or differ between passes, or the outputs of examples differ in shape. Errors
+            that the first pass can detect are raised before any product.
         TypeError: If the data are an iterator that can be read only once, or inputs are not
             tensors.
     """

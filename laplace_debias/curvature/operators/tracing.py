@@ -40,8 +40,8 @@ def trace(
     several linear maps (tangents forward, cotangents back) share their residuals.
 
     Args:
-        function: Maps points and vectors to values and, for each vector, to a sequence of tensors
-            that are linear in this vector.
+        function: A function that maps points and vectors to values and, for each vector, to a
+            sequence of tensors that are linear in this vector.
         points: Example arguments in which the function need not be linear.
         vectors: Example arguments in which the function is linear, each a sequence of tensors.
 
@@ -62,11 +62,11 @@ def trace(
         groups[:] = [k for k, result in enumerate(results) for _ in result]
         return tuple(x for result in results for x in result)
 
-    # Recording distinguishes tensors by identity: each argument must be an object of its own.
+    # Recording distinguishes tensors by identity, so each argument must be a separate object.
     arguments = [x.detach() for x in points]
     arguments += [torch.zeros_like(x) for vector in vectors for x in vector]
-    # One mode keeps the shapes of all results, because making a mode for each result would account
-    # for half of the time.
+    # A single mode keeps the shapes of all results, because creating a mode for each result would
+    # account for half of the time.
     with torch.no_grad(), tracing(TracingContext(FakeTensorMode())):
         graph_module = make_fx(flat)(*arguments)
         if any(_writes(node) for node in graph_module.graph.nodes):
@@ -85,7 +85,7 @@ def trace(
 
 
 def _check_replayable(node: fx.Node) -> None:
-    """Require an operation that gives the right result for other values of the same shapes."""
+    """Require that an operation can be replayed on other values of the same shapes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     tags = node.target.tags
@@ -117,7 +117,7 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mul.Tensor, aten.convolutio
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Merge equal operations, and drop sums with zero.
+    """Merge equal operations, and drop additions of zero.
 
     The recorded passes forward and back repeat the forward pass. The tangent of a first layer has a
     term for its inputs, which have no tangent: a zero of the largest size in the network.
@@ -155,7 +155,7 @@ def _copied_node(node: fx.Node) -> Any:
 
 
 def _other_summand(node: fx.Node, zeros: set[fx.Node]) -> Any:
-    """Return the summand that equals a sum, because the other summand is zero, or None."""
+    """Return the other summand if one summand of a sum is zero; otherwise, return None."""
     if node.target is aten.add.Tensor and not node.kwargs:
         for zero, summand in (node.args, node.args[::-1]):
             if zero in zeros and _has_same_type(node, summand):
@@ -164,7 +164,7 @@ def _other_summand(node: fx.Node, zeros: set[fx.Node]) -> Any:
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    """Whether a node is zero by its operation and the zeros among its arguments."""
+    """Whether a node's result is zero because of the arguments that are known to be zero."""
     if node.target in _ZEROS:
         return True
     if node.target in _RESHAPES:
@@ -190,7 +190,7 @@ def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
 
     Args:
         graph: The graph.
-        owners: Index of the vector that each placeholder belongs to, −1 for the points.
+        owners: The index of the vector to which each placeholder belongs; −1 for the points.
     """
     dependencies: dict[fx.Node, int] = {}
     placeholders = iter(owners)

@@ -1,8 +1,8 @@
 """Detection of norms that are 0, at which torch's second derivatives are wrong.
 
-A norm has no derivative at 0. torch uses 0 for both the first and the second derivative. A Hessian
-then lacks the contribution of the norm, even where this contribution exists because the norm is
-squared or enters a kernel.
+A norm has no derivative at 0, but torch uses 0 for both the first and the second derivative. A
+Hessian then lacks the contribution of the norm, even where this contribution exists because the
+norm is squared or enters a kernel.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.operators.network import Network
 
 _NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward")
-"""Prefixes of the names of those nodes in torch's graphs that belong to a norm."""
+"""Prefixes of the names of the graph nodes with which torch differentiates norms."""
 
 _PIECEWISE_LINEAR = (0.0, 1.0, float("inf"), -float("inf"))
 """Orders of norms whose second derivative is 0 almost everywhere, as it is for a ReLU."""
@@ -115,6 +115,6 @@ def _dimensions(node: Any, ndim: int) -> list[int]:
 
 
 def _draw_like(like: Tensor) -> Tensor:
-    """Draw random numbers in a tensor's shape, because these do not cancel."""
+    """Draw random numbers, which do not cancel, in the shape of a tensor."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)
