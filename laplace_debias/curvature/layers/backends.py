@@ -40,7 +40,7 @@ from laplace_debias.curvature.network.quantised import is_quantised
 
 @cache
 def _derivatives(name: str) -> Any:
-    """Return a class of BackPACK's derivatives; only fits import it, which takes half a second.
+    """Import one of BackPACK's derivative classes when it is needed; this takes half a second.
 
     The name is `module.Class`.
     """
@@ -73,7 +73,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
 
 
 def _obstacle_of_module(module: nn.Module) -> str | None:
-    """Explain why BackPACK does not support a module, without the modules in it; else None."""
+    """Explain why BackPACK does not support a module itself, or return None if it does."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         if not hook.__module__.startswith("backpack"):
             return "has forward hooks, which BackPACK ignores"
@@ -95,7 +95,7 @@ def _obstacle_of_module(module: nn.Module) -> str | None:
 
 
 class BackpackTap:
-    """A tap of a sequential network whose backward passes are BackPACK's."""
+    """A tap of a sequential network whose backward passes are computed by BackPACK."""
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
         self.tap = tap.attach(blocks)
@@ -107,7 +107,7 @@ class BackpackTap:
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
         # BackPACK needs the input of a layer after its call, so no layer may overwrite its input.
-        # (The network is a `shared_copy`.)
+        # The network is a `shared_copy`, so this attribute may be set.
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._blocks))
@@ -142,7 +142,7 @@ class SequentialPass:
         blocks: The blocks of the layers.
         outputs: The outputs `[B, ..., C]` of the network.
         passed: The inputs of the layers, and the output of the last layer. These tensors are kept
-            until the last part of the cotangents.
+            until the last part of the cotangents is pushed back.
     """
 
     layers: Sequence[nn.Module]
@@ -175,8 +175,8 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     """Compute gradients `[K, B, ...]` at a layer's input from the gradients at its output."""
     derivatives = layer_rule(layer).backpack_derivatives(layer)
     if derivatives is not None:
-        # BackPACK reads the input and the output from these attributes. (The layer belongs to a
-        # `shared_copy`.)
+        # BackPACK reads the input and the output from these attributes, which may be set because
+        # the layer is part of a `shared_copy`.
         layer.input0 = x
         layer.output = z
         try:
@@ -218,10 +218,10 @@ def make_backend(name: str, model: nn.Module, tap: Tap, blocks: Sequence[Block])
 
 
 def uses_backpack(name: str, model: nn.Module, blocks: Sequence[Block] = ()) -> bool:
-    """Whether the backend with a name is BackPACK, rather than hooks.
+    """Whether the backend with the given name is BackPACK rather than hooks.
 
-    `"auto"` means BackPACK where it can be trusted. It means hooks otherwise, and for convolutions
-    on a CPU, where hooks take less time.
+    `"auto"` selects BackPACK if it supports the model, except for convolutions on a CPU, where
+    hooks are faster. Otherwise it selects hooks.
 
     Raises:
         ValueError: If there is no such backend.

@@ -1,4 +1,4 @@
-"""The curvature blocks that the Bayesian parameters make, and the order of their entries."""
+"""The curvature blocks of the Bayesian parameters, and the order of their entries."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -27,8 +27,8 @@ def curvature_blocks(
     """Make the blocks of the named parameters, in the order of the names.
 
     A parameter that does not belong to a supported layer, or that several modules share, has an
-    exact block, which is dense if it is small and diagonal otherwise. `joint` makes one block,
-    `[W, b]`, of a layer's weight and bias. `sharing` is for weights that several positions share
+    exact block, which is dense if it is small and diagonal otherwise. `joint` puts a layer's weight
+    and bias into one block, `[W, b]`. `sharing` is for weights that several positions share
     (Eschenhagen et al., 2023): one value for all layers, or a mapping from layers' paths (the other
     layers use `"expand"`). `calls` maps parameters that are not measured at their layers to the
     paths of the modules at whose calls they are measured, or to no paths if they are measured at
@@ -107,8 +107,8 @@ def parameter_order(
     for name, parameter in zip(names, parameters, strict=True):
         positions[name] = everything[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
-    # `order` is made only if the entries of some block are not a view of `everything`, because it
-    # takes more memory than the parameters of a large model.
+    # `order` is created only if the entries of some block are not a view of `everything`, because
+    # it takes more memory than the parameters of a large model.
     order = None
     start = 0
     for block in blocks:
@@ -140,7 +140,7 @@ def _keeps_order(model: nn.Module, block: Block) -> bool:
 def entries_of(
     model: nn.Module, block: Block, values: Mapping[str, Tensor]
 ) -> Shaped[Tensor, "*groups d_out d_in"]:
-    """Order the entries of a block, given a tensor of each parameter's shape by its name."""
+    """Arrange tensors that have the shapes of a block's parameters as the block's entries."""
     path, _, _ = block.parameters[0].rpartition(".")
     layer = model.get_submodule(path)
     return block.rule.entries(layer, block, [values[name] for name in block.parameters])
@@ -149,8 +149,8 @@ def entries_of(
 def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     """Return the paths of the callable modules that hold each parameter, by its `id`.
 
-    A parameter in a container (`nn.ParameterList`, `nn.ModuleList`, …) or in a parametrisation
-    belongs to the nearest module around it that has a forward pass. A module that is in the model
+    A parameter in a container (`nn.ParameterList`, `nn.ModuleList`, …) or in a parametrisation is
+    assigned to the nearest module around it that has a forward pass. A module that is in the model
     twice counts once.
     """
     owners: dict[int, tuple[str, ...]] = {}

@@ -22,7 +22,7 @@ class CallForm:
     """The shapes of a call's arguments and outputs, and their batch dimensions.
 
     Attributes:
-        shapes: Shapes of the arguments and the outputs. The shape is None if an argument is not a
+        shapes: The shapes of the arguments and the outputs; None for an argument that is not a
             tensor.
         dims: For each argument, the dimension of the examples; None if all examples share the
             argument.
@@ -39,7 +39,10 @@ class CallForm:
 
     @classmethod
     def compare(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
-        """Derive the form from a call for a batch and a call for each of its examples twice."""
+        """Derive the form from a call for a batch and a call for the batch with doubled examples.
+
+        The result is None if the dimensions of the examples remain unclear.
+        """
         if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
             return None
         dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
@@ -58,7 +61,7 @@ class CallForm:
         return cls(_shapes(call), dims, output_dims, copied_outputs)
 
     def fits(self, call: ModuleCall, batch: int) -> bool:
-        """Return whether another call has this form, up to its numbers of positions."""
+        """Return whether another call has this form, up to the numbers of positions."""
         shapes = _shapes(call)
         if len(shapes) != len(self.shapes):
             return False
@@ -122,7 +125,7 @@ class CallRecorder:
 
     Attributes:
         paths: The modules' paths.
-        loops: Paths of modules that `vmap` does not run, or runs in its own loop, such as recurrent
+        loops: Paths of modules that `vmap` cannot run, or would run in a loop, such as recurrent
             layers.
     """
 
@@ -201,7 +204,7 @@ class CallRecorder:
         return pytree.tree_unflatten(handed_on, structure)
 
     def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
-        """Learn the forms of calls from the calls for a batch and for each of its examples twice.
+        """Learn the forms of calls from a batch and from the same batch with doubled examples.
 
         Returns:
             Whether further outputs are now copied, which changes the forms of later calls.

@@ -1,10 +1,10 @@
-"""Gradients of each example with respect to parameters, from calls of modules that are run again.
+"""Per-example gradients with respect to parameters, computed by running modules' calls again.
 
-The parameter may be, for example, a class token, a position table, a learned scale, a weight of a
-recurrent layer, or a weight that several layers share. The inputs and output gradients of a module
-do not directly give the gradient with respect to this parameter. Therefore the module's call is run
-again for each example, and is differentiated at the output gradients. The sum over all calls that
-read the parameter is its Jacobian row.
+This is for parameters whose gradients do not follow directly from the inputs and output gradients
+of a module, for example a class token, a position table, a learned scale, a weight of a recurrent
+layer, or a weight that several layers share. Therefore the module's call is run again for each
+example, and is differentiated at the output gradients. The sum over all calls that read a parameter
+is its Jacobian row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,8 +69,8 @@ class ReplayedCalls:
     """The calls that read some parameters, with the gradients at their outputs.
 
     The first dimension of the gradients indexes the columns. The gradient at an output on which
-    nothing depends is None. `loops` are paths of modules that `vmap` does not run; modules with
-    which `vmap` fails are added.
+    nothing depends is None. `loops` are paths of modules that `vmap` cannot run; modules with which
+    it fails are added.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ReplayedCalls:
         self.num_columns = len(gradients[0])
 
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
-        """Yield Jacobian rows of a parameter, with the slice of examples to which they belong."""
+        """Yield Jacobian rows of a parameter, with the slice of their examples."""
         (name,) = block.parameters
         sizes = {n: self._network.get_parameter(n).numel() for n in self._names}
         all_examples = slice(0, self.num_examples)
@@ -136,7 +136,8 @@ class ReplayedCalls:
         Args:
             call: The call.
             parameters: The parameters, by their names in the called module.
-            gradients: The output gradients of all examples, `[K, *output]`; None without influence.
+            gradients: The output gradients of all examples, `[K, *output]`; None for an output that
+                does not affect the network's outputs.
             examples: The examples.
         """
         size = examples.stop - examples.start

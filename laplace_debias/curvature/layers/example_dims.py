@@ -16,13 +16,13 @@ class ExampleDims:
     Attributes:
         common: Paths of embeddings whose input has no dimension for the examples, such as positions
             `[T]`; every example receives a copy.
-        merged: The number of merged entries per example for each layer in whose input further
-            dimensions, such as windows of an image, are merged into the dimension of the examples,
+        merged: The number of merged entries per example, for each layer whose input has further
+            dimensions, such as windows of an image, merged into the dimension of the examples,
             after the examples.
-        uncopied: Embeddings as in `common`, for which the forward pass does not accept a copy for
-            each example.
+        uncopied: Embeddings like those in `common`, but for which the network's forward pass does
+            not accept a copy for each example.
         shapes: The shapes of all inputs of the embeddings.
-        is_known: Whether the shapes of a batch and of the doubled batch were compared.
+        is_known: Whether the shapes of a batch and of the doubled batch have been compared.
     """
 
     common: set[str] = field(default_factory=set)

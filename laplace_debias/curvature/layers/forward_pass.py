@@ -92,7 +92,7 @@ class ForwardPass:
         layer_calls: The recorded calls of layers, in order.
         module_calls: The recorded calls of modules that can be run again.
         handed_on: The tensor with which the forward pass continued after each layer.
-        loops: Paths of modules that `vmap` does not run; modules with which `vmap` fails are added.
+        loops: Paths of modules that `vmap` cannot run; modules with which it fails are added.
         differentiates_one_by_one: Whether columns are pushed back one at a time.
 
     Attributes:
@@ -131,7 +131,7 @@ class ForwardPass:
         self.output_bytes = max(1, total_bytes // num_examples)
 
     def release(self) -> None:
-        """Release the recorded calls, to free memory; nothing can be pushed back afterwards."""
+        """Release the recorded calls to free memory; nothing can be pushed back afterwards."""
         self.layer_calls = []
         self.module_calls = []
         self._handed_on = {}
@@ -241,11 +241,11 @@ class ForwardPass:
     def _gradients(
         self, tensor: Tensor, targets: dict[int, LayerOutput], columns: Tensor, keep_graph: bool
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
-        """Compute, by the target's `id`, the gradients at the targets on which the tensor depends.
+        """Compute the gradients at the targets on which the tensor depends, by the target's `id`.
 
-        Small gradients take less time if all cotangents are pushed back together. Large gradients
-        do not fit the processor's cache, so that convolutions take less time for one cotangent at a
-        time.
+        Small gradients are computed faster if all cotangents are pushed back together. Large
+        gradients do not fit in the processor's cache, so convolutions are faster for one cotangent
+        at a time.
         """
         if not tensor.requires_grad or not targets:
             return {}
@@ -254,8 +254,8 @@ class ForwardPass:
         with quiet():
             gradients: Sequence[Tensor | None]
             if len(columns) == 1:
-                # A single column is differentiated without `vmap`, which takes longer than a small
-                # network.
+                # A single column is differentiated without `vmap`, because `vmap` takes longer than
+                # a small network.
                 column_gradients = differentiate(columns[0], retain_graph=keep_graph)
                 gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
             elif not self._differentiates_one_by_one:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-# Nonlinearities whose derivative can vanish because of particular numbers, as that of a dead ReLU.
+# Nonlinearities whose derivative can vanish at particular values, as the derivative of a dead ReLU.
 POINTWISE = frozenset(
     f"{name}Backward{version}"
     for version in (0, 1)

@@ -45,9 +45,9 @@ def rotated_jacobians(
 ) -> Iterator[Rotated]:
     r"""Yield a block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, in slices.
 
-    Activations and output gradients are rotated, never their product, so the cost is the cost of
-    the Jacobian itself plus one rotation of each row. With `apart`, each example may have its own
-    rows and columns for the part outside the span of thin directions.
+    Activations and output gradients are rotated, never their product, so the only additional cost
+    is one rotation of each row. With `apart`, each example may have its own rows and columns for
+    the part outside the span of thin directions.
     """
     block = record.block
     if block.is_vector:
@@ -77,7 +77,7 @@ def _rotated_slice(
     block = record.block
     layer = record.layer
     rule = block.rule
-    # Only for a single call, because all rows of an example must be in one call.
+    # This is possible only for a single call, which then contains all rows of an example.
     is_apart = apart and len(record.inputs) == 1
     rotate_rows = _rotation_of_rows(record, output_directions, input_directions, is_apart)
     total: Tensor | None = None
@@ -142,7 +142,7 @@ def _few_gradients(
 def single_products(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
-    r"""Compute the factors of a Jacobian that is one outer product per output of an example.
+    r"""Compute the factors of a Jacobian that is one outer product per example and column.
 
     The Jacobian of a layer that is called once, at one position, is $U_G^\top g_k a^\top U_A$, so
     the product itself is never needed.
@@ -207,7 +207,7 @@ def _triangular(
 def dense_jacobians(
     record: BlockRecord, jacobians: Jacobians = rotated_jacobians
 ) -> Iterator[tuple[slice, Float[Tensor, "part columns d"]]]:
-    """Yield rows of all of a block's parameters, and the slice of examples to which they belong.
+    """Yield Jacobian rows over all of a block's parameters, with the slice of their examples.
 
     Args:
         record: The record of the block.
@@ -243,8 +243,8 @@ def _one_hot_jacobians(
 ) -> Iterator[Rotated]:
     """Yield the Jacobian of a layer with one-hot activations, such as an embedding.
 
-    A column of the Jacobian belongs to an index. It is the sum of the output gradients at the
-    positions where this index is looked up. Only columns of indices that occur are computed.
+    Each index has a column of the Jacobian, the sum of the output gradients at the positions where
+    the index is looked up. Only the columns of indices that occur are computed.
     """
     assert isinstance(input_directions, Axes), "One-hot inputs have the coordinate axes."
     block = record.block

@@ -97,9 +97,9 @@ class LayerRecorder:
         self._has_graph = has_graph
 
     def hook(self, path: str, layer: nn.Module) -> list[RemovableHandle]:
-        """Hook a layer, before any hook of the user that may replace the output.
+        """Hook a layer such that the hook runs before users' hooks, which may replace the output.
 
-        Changes of the output by users' hooks are part of the forward pass, not of the layer.
+        Changes that users' hooks make to the output are part of the forward pass, not of the layer.
         """
         record = partial(self._record, path)
         inside = layer_rule(layer).inner_layer(layer)
@@ -136,8 +136,8 @@ class LayerRecorder:
         self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
         handed_on = z.flatten(0, 1) if is_merged else z
         if self._has_graph and (handed_on.is_leaf or handed_on._is_view()):
-            # The forward pass may overwrite the copy. A leaf must not be overwritten, and a view
-            # that is overwritten would move to a different place in the graph.
+            # The forward pass may overwrite the copy. It must not overwrite a leaf, and an
+            # overwritten view would move to a different place in the graph.
             handed_on = handed_on.clone()
         self.handed_on[path] = weakref.ref(handed_on)
         return handed_on
@@ -173,7 +173,7 @@ class OperandRecorder(TorchFunctionMode):
     """A recorder of the operations that multiply by a parameter, or add one, entry by entry.
 
     Args:
-        parameters: The parameters that are looked for, by name.
+        parameters: The parameters to look for, by name.
         layer_calls: A list to which a call is added for each operation, with the parameter's name,
             the factor that multiplies the parameter, and the result, both `[B, positions, size]`.
     """
@@ -214,11 +214,11 @@ class OperandRecorder(TorchFunctionMode):
     def _record_operands(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
         """Record an operation for each parameter in it; return the output to continue with.
 
-        In the recorded tensors `[B, positions, size]`, the last dimension joins the dimensions that
-        the parameters have.
+        The recorded tensors are `[B, positions, size]`, with the dimensions of the parameters
+        flattened into the last one.
 
         Args:
-            operands: Parameters with the factors that multiply them; the factor None stands for 1.
+            operands: Parameters with the factors that multiply them; the factor None means 1.
             output: The output of the operation.
         """
         like = operands[0][0]

@@ -153,7 +153,7 @@ class PositionFinder:
         return PresentPositions(masks_by_layer, counted_examples, self._single_layers, examined)
 
     def sites_not_reached(self, x: Inputs, y: Tensor) -> set[Site]:
-        """Find the sites of layers that some example with a target that counts does not reach.
+        """Find the sites that some example does not reach although it has a target that counts.
 
         The outputs of such an example do not depend on the layer, though the batch may call the
         layer for all examples.
@@ -326,7 +326,7 @@ class _Pass:
     def _record(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> Any:
-        """Record the call of a layer without blocks; return the tensor to continue with."""
+        """Record the call of a layer without blocks; return the output for the rest of the pass."""
         if not isinstance(output, Tensor):
             return output
         if not output.requires_grad:
@@ -402,7 +402,7 @@ def _generic_cotangent(outputs: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, " batch"]]:
-    """Find, by the layer's path, the examples that have a gradient at some call of a layer."""
+    """Find the examples that have a gradient at some call of a layer, by the layer's path."""
     reached: dict[str, Tensor] = {}
     for call in calls:
         if call.path is not None:
@@ -412,7 +412,7 @@ def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, 
 
 
 def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
-    """Find, by the number of positions, where some layer with so many positions has a gradient."""
+    """Find where some layer has a gradient, by the layer's number of positions."""
     influence: dict[int, Tensor] = {}
     for call in calls:
         mask = call.has_gradient
@@ -422,7 +422,7 @@ def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch 
 
 
 def _padding(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
-    """Find, by the number of positions, where tokens are padding for some embedding."""
+    """Find where tokens are padding for some embedding, by the number of positions."""
     padding: dict[int, Tensor] = {}
     for call in calls:
         is_padding = call.rule.padding(call.layer, call.x)
@@ -438,7 +438,7 @@ def _broadcasts(mask: Tensor, outputs: Tensor) -> bool:
 
 
 def _pass_through(outputs: Tensor) -> None:
-    """Let cotangents of the outputs pass nonlinearities as if their slope were a positive number.
+    """Let cotangents pass through nonlinearities as if these had a constant, positive slope.
 
     Each nonlinearity has its own slope, so that the contributions of different paths do not cancel.
     """

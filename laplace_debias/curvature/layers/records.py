@@ -76,7 +76,7 @@ class BlockRecord:
     def jacobian_rows(
         self,
     ) -> Iterator[tuple[slice, Float[Tensor, "columns part *groups d_out"]]]:
-        """Compute the Jacobian rows of an exact block, with the examples to which they belong.
+        """Compute the Jacobian rows of an exact block, with the slice of their examples.
 
         The rows are sums over all calls. For replayed calls, automatic differentiation computes
         them.

@@ -2,8 +2,8 @@
 
 Blocks are compared with these gradients. The first two examples of the data may not use all parts
 of a model, because in a mixture of experts each example takes its own path. Therefore further
-examples are searched for until, for each parameter, there is an example whose outputs depend on it,
-or until the data end.
+examples are searched until every parameter affects the outputs of some example, or until the data
+end.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class Reference:
         x: Inputs,
         compared: Collection[str] | None = None,
     ) -> "Reference":
-        """Run a network on a few examples, and differentiate the outputs in the named parameters.
+        """Differentiate the outputs for a few examples with respect to the named parameters.
 
         `compared` are the parameters whose gradients are kept. None keeps all gradients.
         """
@@ -119,7 +119,7 @@ class _Search:
 
     Attributes:
         unused: Parameters on which no outputs have depended so far.
-        batches: Batches that were put together, each from two examples of the data followed by the
+        batches: Batches that were assembled, each from two examples of the data followed by the
             examples that were found.
     """
 
@@ -189,7 +189,7 @@ def find_references(
         names: The parameters' names.
         first: The reference of the first two examples.
         x: The first batch.
-        more_batches: Inputs of all batches, which are read as long as there is an unused parameter.
+        more_batches: Inputs of all batches, which are read as long as some parameter is unused.
 
     Returns:
         References of further examples, and the parameters on which no outputs depend.

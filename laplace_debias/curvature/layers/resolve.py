@@ -1,12 +1,12 @@
 """Find the blocks of a model's parameters by running a few examples.
 
-A layer's class determines how its parameters are expected to act, but a model may differ: it may
-have its own forward pass, read a weight from outside its layer, or pass windows or time steps to a
-layer instead of examples. Therefore every block is compared with automatic differentiation. A
-parameter whose block differs is measured at the calls of the module that has the parameter. If the
-result still differs, the calls of the enclosing module are used, and so on up to the network
-itself. For a parameter without a layer, or a parameter of a normalisation, operations that multiply
-by the parameter or add it, entry by entry, are tried first.
+A layer's class determines how its parameters are expected to act, but a model may behave
+differently: it may have its own forward pass, read a weight from outside its layer, or pass windows
+or time steps to a layer instead of examples. Therefore every block is compared with automatic
+differentiation. A parameter whose block differs is measured at the calls of the module that has the
+parameter. If the result still differs, the calls of the enclosing module are used, and so on up to
+the network itself. For a parameter without a layer, or a parameter of a normalisation, operations
+that multiply by the parameter or add it, entry by entry, are tried first.
 """
 
 import math
@@ -170,7 +170,7 @@ def _wrong(
     references: Sequence[Reference],
     mixed: Inputs | None,
 ) -> dict[Block, Exception]:
-    """Find the blocks that differ from automatic differentiation, and the error of each.
+    """Find the blocks that differ from automatic differentiation, with an error for each.
 
     The `mixed` examples are run to find sites that cannot be measured in such a batch.
     """
@@ -261,7 +261,7 @@ def _deviations(
 def _reference_gradients(
     network: nn.Module, block: Block, reference: Reference
 ) -> Float[Tensor, "batch size"]:
-    """Return a reference's gradients in a block's parameters, ordered like the block's entries."""
+    """Return a reference's gradients for a block's parameters, ordered like its entries."""
     by_parameter = [reference.gradients[name] for name in block.parameters]
     gradients = torch.cat(by_parameter, 1) if len(by_parameter) > 1 else by_parameter[0]
     order = parameter_order(network, block.parameters, [block])

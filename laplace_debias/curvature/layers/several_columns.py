@@ -124,7 +124,7 @@ def _differentiate_together(
 
 
 def _stack_columns(by_column: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Stack the gradients of all columns; None stands for targets without influence."""
+    """Stack the gradients of all columns; None marks targets without influence."""
     return [
         None if gradients[0] is None else torch.stack(gradients)
         for gradients in zip(*by_column, strict=True)

@@ -92,7 +92,7 @@ class Tap:
     def save_attributes(self) -> None:
         """Save the modules' attributes, which every later pass restores.
 
-        Without a call of this method, each pass saves the attributes itself.
+        If this method is not called, each pass saves the attributes itself.
         """
         modules = [] if are_constant(self._modules) else self._modules
         self._saved_attributes = SavedAttributes(modules)
@@ -103,7 +103,7 @@ class Tap:
         Args:
             x: The inputs.
             graph: Whether to record the graph. Without a graph, no cotangents can be pushed back.
-            strict: Whether to raise the first of the pass's faults.
+            strict: Whether to raise the first fault of the pass, if there is any.
         """
         if self.learns_dims and not self._dims.is_known:
             self._learn(x)
@@ -193,7 +193,7 @@ class Tap:
     def _read_without_call(self, x: Inputs, recording: "_Recording") -> dict[Site, Exception]:
         """Find sites that were not called, though the outputs depend on their parameters.
 
-        This takes a further forward pass if a site is not called that all earlier passes called.
+        This takes a further forward pass if a site that all earlier passes called is not called.
         """
         forward_pass = recording.forward_pass
         called = {layer_call.layer for layer_call in forward_pass.layer_calls}
@@ -254,7 +254,7 @@ class Tap:
         expected: Tensor,
         calls: list[RecordedCalls],
     ) -> bool:
-        """Learn the forms of calls; return whether the network takes the copies that they need."""
+        """Learn the forms of calls; return whether the network accepts the copies needed."""
         has_copies = recorder.learn(num_examples(x), *calls) or bool(self._dims.common)
         for _ in range(_MOST_ROUNDS):
             if not has_copies:
@@ -269,7 +269,7 @@ class Tap:
     def _run_both(
         self, x: Inputs, doubled: Inputs
     ) -> tuple[Tensor, list[dict[str, list[torch.Size]]], list[RecordedCalls]]:
-        """Return outputs of the second inputs, and both inputs' layer input shapes and calls."""
+        """Return outputs for the second inputs, and for both the layers' input shapes and calls."""
         shapes: list[dict[str, list[torch.Size]]] = []
         calls: list[RecordedCalls] = []
         for inputs in (x, doubled):
