@@ -1,4 +1,4 @@
-"""Layer rules; the file of a layer type defines its blocks, activations and output gradients."""
+"""Layer rules, which define each layer type's blocks, activations and output gradients."""
 
 from functools import lru_cache
 

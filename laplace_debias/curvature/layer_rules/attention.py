@@ -77,14 +77,14 @@ class AttentionRule(LayerRule):
 
 
 class _ProjectionRule(LinearRule):
-    """One projection of an attention: a linear layer whose weight is part of a packed parameter."""
+    """One projection of attention: a linear layer whose weight is part of a packed parameter."""
 
     module_types = ()
 
     def entries(
         self, layer: nn.Module, block: Block, values: Sequence[Tensor]
     ) -> Shaped[Tensor, "d_out d_in"]:
-        """Order the entries of those rows of the packed parameter that belong to the projection."""
+        """Return the entries of the projection's rows of the packed parameter."""
         start = block.group * block.shape[0]
         return super().entries(layer, block, [values[0][start : start + block.shape[0]]])
 
@@ -157,7 +157,7 @@ class _ExposedAttention(nn.MultiheadAttention):
         projected = [self.query(query), self.key(key), self.value(value)]
         if self.batch_first and query.ndim == 3:
             projected = [x.transpose(0, 1) for x in projected]
-        # torch projects the results again with identity matrices, which causes no rounding.
+        # torch projects the results again with identity matrices, which adds no rounding errors.
         attend: Any = F.multi_head_attention_forward
         same = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
         outputs, weights = attend(

@@ -18,7 +18,7 @@ from laplace_debias.system.memory import ROOM
 # entries, and diagonal otherwise.
 _DENSE_UP_TO = 1024
 WIDE = 8192
-"""The Kronecker factor of a layer's outputs (or inputs) is diagonal if there are more than this.
+"""The number of a layer's outputs (or inputs) above which their Kronecker factor is diagonal.
 
 A dense factor for a vocabulary of 50,000 would take 10 GB in single precision.
 """
@@ -30,9 +30,9 @@ _SLICE = 2**22
 class Site(NamedTuple):
     """The site of a measurement: a layer, a parameter, or calls that are run again.
 
-    For a parameter, which operations add or multiply by, the path is its name. For calls, `paths`
-    are the paths of the modules whose calls read one parameter. These calls are run again and
-    differentiated, example by example.
+    For a parameter that operations add or multiply by, the path is the parameter's name. For calls,
+    `paths` are the paths of the modules whose calls read one parameter; these calls are run again
+    and differentiated, example by example.
     """
 
     paths: tuple[str, ...]
@@ -50,7 +50,7 @@ class Block:
 
     A convolution's groups of channels share no parameter and no output, so the curvature of its
     weight is itself block-diagonal, with one matrix of the same shape for each group. These
-    matrices make a single `Block`, and are computed together.
+    matrices form a single `Block`, and are computed together.
 
     Attributes:
         name: The parameter's name, followed by a number in brackets for the query, key or value of
@@ -58,17 +58,18 @@ class Block:
         parameters: The parameters' names in the model: one, or weight and bias.
         layer: The path of the layer that yields the block's inputs and output gradients.
         rule: The rule of the layer's type.
-        shape: `(d_out, d_in)`, of one group; the block of a vector has `d_in = 1`.
+        shape: The shape of one group's matrix, `(d_out, d_in)`; d_in is 1 for the block of a
+            vector.
         kind: The kind of parameters, by which prior precisions can be grouped: the kind of the
             rule's weights, or `"bias"`.
         group: The index of the query, key or value in a packed projection.
         sharing: `"expand"` or `"reduce"`, for a weight.
         num_groups: The number of groups of a convolution's weight.
-        calls: For a parameter without a layer's rule, the paths of the modules whose calls read the
-            parameter; empty if the forward pass multiplies by the parameter or adds it, entry by
-            entry.
+        calls: For a parameter that no layer's rule measures, the paths of the modules whose calls
+            read it; empty if it is measured where the forward pass multiplies by it or adds it,
+            entry by entry.
         rank: The number of directions of each factor that are kept. None keeps all directions.
-        is_vector: Whether the block belongs to a vector, such as a bias. G is then its exact
+        is_vector: Whether the parameter is treated as a vector, such as a bias. G is then its exact
             curvature, and A is 1.
         is_one_hot: Whether activations are unit vectors, given by indices, as for an embedding. A
             is then diagonal.
@@ -119,7 +120,7 @@ class Block:
 
     @cached_property
     def most_rows(self) -> int | None:
-        """The number of rows of a streamed factor; more rows are compressed to half as many."""
+        """The largest number of rows of a streamed factor; more are compressed to half as many."""
         return None if self.rank is None else 4 * self.rank
 
     @cached_property
@@ -175,18 +176,17 @@ class LayerRule:
         kind: The kind of the weights, such as `"linear"`.
         weight_name: The name of the weight in the layer.
         bias_name: The name of the bias in the layer.
-        is_generic: Whether the rule does not measure layers. Parameters are then measured at
-            operations or calls.
+        is_generic: Whether parameters are measured at operations or calls, rather than at a layer.
         is_linear: Whether the outputs are linear in the layer's input, with features in the last
             dimension.
         is_one_hot: Whether activations are unit vectors, because inputs are indices that are looked
             up. All examples may share a single input.
-        is_entrywise: Whether the parameters multiply, or are added, entry by entry. If the rule
-            does not hold for a parameter, such operations are looked for.
+        is_entrywise: Whether the layer multiplies by its parameters, or adds them, entry by entry.
+            If the rule does not hold for a parameter, such operations are looked for.
         is_recurrent: Whether the layer loops over time steps.
         only_rescales: Whether the layer only rescales its input, and so does not count as the last
             layer.
-        can_be_joint: Whether weight and bias can make one block.
+        can_be_joint: Whether weight and bias can form one block.
         channels_first: Whether outputs are `[B, channels, ...]`; if not, `[B, ..., features]`.
         made_layers: Names of the layers that `prepare` adds.
     """
@@ -248,7 +248,7 @@ class LayerRule:
         return [block]
 
     def vector_block(self, name: str, path: str, size: int, kind: str) -> Block:
-        """Make the exact block of a parameter as a vector."""
+        """Make the exact block of a parameter that is treated as a vector."""
         return Block(
             name=name,
             parameters=(name,),
@@ -271,7 +271,7 @@ class LayerRule:
     def entries(
         self, layer: nn.Module, block: Block, values: Sequence[Tensor]
     ) -> Shaped[Tensor, "*groups d_out d_in"]:
-        """Order a block's entries.
+        """Arrange the values of a block's parameters as the block's entries.
 
         Args:
             layer: The layer that has the parameters.
@@ -301,7 +301,7 @@ class LayerRule:
         return x.shape[1:-1].numel()
 
     def unfolded_size(self, layer: nn.Module, block: Block, x: LayerInputs) -> int:
-        """Return an upper bound of the entries in one example's rows of `unfold`."""
+        """Return an upper bound on the number of entries in one example's rows of `unfold`."""
         return x[0].numel()
 
     def activations(
@@ -366,7 +366,7 @@ class LayerRule:
         for start in range(0, x.shape[0], step):
             yield slice(start, min(start + step, x.shape[0]))
 
-    # Methods that compute the same numbers in less time.
+    # Methods that compute the same numbers faster.
 
     def summed_products(
         self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients
@@ -435,7 +435,7 @@ class LayerRule:
         return None
 
     def problem(self, layer: nn.Module) -> str | None:
-        """Return why an example's outputs depend on other examples, and what to do."""
+        """Return why an example's outputs depend on other examples, and what to do; else None."""
         return None
 
 

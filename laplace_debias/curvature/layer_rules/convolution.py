@@ -20,8 +20,8 @@ from laplace_debias.curvature.layer_rules.patches import fastest_moments
 from laplace_debias.operators.structures.directions import Basis, Directions
 
 # Below these numbers of multiplications, the kernel gradient of an example takes less time than the
-# call that computes it. The number of input channels separates the two limits. Both were measured
-# on one thread of a processor with AVX-512.
+# overhead of the call. The first limit is for fewer than `_VECTOR_CHANNELS` input channels. Both
+# were measured on one thread of a processor with AVX-512.
 _CHEAP_IF_NARROW = 2**19
 _CHEAP_IF_WIDE = 2**22
 _VECTOR_CHANNELS = 8
@@ -61,10 +61,10 @@ class ConvolutionRule(LayerRule):
     def activation_rows(
         self, layer: Any, block: Block, x: Float[Tensor, "batch channels *space"]
     ) -> Float[Tensor, "n *groups d_in"]:
-        """Compute the patches of all examples as rows, which are columns in memory.
+        """Compute the patches of all examples as rows, stored column by column in memory.
 
-        Neighbouring positions are also neighbours in the image. Copying them together takes a
-        fraction of the time of copying patch by patch.
+        Positions that are neighbours in memory are then also neighbours in the image, so copying
+        takes a fraction of the time of copying patch by patch.
         """
         patches = _patches(_pad(layer, x.contiguous()), layer, layer.stride)
         dims = (patches.ndim - 2) // 2
@@ -88,7 +88,7 @@ class ConvolutionRule(LayerRule):
         return number
 
     def unfolded_size(self, layer: nn.Module, block: Block, x: LayerInputs) -> int:
-        """Return an upper bound, for which each pixel counts as an output position."""
+        """Return an upper bound that counts every pixel as an output position."""
         return x[0, 0].numel() * _patch_size(block)
 
     def jacobian_rows(
@@ -141,7 +141,7 @@ class ConvolutionRule(LayerRule):
     def weight_gradients(
         self, layer: Any, block: Block, x: LayerInputs, g: OutputGradients
     ) -> Float[Tensor, "columns *groups d_out d_in"]:
-        """Compute `Σ_n Σ_t g_t a_tᵀ`, without patches if this takes less time."""
+        """Compute `Σ_n Σ_t g_t a_tᵀ`, without patches if this is faster."""
         if not _convolves_faster(layer, block):
             return super().weight_gradients(layer, block, x, g)
         gradients = g.transpose(0, 1).flatten(1, 2)
@@ -171,8 +171,7 @@ class ConvolutionRule(LayerRule):
         self, layer: Any, block: Block, inputs: Sequence[Tensor]
     ) -> list[Tensor] | None:
         """Compute A of each call without its patches, or return None if patches are faster."""
-        # On a GPU, patches are used, because a few large products take less time than many small
-        # products.
+        # On a GPU, patches are used, because a few large products are faster than many small ones.
         if not layer.weight.is_cpu:
             return None
         moments_by_call: list[Tensor] = []
@@ -191,7 +190,8 @@ class ConvolutionRule(LayerRule):
         A = torch.stack(factors) if block.groups else factors[0]
         if not block.is_joint:
             return A
-        # Patches are linear in the image, so the patches of all images are summed as one image.
+        # Patches are linear in the image, so summing the images first gives the sum of their
+        # patches.
         total = self.activations(layer, block, x.sum(0, keepdim=True))[0].sum(0)
         total[..., -1] *= len(x)
         A = F.pad(A, (0, 1, 0, 1))
@@ -267,7 +267,7 @@ class TransposedConvolutionRule(ConvolutionRule):
         return number
 
     def unfolded_size(self, layer: Any, block: Block, x: LayerInputs) -> int:
-        """Return an upper bound, for which each pixel counts as the product of the strides."""
+        """Return an upper bound that counts as many positions per pixel as the stride allows."""
         return x[0, 0].numel() * torch.Size(layer.stride).numel() * _patch_size(block)
 
 
@@ -290,15 +290,15 @@ def _patch_size(block: Block) -> int:
 
 
 def _convolves_faster(layer: Any, block: Block) -> bool:
-    """Return whether convolutions are faster than products of patches, which is so on a CPU."""
+    """Return whether convolutions are faster than products of patches, as they are on a CPU."""
     return isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
 
 
 def _has_cheap_examples(layer: Any, gradients: Float[Tensor, "batch rows *space"]) -> bool:
-    """Whether the kernel gradient of one example takes less time than the call that computes it.
+    """Whether the kernel gradient of one example takes less time than the overhead of a call.
 
     In a convolution with one group for each example, groups of few channels do not fill the vector
-    registers of the processor. Therefore the limit is lower for these examples.
+    registers of the processor, so the limit is lower for such layers.
     """
     multiplications = gradients[0].numel() * layer.weight[0].numel()
     is_narrow = layer.in_channels < _VECTOR_CHANNELS

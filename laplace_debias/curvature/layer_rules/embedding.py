@@ -16,7 +16,7 @@ from laplace_debias.curvature.layer_rules.generic import GenericRule
 
 
 class EmbeddingRule(LayerRule):
-    """An embedding: a linear layer of one-hot activations, so that A is diagonal."""
+    """An embedding: a linear layer with one-hot activations, so A is diagonal."""
 
     module_types = (nn.Embedding,)
     kind = "embedding"

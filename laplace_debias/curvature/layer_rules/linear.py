@@ -15,5 +15,5 @@ class LinearRule(LayerRule):
     is_linear = True
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:
-        """The class with which BackPACK pushes cotangents through the layer."""
+        """Return the class with which BackPACK pushes cotangents through the layer, or None."""
         return "linear.LinearDerivatives" if type(layer) is nn.Linear else None

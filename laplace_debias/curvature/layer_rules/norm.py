@@ -65,7 +65,7 @@ class NormRule(LayerRule):
 class ChannelNormRule(NormRule):
     """A normalisation over channels, which are the second dimension.
 
-    Instance normalisation, and batch normalisation over processes, also only rescale; but their
+    Instance normalisation and synchronised batch normalisation also only rescale, but their
     parameters are measured at operations or calls.
     """
 

@@ -50,8 +50,7 @@ def fastest_moments(
     The time of each function is estimated from the shapes.
 
     Returns:
-        `patch_moments` or `row_moments`; None if unfolded patches take less time than both
-        functions.
+        `patch_moments` or `row_moments`; None if unfolded patches are faster than both functions.
     """
     seconds: dict[Callable[[Any, Tensor], Tensor], float] = {}
     if has_displacements(layer):

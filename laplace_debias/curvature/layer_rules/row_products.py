@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# The maximum size of the unfolded rows that are computed together. More rows do not fit the
+# The maximum size of the unfolded rows that are computed together. More rows would not fit in the
 # processor's cache.
 _NUMBERS_AT_ONCE = 2**20
 # The largest size of the products of the rows of one block.
@@ -86,8 +86,8 @@ def row_moments(
     num_starts = num_rows - kernel_height + 1
     totals = products.unfold(0, num_starts, 1)[..., ::row_stride].sum(-1)
     by_distance = totals.unflatten(2, (kernel_height, size))
-    # The sum of the upper triangle and its transpose contains the diagonal twice, so half is
-    # subtracted.
+    # The sum of the upper triangle and its transpose contains the diagonal twice, so the diagonal
+    # is halved.
     by_distance[:, :, 0].mul_(0.5)
     # The distance from offset i to offset k ≥ i is k − i. Zeros follow the distances, so that a
     # view that begins one distance earlier for each i has zeros where k < i.
