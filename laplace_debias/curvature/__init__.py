@@ -1,4 +1,4 @@
-"""The exact or factored curvature of networks as linear operators."""
+"""The curvature of neural networks, exact or factored, as linear operators."""
 
 from typing import TYPE_CHECKING
 

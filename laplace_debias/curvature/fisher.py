@@ -1,4 +1,4 @@
-"""The types of Fisher matrices and their names."""
+"""The types of Fisher matrix, and their names."""
 
 from dataclasses import dataclass, replace
 
@@ -14,14 +14,13 @@ _RANDOM = ("mc", "signs")
 
 @dataclass(frozen=True)
 class FisherType:
-    r"""The way in which a loss Hessian becomes a sum of outer products.
+    r"""A way of turning a loss Hessian into a sum of outer products.
 
     `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
     `mc_samples` labels per example, drawn from the model (type-I); `"signs"`: sums of the columns
     of `"exact"` with random signs, $s = \sum_k \epsilon_k s_k$, `mc_samples` per example;
     `"empirical"`: the gradient at the true label. Drawn labels and signs depend on the seed and the
-    example's position in the data. They do not depend on how the data are split into batches, nor
-    on the amount of padding.
+    example's position in the data, but not on how the data are split into batches or padded.
 
     Reference: Martens, Sutskever & Swersky (2012), "Estimating the Hessian by back-propagating
     curvature", for the signs.
@@ -46,10 +45,10 @@ class FisherType:
         return self.kind in _RANDOM
 
     def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
-        """Draw the seed of labels or signs from a generator, or from torch's global generator.
+        """Return a copy whose seed is drawn from a generator, by default torch's global generator.
 
-        With several processes, the first process draws the seed. If no labels or signs are drawn,
-        no seed is drawn.
+        With several processes, all use the first one's seed. A type that draws no labels or signs
+        is returned unchanged.
         """
         if not self.is_random:
             return self
