@@ -10,7 +10,7 @@ _MOST_SHOWN_BLOCKS = 4
 
 
 def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
-    """Collect a few facts by name; the amount of text does not depend on the model."""
+    """Summarise a model, its prior and its fit in a few named lines, however large the model is."""
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())
     # A subnetwork holds copies of its selected entries, which must not be counted twice.
@@ -46,7 +46,7 @@ def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
 
 
 def _described_prior(prior: Prior) -> dict[str, str]:
-    """Return the lines that describe a prior, by their titles."""
+    """Return the lines that describe a prior, keyed by their titles."""
     lowest, highest = (f"{delta:g}" for delta in torch.aminmax(prior.precision))
     is_per_block = prior.precision.ndim > 0
     lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}

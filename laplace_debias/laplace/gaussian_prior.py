@@ -26,13 +26,13 @@ from laplace_debias.operators.eigh import eigh
 class GaussianPrior:
     r"""The prior $N(\mu, P_0^{-1})$ with one precision per parameter.
 
-    Add `penalty` to the loss that the network is trained with, and pass the prior to
-    `Laplace(model, prior=...)`. `posterior_as_prior` makes the prior of a posterior.
+    Add `penalty` to the training loss of the network, and then pass the prior to `Laplace(model,
+    prior=...)`. To use an earlier posterior as the prior, see `posterior_as_prior`.
 
     Args:
-        mean: μ, in the order of `param_names`, `[D]`.
+        mean: The mean μ, `[D]`, in the order of `param_names`.
         precision: One positive number per parameter, `[D]`.
-        param_names: The names of the parameters.
+        param_names: The names of the parameters, as in `model.named_parameters()`.
 
     Raises:
         TypeError: If the mean or the precision is not a tensor of floating-point numbers.
@@ -80,15 +80,15 @@ class GaussianPrior:
     def penalty(self, model: nn.Module) -> Float[Tensor, ""]:
         r"""Compute $\tfrac12(\theta - \mu)^\top P_0 (\theta - \mu)$, in nats.
 
-        The penalty is the negative logarithm of the prior's density, without the constant. Add it
-        to the sum of the examples' losses. If the loss is a mean, divide the penalty by N.
+        The penalty is the negative logarithm of the prior density, up to a constant. Add it to the
+        loss summed over all N training examples, or divide it by N if the loss is a mean.
 
         Args:
-            model: A model with parameters of these names.
+            model: A model that has parameters with these names.
 
         Raises:
-            ValueError: If the model's parameters with these names have a different number of
-                entries.
+            ValueError: If these parameters of the model differ from the prior in size, dtype or
+                device.
         """
         plain = unwrapped(model)
         values = [plain.get_parameter(name).flatten() for name in self.param_names]
@@ -109,8 +109,8 @@ class GaussianPrior:
     def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
         """Prepare this prior for a fit with these parameters and this structure.
 
-        The precisions of the parameters are split into δ, the part that all parameters share, and
-        the remaining parts.
+        The precision of each parameter is split into δ, which is the same for all parameters, and
+        the remainder.
 
         Raises:
             ValueError: If the parameters differ from the parameters of the prior, or the structure
@@ -168,9 +168,9 @@ class GaussianPrior:
 
 
 def setup_with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
-    """Set a Gaussian prior, whose names stand for the last layer until a fit has found this layer.
+    """Set a Gaussian prior, whose names select the parameters until a fit has found the last layer.
 
-    The first fit compares these names with the names of the layer's parameters.
+    The first fit then checks that the parameters of the last layer have these names.
     """
     parameters = setup.parameters
     if parameters is None:
@@ -184,7 +184,7 @@ def setup_with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
 def _with_excess(
     block: CurvatureBlock, curvature_weight: float, excess: CurvatureBlock
 ) -> EigenKronecker:
-    """Average a block over the examples and one more example with diagonal curvature."""
+    """Average a block over its examples and one more example whose curvature is `excess`."""
     assert isinstance(block, EigenKronecker)
     total_weight = curvature_weight + 1
     if block.U_G is None:

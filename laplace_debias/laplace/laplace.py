@@ -110,68 +110,70 @@ class Laplace(Predictor):
         )
 
     Args:
-        model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`; a single
-            output may be `[B]`.
+        model: A trained network in eval mode that maps inputs `[B, ...]` to outputs `[B, C]`, or to
+            `[B]` if it has a single output.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
             `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
             `"multilabel"` (targets 0 or 1, `[B, C]`), `"poisson"` (counts, outputs are logarithms
             of rates), or a `Likelihood`.
-        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
-            the fit issues a warning. It then assumes 1.0 for a single output; for several outputs,
-            it estimates the noise of each output from the residuals. `tune` rescales this noise.
-        temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Values below 1 make the posterior
-            narrower.
+        sigma: For `"regression"`: the standard deviation of the noise in units of the targets, one
+            number or one per output. If None, `fit` issues a warning, and then uses 1.0 for a
+            single output or, for several outputs, estimates the noise of each output from the
+            residuals. `tune` rescales this noise.
+        temperature: T in the tempered likelihood $p(D \mid \theta)^{1/T}$. Values below 1 make the
+            posterior narrower.
         class_dim: The dimension of the outputs that holds the classes: None or -1 for
-            `[B, ..., C]`, 1 for `[B, C, ...]`, which is then moved to the end.
-        batch: A function that converts each item of a loader to `(inputs, targets)`. Default: reads
-            pairs, and mappings and dataclasses with the targets under `labels`, `label`,
-            `label_ids`, `targets`, `target` or `y`.
+            `[B, ..., C]`, or 1 for `[B, C, ...]`, in which case it is moved to the end.
+        batch: A function that converts each item of a loader to `(inputs, targets)`. The default
+            handles pairs, as well as mappings and dataclasses whose targets are under `labels`,
+            `label`, `label_ids`, `targets`, `target` or `y`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
-            (parameters of supported layers), `"last_layer"` (the layer that the outputs come from,
-            which the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
-            `(name, parameter) -> bool`. Frozen parameters are never Bayesian. Parameters of
-            unsupported layers have an exact curvature block: a full matrix for up to 1,024 entries,
-            and its diagonal for more.
-        curvature: `"kfac"`, `"ekfac"` (K-FAC's directions with the exact curvature along each),
-            `"diag"`, `"lowrank"` (leading eigenvectors of the full matrix), `"full"`, or `"gp"`
-            (the `"full"` posterior in function space, from kernels between inputs; an approximation
-            if not all examples are inducing, see `inducing`).
+            (parameters of supported layers), `"last_layer"` (the layer that produces the outputs,
+            determined by the first `fit`; faster, see docs/choosing.md), a list of names, or a
+            predicate `(name, parameter) -> bool`. Frozen parameters are never Bayesian. Parameters
+            of unsupported layers get an exact curvature block: the full matrix for up to 1,024
+            entries, or only its diagonal for more.
+        curvature: `"kfac"`, `"ekfac"` (the eigenvectors of K-FAC, with the exact curvature along
+            each of them), `"diag"`, `"lowrank"` (leading eigenvectors of the full matrix),
+            `"full"`, or `"gp"` (the `"full"` posterior in function space, computed from kernels
+            between inputs; approximate unless every example is an inducing input, see `inducing`).
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model),
-            `"signs"` (columns of the loss Hessian's root, added up with random signs) or
-            `"empirical"` (the true labels). `"mc"` and `"signs"` are unbiased estimates of
-            `"exact"` that need one backward pass; `"signs"` has less noise if the network is
-            confident, and none for a single output.
-        mc_samples: Labels, or sums with random signs, per example for `fisher="mc"` and `"signs"`.
+            `"signs"` (the columns of a square root of the loss Hessian, summed with random signs)
+            or `"empirical"` (the true labels). `"mc"` and `"signs"` are unbiased estimates of
+            `"exact"` that need only one backward pass; `"signs"` is less noisy if the network is
+            confident, and exact for a single output.
+        mc_samples: The number of sampled labels (`fisher="mc"`) or sums with random signs
+            (`"signs"`) per example.
         joint: Whether to treat the weight and the bias of a layer as one block. Not available for
             `"lowrank"`, `"full"` and `"gp"`.
         sharing: How to treat weights that are applied at several positions, as in a convolution:
-            `"expand"` or `"reduce"`, or a mapping from layers' paths to these. Only for `"kfac"`
-            and `"ekfac"`.
+            `"expand"` or `"reduce"`, or a mapping from the paths of layers to one of the two. Only
+            for `"kfac"` and `"ekfac"`.
         rank: For `"lowrank"`: the number of directions. Default: 20. For `"kfac"` and `"ekfac"`:
             the number of eigenvectors to keep per factor, or the fraction of the trace to keep,
             such as 0.99; all other directions share their mean curvature. If `rank` is a number r,
-            a factor of at least 8 r rows is never formed as a matrix. Default: all directions.
+            factors with at least 8 r rows are never formed as matrices. Default: all directions.
             Cannot be combined with `mode="auto"`; see `thin`.
         inducing: For `"gp"`: the number of training examples to use as inducing inputs, or these
             inputs as a tensor `[M, ...]`. Default: all examples.
-        independent_outputs: For `"gp"`: whether each output has a Gaussian process of its own, with
-            the kernel and the loss Hessian's diagonal entry of this output. Different outputs then
-            have no covariance, and parameters cannot be sampled. The kernels are smaller, but the
-            data are read once per output.
-        prior_precision: δ, one number or one per block (see `block_names`).
+        independent_outputs: For `"gp"`: whether each output has its own Gaussian process, with its
+            own kernel and its own diagonal entry of the loss Hessian. The outputs are then
+            uncorrelated, and parameters cannot be sampled. The kernels are smaller, but the data
+            are read once per output.
+        prior_precision: Prior precision δ: one number, or one per block (see `block_names`).
         prior_mean: Mean of the prior: one number, or one per parameter `[D]`. It only affects the
             marginal likelihood.
         prior: A `GaussianPrior` to use instead of `prior_precision` and `prior_mean`: one precision
             per parameter, or an earlier posterior (`posterior_as_prior`). `fit` adds the curvature
-            of the data to its precision. `la.prior_precision` is then the part of the precision
-            that all parameters share.
+            of the data to its precision. `la.prior_precision` is then only the part of the
+            precision that is common to all parameters.
         backend: How the Kronecker factors are computed: `"backpack"`, `"hooks"`, or `"auto"`, which
             uses BackPACK where possible, except for convolutions on a CPU. Both give the same
             factors.
-        factor_dtype: The dtype in which curvature is summed and decomposed.
-        memory_bound: The limit of the working memory for output gradients, in bytes. The limit does
-            not affect results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single
-            example needs more.
+        factor_dtype: The dtype in which the curvature is summed and decomposed.
+        memory_bound: Limit on the working memory for output gradients, in bytes; it does not affect
+            the results. Default: 128 MiB (2 GiB on a GPU), or up to 4 GiB if a single example needs
+            more.
 
     Raises:
         ValueError: If a name is unknown, if `sharing` or `joint` is passed with a curvature that
@@ -186,9 +188,9 @@ class Laplace(Predictor):
 
     A `Laplace` object can be shared between threads. In a process group, call `fit`, `fit_batches`,
     `tune`, `evaluate` and `save` on all processes: each process reads its shard of the data
-    (`ShardedBatches`) and ends up with the full posterior. For a call on a single process, see
-    `alone`. If you pass a `generator`, the result depends only on this generator and the data, and
-    torch's global generator is left unchanged.
+    (`ShardedBatches`) and ends up with the full posterior. To call one of them on a single process,
+    see `alone`. If you pass a `generator`, the result depends only on this generator and the data,
+    and torch's global generator is left unchanged.
     """
 
     # A state is always replaced as a whole, so other threads see either the old or the new state.
@@ -235,8 +237,8 @@ class Laplace(Predictor):
             sharing=sharing,
             memory_bound=memory_bound,
         )
-        # The class of the options does not check these combinations, because files of earlier
-        # versions contain them.
+        # `CurvatureConfig` accepts these combinations, because files written by earlier versions
+        # contain them.
         if sharing != "expand" and not config.structure.has_factors:
             raise ValueError(
                 f"`sharing={sharing!r}` applies only to Kronecker factors, which "
@@ -278,7 +280,7 @@ class Laplace(Predictor):
             raise TypeError("`la(x)` is the syntax of laplace-torch. Use la.predict(x).")
 
     def __repr__(self) -> str:
-        """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
+        """Summarise the model, likelihood, curvature, parameters, blocks, prior and fit."""
         lines = "".join(f"  {key}: {line}\n" for key, line in describe(self._state).items())
         return f"{type(self).__name__}(\n{lines})"
 
@@ -302,39 +304,40 @@ class Laplace(Predictor):
     ) -> "Laplace":
         """Fit the posterior to training data, and return `self`.
 
-        The model is not changed: its parameters are the mean of the posterior. The fit computes the
-        curvature of the loss at these parameters. Curvature and prior together give the posterior
-        precision. Call `tune` afterwards to choose the prior precision.
+        The model's parameters are the mean of the posterior and are not changed. The fit computes
+        the curvature of the loss at these parameters, which together with the prior gives the
+        posterior precision. Call `tune` afterwards to choose the prior precision.
 
         Args:
             train_loader: Batches `(x, y)`, or a fitting scheme such as
                 `Split(directions, magnitudes)`.
             mode: How much data to use.
                 `"full"`: every batch.
-                `"auto"`: randomly ordered examples until the standard deviations of the outputs are
-                estimated to be within 5 % of a full fit; see `fit_report`, and `Auto` for other
-                limits.
-                `"crossfit"`: the first batch, split into folds.
+                `"auto"`: as many randomly ordered examples as it takes until the standard
+                deviations of the outputs are estimated to be within 5 % of a full fit; see
+                `fit_report` for the estimate, and `Auto` for other limits.
+                `"crossfit"`: the first batch, split into folds. The curvature of each fold is
+                measured along eigenvectors of the other folds.
                 `"debiased"`: eigenvectors from the first batch, curvature from the second (Eq. 9).
                 `"mini"`: only the first batch. Biased; provided for comparison.
             num_data: Number of training examples N. By default it is inferred from the loader's
                 sampler or, with `mode="full"`, counted.
-            generator: Makes the fit reproducible: seeds sampled labels (`fisher="mc"`), shuffling
-                and torch-based augmentation. Default: torch's global generator.
+            generator: Makes the fit reproducible: it seeds sampled labels (`fisher="mc"`) or signs,
+                shuffling, and augmentation that uses torch. Default: torch's global generator.
             progress: Show a progress bar over the batches.
             folds: Number of folds for `"crossfit"`. Default: 2.
-            resume: Folder for checkpoints, written once a minute. To resume, repeat the same call
-                with the same number of processes. The result is bit-identical to the result of an
-                uninterrupted fit.
+            resume: Folder for checkpoints, which are written once a minute. To resume an
+                interrupted fit, repeat the same call with the same number of processes; the result
+                is bit-identical to an uninterrupted fit.
 
         Raises:
             ValueError: If data and likelihood do not match, there are too few batches, N cannot be
                 inferred or differs from the number of examples read, the posterior does not fit
-                into memory, processes read the same data, or `resume` belongs to a different fit or
-                needs batches that cannot be read again in the same order.
+                into memory, several processes read the same data, or `resume` belongs to a
+                different fit or needs batches that cannot be read again in the same order.
             TypeError: If inputs or targets have the wrong dtype, or `num_data` is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
-                examples cannot be separated.
+                individual examples cannot be separated.
             RuntimeError: If called under autocast.
             OSError: If the folder of `resume` cannot be written to.
         """
@@ -380,14 +383,15 @@ class Laplace(Predictor):
         generator: torch.Generator | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit to a list of batches, and return `self`.
+        """Fit the posterior to given batches, and return `self`.
 
         Args:
             directions: Batches `(x, y)` from which the eigenvectors are computed.
             magnitudes: Batches on which the curvature along these eigenvectors is measured.
                 Default: the same batches.
-            num_data: N. Default: the number of examples in `directions` and `magnitudes` (for
-                `"diag"`, which has no directions, only in `magnitudes`).
+            num_data: Number of training examples N. Default: the number of examples in `directions`
+                and `magnitudes` together (for `"diag"`, which has no directions, only in
+                `magnitudes`).
             folds: The number of folds (at least two) into which `directions` are split for
                 cross-fitting. Default: no cross-fitting. Cannot be combined with `magnitudes`.
             generator: Seeds sampled labels (`fisher="mc"`) and the shuffling of loaders. Default:
@@ -415,20 +419,20 @@ class Laplace(Predictor):
         r"""Add new training data to the posterior, and return `self`.
 
         The mean does not change. The curvature of the new data is added to the precision:
-        $P \leftarrow P + \tfrac{N_2}{T} C_2$. N, the loss in the marginal likelihood and saved
-        files then include the new data. The prior, the link and the noise of a regression do not
-        change, so call `tune` again.
+        $P \leftarrow P + \tfrac{N_2}{T} C_2$. N and the loss in the marginal likelihood then
+        include the new data, as do saved files. The prior, the link and the noise of a regression
+        do not change, so call `tune` again.
 
         How close the result is to a fit to all data depends on the curvature:
 
         - `"diag"`, `"full"`: equal to a fit to all data.
-        - `"kfac"`: equal to a fit to all data after `mode="full"`. The factors G and A are averaged
-          over all data separately, which is the approximation that a K-FAC fit makes for the sum
-          over examples. After a fit in another mode, the average uses the factors that this fit
-          estimated.
-        - `"ekfac"`: the directions do not change, and the curvature along each one is measured on
-          all data.
-        - `"lowrank"`: the leading directions of the earlier curvature and the new data together.
+        - `"kfac"`: equal to a fit to all data if the earlier fit used `mode="full"`. The factors G
+          and A are each averaged over all data, which is the approximation that any K-FAC fit makes
+          for the sum over examples. After a fit in another mode, the average includes the factors
+          estimated by that fit.
+        - `"ekfac"`: the directions do not change, but the curvature along each of them is measured
+          on all data.
+        - `"lowrank"`: keeps the leading directions of the earlier and the new curvature combined.
         - `"gp"`: equal to a fit to all data with the same inducing inputs.
 
         Args:
@@ -438,15 +442,15 @@ class Laplace(Predictor):
             generator: Seeds sampled labels (`fisher="mc"`) and the shuffling of the loader; see
                 `fit`.
             progress: Show a progress bar over the batches.
-            resume: Folder for checkpoints, written once a minute. Repeating the same call on the
-                same earlier posterior continues from the last checkpoint; see `fit`.
+            resume: Folder for checkpoints, written once a minute. To continue from the last
+                checkpoint, repeat the same call on the same earlier posterior; see `fit`.
 
         Raises:
             RuntimeError: If nothing has been fitted, or the model has changed since the fit.
-            ValueError: If the posterior was thinned, if it is a `"kfac"` posterior from a file of
-                an earlier version, which has no factors, or if the new data does not use the same
-                parameters. Also raises the errors of `fit`. After an error, the posterior is
-                unchanged.
+            ValueError: If the posterior was thinned, if it is a `"kfac"` posterior from a file
+                written by an earlier version, which lacks the factors, or if the new data does not
+                use the same parameters. Also raises the errors of `fit`. After an error, the
+                posterior is unchanged.
             NotImplementedError: If the curvature is an instance of your own class, which does not
                 define `update`.
 
@@ -482,9 +486,9 @@ class Laplace(Predictor):
     ) -> Plan:
         """Estimate the memory and time of `fit`, within a factor of 1.5.
 
-        The sizes of the sums and the posterior are computed from shapes. The memory and the time of
-        a batch are measured on the first batch. Nothing is fitted. In a process group, each process
-        plans its own fit.
+        The sizes of the sums and the posterior are computed from shapes, whereas the memory and
+        time per batch are measured on the first batch. Nothing is fitted. In a process group, each
+        process plans its own fit.
 
         Args:
             train_loader: The loader that you will pass to `fit`. Its first batch is read, so it
@@ -535,27 +539,28 @@ class Laplace(Predictor):
 
         One pass over `loader` scores every combination of 49 prior precisions (four per decade from
         1e-4 to 1e8), the candidate links, and 33 temperatures from 1/4 to 4. If only the last layer
-        is Bayesian, it skips temperatures that are far from the best. The combination with the best
-        score is used, with two exceptions in favour of simpler settings:
+        is Bayesian, the search skips temperatures that are far from the best. The combination with
+        the best score is used, with two exceptions in favour of simpler settings:
 
         - The default link at temperature 1 is kept if it scores within a quarter of a paired
           standard error of the best, and always if there are fewer than 100 examples.
         - If a temperature other than 1 is chosen, the smallest prior precision that scores equally
-          well is used. A larger one could leave only plain temperature scaling, without an effect
-          of the posterior.
+          well is used. A larger prior precision could remove the effect of the posterior and leave
+          only plain temperature scaling.
 
-        Draws and the network itself (`method="map"`) have temperatures of their own, which the same
-        pass finds; see `Link`.
+        Predictions from draws and from the network itself (`method="map"`) have their own
+        temperatures, which the same pass determines; see `Link`.
 
         In blocks of 32,768 parameters or more, parameters with nearly equal curvature (within 5 %)
-        are treated together. This changes variances by about 1e-4.
+        are grouped together. This changes variances by about 1e-4.
 
         Args:
             loader: Held-out batches `(x, y)`, not used for training.
             metric: Score to minimise: `"nll"` or `"brier"` of the `"glm"` predictive. If an example
                 has several labels, the NLL is summed over them, and the Brier score is averaged.
             grid: Prior precisions to try instead of the default grid.
-            method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
+            method: `"grid"` searches on held-out data; `"marglik"` is an older way to call
+                `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation. Default: torch's global generator.
             sigma: Whether to tune a regression's noise as well. By default, it is tuned if you
@@ -565,8 +570,8 @@ class Laplace(Predictor):
                 also chooses the noise level of each output that minimises the NLL for the fitted
                 posterior; a later `fit` uses these levels for the curvature. Not available for
                 `fisher="empirical"`.
-            link: Restrict the search to one link. Pass its name to try all temperatures, or a
-                `Link` to use its temperatures as well.
+            link: Restrict the search to one link. Pass a name to try all temperatures, or a `Link`
+                to fix the temperatures, too.
             per: Only for `method="marglik"`; see `tune_evidence`.
 
         Returns:
@@ -577,8 +582,8 @@ class Laplace(Predictor):
         Raises:
             ValueError: If the method, metric or link is unknown; if the grid is empty or not
                 positive; if the loader is empty, or all of its targets are ignored; if `sigma` is
-                passed for a likelihood other than `"regression"`, or residuals are zero; if the
-                method does not use an argument.
+                passed for a likelihood other than `"regression"`, or residuals are zero; if an
+                argument is passed that the method does not use.
             RuntimeError: If nothing has been fitted.
         """
         self._require_same(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
@@ -626,8 +631,8 @@ class Laplace(Predictor):
         """Choose the prior precision with the largest marginal likelihood, and set it.
 
         This method reads no data, and does not change the link. Prefer `tune` if data can be held
-        out: in the study of docs/does-it-help.md, posteriors over all parameters had a worse NLL
-        with `tune_evidence` than with `tune` on every problem.
+        out: in the study described in docs/does-it-help.md, posteriors over all parameters had a
+        worse NLL with `tune_evidence` than with `tune` on every problem.
 
         Args:
             sigma: Whether to tune a regression's noise as well. By default, it is tuned if you
@@ -635,7 +640,7 @@ class Laplace(Predictor):
                 prior precision.
             per: Use one prior precision for each `"kind"` of layer (linear, convolution, embedding,
                 normalisation, bias, other) or for each `"block"`. Default: a single prior
-                precision. A group without curvature takes the value that is best for all groups
+                precision. A group without curvature gets the value that is best for all groups
                 together.
 
         Returns:
@@ -716,7 +721,7 @@ class Laplace(Predictor):
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """A copy of the prior precision δ. It can be set without a new fit.
+        """A copy of the prior precision δ. You can set it without a new fit.
 
         Warns:
             UserWarning: If the new value is smaller than the prior precision at which the posterior
@@ -739,7 +744,7 @@ class Laplace(Predictor):
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """A copy of the prior mean, one number or `[D]`. It can be set without a new fit.
+        """A copy of the prior mean, one number or `[D]`. You can set it without a new fit.
 
         Raises:
             RuntimeError: If `params="last_layer"` and nothing has been fitted yet.
@@ -759,7 +764,7 @@ class Laplace(Predictor):
 
     @property
     def temperature(self) -> float:
-        """The temperature T of the likelihood. It can be set without a new fit."""
+        """The temperature T of the likelihood. You can set it without a new fit."""
         return self._state.temperature
 
     @temperature.setter
@@ -772,7 +777,7 @@ class Laplace(Predictor):
     def link(self) -> Link | None:
         """The link, which turns logits into probabilities. None selects the default link.
 
-        `tune` sets it. It can also be set to a name or a `Link`, without a new fit.
+        `tune` sets it. You can also set it to a name or a `Link` without a new fit.
         """
         return self._state.link
 
@@ -786,8 +791,8 @@ class Laplace(Predictor):
     def sigma(self) -> Float[Tensor, "*outputs"]:
         """The standard deviation of a regression's noise: one number, or one per output.
 
-        The noise can be set without a new fit if it is multiplied by the same factor for all
-        outputs. After `tune(sigma="per_output")`, it is the noise of the predictive distribution;
+        You can set it without a new fit if the noise of all outputs changes by the same factor.
+        After `tune(sigma="per_output")`, it is the noise of the predictive distribution, whereas
         the curvature was computed with `likelihood.curvature_sigma`.
 
         Raises:
@@ -816,7 +821,16 @@ class Laplace(Predictor):
     def sample(
         self, n: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
-        """Draw samples of the Bayesian parameters, `[n, D]`, in the order of the model."""
+        """Draw samples of the Bayesian parameters, `[n, D]`, in the order of `param_names`.
+
+        Args:
+            n: Number of samples.
+            generator: Seeds the draws. Default: torch's global generator.
+
+        Raises:
+            RuntimeError: If nothing has been fitted.
+            ValueError: If the posterior was fitted with `independent_outputs=True`.
+        """
         return self.posterior.sample(n, generator)
 
     @explains_wrong_arguments
@@ -826,15 +840,15 @@ class Laplace(Predictor):
         r"""Compute the Laplace approximation of log p(D), in nats over all N examples.
 
         $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
-        - \tfrac12\log\det P$, with every constant. T is the temperature, and μ is the mean of the
-        prior. If the fit read fewer than N examples, the first term is scaled up.
+        - \tfrac12\log\det P$, including all constants. T is the temperature, and μ is the prior
+        mean. If the fit read fewer than N examples, the first term is scaled up.
 
         Args:
             prior_precision: The δ at which to evaluate; the result is differentiable with respect
                 to it. Default: the current prior precision.
 
         Warns:
-            UserWarning: If the posterior was thinned. The value is then a lower bound of the value
+            UserWarning: If the posterior was thinned. The value is then a lower bound on the value
                 for the full posterior.
         """
         if self.fitted.thinned_at is not None:
@@ -863,22 +877,22 @@ class Laplace(Predictor):
         Args:
             x: Inputs, `[B, ...]`.
             diagonal: Compute only the variances, in the shape of the mean. This is much cheaper.
-            outputs: Only some outputs: indices `[B, k]` into the flattened outputs of each example,
-                or a number k for the k largest outputs. The mean is then `[B, k]`, and the
-                covariance is `[B, k, k]`.
+            outputs: Restrict the result to some outputs: indices `[B, k]` into the flattened
+                outputs of each example, or a number k for the k largest outputs. The mean is then
+                `[B, k]`, and the covariance is `[B, k, k]`.
             joint: Also compute the covariance between inputs, `[B, C, B, C]`: entry `[n, i, m, j]`
                 is the covariance of output i at input n and output j at input m.
-            positions: Only some positions of outputs `[B, T, C]`; see `predict`. The mean is then
-                `[B, p, C]`, or `[B, C]` for a single position, and `outputs` selects outputs of
-                each position.
-            differentiable: Whether gradients flow back to the inputs. It can only be combined
-                with `joint`; the Jacobians of all inputs are kept, `[B, C, D]`.
+            positions: Restrict the result to some positions of outputs `[B, T, C]`; see `predict`.
+                The mean is then `[B, p, C]`, or `[B, C]` for a single position, and `outputs`
+                selects outputs at each position.
+            differentiable: Whether gradients flow back to the inputs. Can only be combined with
+                `joint`. The Jacobians of all inputs, `[B, C, D]`, are kept in memory.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
-                or `positions` do not exist; if the memory bound is too small, or there are too many
-                outputs; if `joint` is combined with `diagonal`, or `differentiable` with an option
-                other than `joint`.
+                or `positions` are out of range; if the memory bound is too small, or there are too
+                many outputs; if `joint` is combined with `diagonal`, or `differentiable` with an
+                option other than `joint`.
             TypeError: If inputs have the wrong type or dtype.
             RuntimeError: If nothing has been fitted, the model has changed since the fit, or
                 autocast is enabled.
@@ -915,9 +929,9 @@ class Laplace(Predictor):
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of the outputs, `[n, B, ..., C]`: logits, or means of regression targets.
 
-        The samples have the mean and the covariance that `functional` returns. They do not include
-        the temperature of the link or the noise of a regression. For samples of targets, call
-        `predict(x).sample((n,))`.
+        With `"glm"` and `"glm-mc"`, the samples have the mean and the covariance that `functional`
+        returns. They include neither the temperature of the link nor the noise of a regression. For
+        samples of targets, call `predict(x).sample((n,))`.
 
         Args:
             x: Inputs, `[B, ...]`, in any form that `predict` accepts.
@@ -929,7 +943,7 @@ class Laplace(Predictor):
             joint: For `"glm"`: whether a sample is one function at all inputs, as for Thompson
                 sampling. This decomposes the covariance of all outputs at all inputs,
                 `[B·C, B·C]`. By default, the samples at different inputs are independent.
-            positions: Which positions; see `predict`.
+            positions: Only some positions of the outputs; see `predict`.
 
         Raises:
             ValueError: If the method is `"map"`, which has no samples. Also raises the errors of
@@ -976,7 +990,7 @@ class Laplace(Predictor):
             method: `"glm"`, `"glm-mc"`, `"nn"` or `"map"`; see `predict`.
             samples: Number of samples. Default: the closed form.
             generator: Seeds the samples. Default: torch's global generator.
-            positions: Which positions; see `predict`.
+            positions: Only some positions of the outputs; see `predict`.
 
         Raises:
             TypeError: If the likelihood is not for regression. Also raises the errors of `predict`.
@@ -991,8 +1005,9 @@ class Laplace(Predictor):
         r"""Compress the posterior: keep only the directions that affect predictions.
 
         Directions in which the data add little to the prior ($\tfrac NT\Lambda \ll \delta$) all
-        have a variance close to 1/δ. Their eigenvectors are not stored. Their curvature is replaced
-        by its mean, so the trace does not change. The memory and the saved file shrink accordingly.
+        have a variance close to 1/δ, so their eigenvectors need not be stored. Their curvature is
+        replaced by its mean, which preserves the trace. The memory and the saved file shrink
+        accordingly.
 
         Half of `x` is used to find the smallest set of directions for which no output standard
         deviation changes by more than `error`; the other half is used to measure the actual change.
@@ -1005,12 +1020,13 @@ class Laplace(Predictor):
             x: A few dozen inputs that are typical of those you will predict for, in any form that
                 `predict` accepts.
             error: Largest allowed relative change of an output's standard deviation.
-            positions: Which positions of outputs `[B, T, C]`; see `predict`.
+            positions: Only some positions of outputs `[B, T, C]`; see `predict`.
 
         Returns:
-            The fraction of the posterior's bytes that is kept, and the error with its interval;
-            `.message` states both in words. Afterwards, `tune` adds a note if it chooses a smaller
-            prior precision, `tune_evidence` raises an error, and `log_marginal_likelihood` warns.
+            The fraction of the posterior's bytes that is kept, and the error with its confidence
+            interval; `.message` summarises both in words. Afterwards, `tune` adds a note if it
+            chooses a smaller prior precision, `tune_evidence` raises an error, and
+            `log_marginal_likelihood` warns.
 
         Raises:
             ValueError: If the curvature is not `"kfac"` or `"ekfac"`, if there are fewer than two
@@ -1064,7 +1080,7 @@ class Laplace(Predictor):
         only the section on the posterior is replaced.
 
         Args:
-            folder: The folder, for example the one that the model's own `save_pretrained` wrote.
+            folder: The folder, for example the folder that the model's own `save_pretrained` wrote.
             card: Whether to write the card.
             evaluation: Metrics for the card's table, as returned by `la.evaluate(test_loader)`.
             own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
@@ -1103,8 +1119,9 @@ class Laplace(Predictor):
             card: Whether to upload a card.
             evaluation: Metrics for the card's table, as returned by `la.evaluate(test_loader)`.
             private: Whether a new repository is private. Default: the setting of the account.
-            token: A token with the right to write. Default: the token that `hf auth login` stored.
-            message: The message of the commit.
+            token: An access token with write permission. Default: the token that `hf auth login`
+                stored.
+            message: The commit message.
             own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
 
         Returns:
@@ -1185,7 +1202,7 @@ class Laplace(Predictor):
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
     ) -> "Laplace":
-        """Read a posterior that `save` wrote, for the same trained model.
+        """Load a posterior that was written by `save`, for the same trained model.
 
         A damaged or modified file is rejected, because its checksum does not match. With several
         processes, each one reads the full file.
@@ -1195,13 +1212,13 @@ class Laplace(Predictor):
             model: The model, with the parameters that it had at the fit.
             likelihood: An instance of your own class, with the `options` that the file contains. It
                 is required if the file names this class. Default: a likelihood of this package.
-            backend: The backend of a later fit; see `Laplace`.
-            fisher: The Fisher matrix of a later fit or update; see `Laplace`. Default: the Fisher
+            backend: The backend for later fits; see `Laplace`.
+            fisher: The Fisher matrix for later fits and updates; see `Laplace`. Default: the Fisher
                 matrix of the saved fit, or `"exact"` if an earlier version wrote the file.
-            factor_dtype: The dtype of factors in a later fit.
-            mc_samples: Labels per example in a later fit or update. Default: the number of the
-                saved fit, or 1 if `fisher` is passed.
-            memory_bound: The limit of the working memory, in bytes; see `Laplace`.
+            factor_dtype: The dtype of the factors in later fits.
+            mc_samples: Labels per example in later fits and updates. Default: the number used by
+                the saved fit, or 1 if `fisher` is passed.
+            memory_bound: Limit on the working memory, in bytes; see `Laplace`.
             batch: A function from batches to `(inputs, targets)`; see `Laplace`.
 
         Raises:
@@ -1227,7 +1244,7 @@ class Laplace(Predictor):
 
     @classmethod
     def from_posterior(cls, fitted: FittedPosterior) -> "Laplace":
-        """Make a `Laplace` from a posterior that was not fitted by `fit`."""
+        """Create a `Laplace` from a fitted posterior, such as `fitted` of another `Laplace`."""
         la = cls.__new__(cls)
         la._state = fitted
         return la
@@ -1242,7 +1259,7 @@ class Laplace(Predictor):
         token: str | None = None,
         **options: Any,
     ) -> "Laplace":
-        """Read a posterior from a folder or the Hugging Face Hub (needs the `hub` extra).
+        """Load a posterior from a folder or from the Hugging Face Hub (needs the `hub` extra).
 
         Args:
             folder_or_repository: A folder written by `save_pretrained`, or the name `"user/name"`
@@ -1269,7 +1286,7 @@ class Laplace(Predictor):
 
     @property
     def _setup(self) -> FitSetup:
-        """The setup of another fit."""
+        """The setup from which the next fit starts."""
         state = self._state
         return state.setup if isinstance(state, FittedPosterior) else state
 
@@ -1277,13 +1294,13 @@ class Laplace(Predictor):
     def state(self) -> FitSetup | FittedPosterior:
         """The model with its prior and, after a fit, its posterior.
 
-        The state is immutable: a change of the `Laplace` replaces its state.
+        The state is immutable: every change to the `Laplace` replaces it.
         """
         return self._state
 
     @property
     def fitted(self) -> FittedPosterior:
-        """The state after a fit; `from_posterior` makes a `Laplace` of it.
+        """The state after a fit; `from_posterior` turns it back into a `Laplace`.
 
         Raises:
             RuntimeError: If nothing has been fitted.

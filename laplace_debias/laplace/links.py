@@ -1,9 +1,10 @@
 """Links, which turn Gaussian logits into probabilities.
 
 A link consists of a formula and a temperature T. The formula is applied to the logits divided by T,
-N(μ/T, Σ/T²). T = 1 is the plain Laplace approximation; the limit δ → ∞ is temperature scaling. The
-formula is used only for the closed form, and its T also corrects errors of the formula. Averages
-over draws and the network itself can therefore have temperatures of their own.
+which are distributed as N(μ/T, Σ/T²). T = 1 is the plain Laplace approximation, and δ → ∞ is
+temperature scaling. Because only the closed form uses the formula, its T also compensates for
+errors of the formula. Averages over draws and the network itself can therefore have different
+temperatures.
 """
 
 import math
@@ -32,7 +33,7 @@ NUM_DRAWS = 128
 def tempered_probit(
     mean: Logits, covariance: Float[Tensor, "..."], temperatures: Sequence[float]
 ) -> Float[Tensor, "temperatures *batch classes"]:
-    r"""Compute `probit` of the logits divided by each temperature T.
+    r"""Compute the probit approximation for the logits divided by each temperature T.
 
     The result is $\mu_k / \sqrt{T^2 + \tfrac\pi8 \Sigma_{kk}}$.
 
@@ -51,17 +52,17 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     """Compute the logarithm of the expected softmax from 128 fixed Sobol points.
 
     The divergence from the result of 10⁵ draws is about 1e-4 for 10 classes and 1e-3 for 100
-    classes. For standard deviations of 3, the divergence is ten times larger.
+    classes, but ten times larger if the logits have standard deviations of 3.
     """
-    # A part that all logits share cancels in the softmax. It is removed, because otherwise a large
-    # common part would take up the best points.
+    # A part that is common to all logits cancels in the softmax. It is removed first, because a
+    # large common part would otherwise use up the best points.
     mu = mean.double()
     sigma = covariance.double()
     sigma = sigma - sigma.mean(-1, keepdim=True)
     sigma = sigma - sigma.mean(-2, keepdim=True)
     values, vectors = eigh((sigma + sigma.mT) / 2, "the functional covariance")
-    # The leading directions get the best points. The signs of the directions are chosen such that
-    # they do not depend on the order of the classes.
+    # The leading directions get the best points. The signs of the directions are fixed in a way
+    # that does not depend on the order of the classes.
     signs = torch.where((vectors * mu.unsqueeze(-1)).sum(-2, keepdim=True) < 0, -1.0, 1.0)
     root = (vectors * signs * values.clamp_min(0).sqrt().unsqueeze(-2)).flip(-1)
     z = normal_points(mean.shape[-1]).to(mu)
@@ -83,9 +84,9 @@ def bridge(mean: Logits, covariance: Covariance) -> Logits:
     r"""Compute the logarithms of the Dirichlet parameters of the Laplace bridge.
 
     $$\alpha_k = \frac1{\Sigma_{kk}} \Big(1 - \frac2C + \frac{e^{\mu_k}}{C^2} \sum_l
-    e^{-\mu_l}\Big)$$ for logits that are conditioned on a sum of zero. The probabilities are the
-    means $\alpha_k / \sum_l \alpha_l$. Use it only for comparisons with other libraries: for small
-    variances, its probabilities do not approach the probabilities of the network.
+    e^{-\mu_l}\Big)$$ for logits conditioned on a sum of zero. The probabilities are the means
+    $\alpha_k / \sum_l \alpha_l$. Use it only for comparisons with other libraries, because for
+    small variances its probabilities do not approach the probabilities of the network.
 
     Reference: Hobbhahn, Kristiadi & Hennig (2022), "Fast predictive uncertainty for classification
     with Bayesian deep networks".
@@ -109,7 +110,7 @@ def _with_zero_sum(mean: Logits, covariance: Covariance) -> tuple[Logits, Logits
     row_sums = covariance.sum(-1)
     total = row_sums.sum(-1, keepdim=True)
     variances = covariance.diagonal(dim1=-2, dim2=-1)
-    # A covariance that has no common part, or is zero, is not changed.
+    # A covariance that is zero or has no common part is left unchanged.
     rounding = torch.finfo(covariance.dtype).eps * variances.mean(-1, keepdim=True)
     gain = torch.where(total > rounding, row_sums / total, 0)
     conditioned = (variances - gain * row_sums).clamp_min(0) + rounding
@@ -153,8 +154,8 @@ def at_temperatures(
 
 def _stack_numbers(numbers: Sequence[float], like: Tensor) -> Float[Tensor, "numbers ..."]:
     """Return numbers along a new first dimension that broadcasts against a tensor."""
-    # The tensors are filled on the device, because copies from the host would wait for the device,
-    # and would become constants of an exported program.
+    # The tensors are filled on the device, because copies from the host would wait for the device
+    # and would become constants in an exported program.
     return torch.stack([like.new_full([1] * like.ndim, number) for number in numbers])
 
 
@@ -163,8 +164,8 @@ class Formula:
     """A formula for the expected probabilities of Gaussian logits.
 
     Attributes:
-        softmax: Computes the logits of mutually exclusive classes.
-        sigmoid: Computes the logits of independent labels.
+        softmax: The formula for mutually exclusive classes.
+        sigmoid: The formula for independent labels.
         required_moments: The part of the covariance that `softmax` uses.
     """
 
@@ -203,8 +204,8 @@ class Link:
     Attributes:
         name: One of `FORMULAS`.
         temperature: T, by which the logits are divided in the closed form.
-        draw_temperature: The temperature of draws, of which probabilities are averaged. Default:
-            `temperature`.
+        draw_temperature: The temperature of sampled logits, whose probabilities are averaged.
+            Default: `temperature`.
         network_temperature: The temperature of the network without a posterior (`method="map"`),
             for temperature scaling. Default: `temperature`.
 
@@ -230,7 +231,7 @@ class Link:
                 )
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, except temperatures that are the default."""
+        """Return the constructor's arguments, without temperatures that have their default."""
         options = {"name": self.name, "temperature": self.temperature}
         if self.draw_temperature != self.temperature:
             options["draw_temperature"] = self.draw_temperature
@@ -262,7 +263,7 @@ def tempered_moments(
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
-    """Return the link of a name; links and None are returned unchanged."""
+    """Return the link with a given name; a `Link` or None is returned unchanged."""
     if link is None:
         return None
     checked = link if isinstance(link, Link) else Link(link)
@@ -280,10 +281,10 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
 
 
 def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
-    """Return the link of an untuned posterior, or None if the likelihood has no links.
+    """Return the default link of an untuned posterior, or None if the likelihood has no links.
 
-    Outputs with positions, `[B, ..., C]`, use the probit, because the size of their full covariance
-    grows with the square of their number.
+    Outputs with positions, `[B, ..., C]`, use the probit link, because the size of their full
+    covariance grows with the square of the number of outputs.
     """
     if likelihood.activation is None:
         return None
@@ -293,7 +294,7 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
 
 
 def required_moments(likelihood: Likelihood, links: Collection[Link]) -> SecondMoments:
-    """Determine the part of the outputs' covariance that the predictives of links need."""
+    """Determine which part of the outputs' covariance these links need for predictions."""
     if links and likelihood.activation == "softmax":
         required = {FORMULAS[link.name].required_moments for link in links}
         if len(required) > 1:
@@ -318,9 +319,9 @@ def tempered_predictive(
     covariance: Float[Tensor, "..."] | None,
     temperatures: Sequence[float],
 ) -> Distribution:
-    """Return p(y) of batch shape `[temperatures, B]` for a formula at several temperatures.
+    """Return p(y) at several temperatures, with batch shape `[temperatures, B]`.
 
-    Without a covariance, every formula is the softmax or the sigmoid.
+    Without a covariance, every formula reduces to the softmax or the sigmoid.
     """
     if covariance is None:
         logits = tempered_probit(mean, torch.zeros_like(mean), temperatures)
@@ -332,7 +333,7 @@ def tempered_predictive(
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def normal_points(dimension: int) -> Float[Tensor, "draws dimension"]:
-    """Return standard normal Sobol points, which are the same at every call."""
+    """Return standard normal Sobol points, which are the same in every call."""
     # This seed is the best of a few seeds for two classes; for more classes, the seeds are equally
     # good.
     uniforms = SobolEngine(dimension, scramble=True, seed=2).draw(NUM_DRAWS, dtype=torch.float64)

@@ -16,16 +16,16 @@ from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 class Mixture(Predictor):
     r"""A mixture of posteriors, $p(y\mid x) = \frac1M \sum_m p_m(y\mid x)$.
 
-    Each member is fitted, tuned and saved separately. Members can be checkpoints of different seeds
-    or epochs, or different architectures for the same task. The disagreement of the members adds
-    uncertainty that no single member can express. For a regression, the predictive is the normal
-    distribution with the mean and the covariance of the mixture. Each member predicts with its own
-    link and temperature.
+    Each member is fitted, tuned and saved separately. Members can be checkpoints from different
+    seeds or epochs, or different architectures for the same task. Each member predicts with its own
+    link and temperature, and the disagreement between members adds uncertainty that no single
+    member can express. For a regression, the predictive is the normal distribution with the mean
+    and the covariance of the mixture.
 
     Args:
-        members: Fitted `Laplace` objects with the same likelihood and the same options of the
-            likelihood (`ignore_index`, weights, smoothing; the `options` of your own class). For a
-            regression, each member has its own sigma.
+        members: Fitted `Laplace` objects. Their likelihoods must be of the same class and have the
+            same options (`ignore_index`, weights, smoothing; the `options` of your own class),
+            except that each member of a regression has its own sigma.
 
     Raises:
         ValueError: If there are no members, or if the members' likelihoods or the options of the
@@ -89,8 +89,8 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
     options = _options(likelihood)
     first_options = _options(first)
     for key in first_options | options:
-        # An option with its default value may be missing in a file, but it is an attribute of the
-        # likelihood.
+        # Options with their default value may be missing here, so they are read from the attributes
+        # of the likelihood.
         value = options.get(key, getattr(likelihood, key, None))
         first_value = first_options.get(key, getattr(first, key, None))
         if value != first_value:

@@ -1,7 +1,8 @@
 """The mean-field softmax of Gaussian logits, which compares all pairs of classes.
 
 The softmax is computed at several temperatures at once, in blocks of examples that fit into the
-processor's cache. The variances of the differences between logits may be given in several forms.
+processor's cache. Several functions accept the variances of the differences between logits in
+different forms.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch import Tensor
 
 # The logistic function at x is close to the normal distribution function at x / √(8/π).
 _SCALE = 8 / math.pi
-# Up to this number of pairs, the overhead of the operations dominates the time of a call, not the
+# Up to this number of pairs, a call spends more time on the overhead of operations than on
 # exponentials.
 _FEW_PAIRS = 2**11
 # The number of pairs of classes that are computed together, by device type.
@@ -35,8 +36,8 @@ def pairwise(
     At T = 1, the result is
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
     s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$ which compares each pair of classes by the
-    probit of the difference of their logits. A part that all logits share cancels. For two classes,
-    the result is the binary probit.
+    probit of the difference of their logits. Any part that is common to all logits cancels. For two
+    classes, the result is the binary probit.
 
     All temperatures use the same differences of the means and the same variances, since
     $(\mu_k - \mu_i) / T / \sqrt{1 + \tfrac\pi8 s_{ki} / T^2} =
@@ -72,8 +73,8 @@ def pairwise_of_directions(
     Args:
         mean: The means of the logits.
         variances: The variance along each direction.
-        squared_differences: The squared difference of two outputs along each direction, with a
-            column for each of the `pairs_of_outputs`.
+        squared_differences: The squared difference of two outputs along each direction, with one
+            column for each pair in `pairs_of_outputs`.
         temperatures: The temperatures.
     """
     has_fast_exponentials = mean.device.type == "cpu" and not variances.requires_grad
@@ -99,10 +100,9 @@ def pairs_of_outputs(
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
     """Return the indices of all pairs of outputs, in cyclic order.
 
-    First, each output is paired with the next output; then each output is paired with the output
-    after the next, and so on up to a distance of half the number of outputs. The first output
-    follows the last. If the number of outputs is even, the pairs at the largest distance occur
-    twice, once in each order.
+    Each output is first paired with the next output, then with the one after that, and so on up to
+    a distance of half the number of outputs, where the first output follows the last. If the number
+    of outputs is even, the pairs at the largest distance occur twice, once in each order.
     """
     outputs = torch.arange(num_outputs, device=device)
     shifts = torch.arange(1, num_outputs // 2 + 1, device=device).unsqueeze(1)
@@ -114,7 +114,8 @@ def difference_variances(
     covariances: Float[Tensor, "*batch classes classes"],
 ) -> Float[Tensor, "*batch classes classes"]:
     """Compute the variances of the differences of all pairs of logits."""
-    # Double precision keeps the digits of the differences even if a common variance is large.
+    # Double precision preserves the digits of the differences even if the logits have a large
+    # variance in common.
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
     differences = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
@@ -136,9 +137,9 @@ def _pairwise_in_blocks(
             differences of all pairs of logits.
         temperatures: The temperatures.
     """
-    # A few examples are processed at a time, so that their pairs of classes stay in the processor's
-    # cache. An exported program accepts any number of examples, so it cannot contain a loop over
-    # blocks.
+    # Only a few examples are processed at a time, so that their pairs of classes stay in the
+    # processor's cache. An exported program has no such loop, because it must accept any number of
+    # examples.
     num_examples = max(1, _PAIRS_AT_ONCE[means.device.type] // means.shape[-1] ** 2)
     if torch.compiler.is_exporting() or len(means) <= num_examples:
         return _pairwise_block(means, variances(moments), temperatures)
@@ -166,7 +167,7 @@ def _pairwise_block(
     """
     differences = means.unsqueeze(-2) - means.unsqueeze(-1)
     needs_gradients = variances.requires_grad or differences.requires_grad
-    # An exported program cannot branch on the sizes and the values of tensors.
+    # An exported program cannot branch on the sizes or values of tensors.
     can_branch = not (needs_gradients or torch.compiler.is_exporting())
     if (
         differences.device.type == "cpu"
@@ -178,12 +179,12 @@ def _pairwise_block(
     differences = differences * math.sqrt(_SCALE)
     logits = []
     for temperature in temperatures:
-        # The root is not changed in place, because gradients need it.
+        # The root must not be changed in place, because gradients need it.
         exponents = (variances + _SCALE * temperature**2).rsqrt_() * differences
-        # The exponents on the diagonal are zero, so the diagonal contains only the logarithm of the
-        # sum.
+        # The exponents on the diagonal are zero, so only the negative logarithm of the sum remains
+        # there.
         logits.append(exponents.log_softmax(-1).diagonal(dim1=-2, dim2=-1))
-    # A single temperature is the most common case, and needs no copy.
+    # In the most common case, a single temperature, no copy is needed.
     return torch.stack(logits) if len(logits) > 1 else logits[0].unsqueeze(0)
 
 
@@ -192,9 +193,9 @@ def _unshifted_pairwise(
     variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
-    r"""Compute the logits without subtracting the largest exponent, if no exponential can overflow.
+    r"""Compute the logits without subtracting the largest exponent; no exponential may overflow.
 
-    On AMD processors, where MKL computes `exp`, powers of 2 take a third of the time of `exp`.
+    Powers of 2 are used, because MKL's `exp` takes three times as long on AMD processors.
 
     Args:
         differences: $\mu_i - \mu_k$ in row k and column i.
@@ -215,7 +216,7 @@ def _exponentials_are_finite(
 ) -> bool:
     """Whether sums of the exponentials of the differences of logits are finite.
 
-    If so, the reciprocals of the exponentials are finite, too.
+    If so, the reciprocals of the exponentials are also finite.
     """
     if means.numel() == 0:
         return True
@@ -230,16 +231,16 @@ def _pairwise_of_pairs(
     squared_differences: Float[Tensor, "directions pairs"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `pairwise_of_directions` from the exponentials of each pair in only one order.
+    """Compute `pairwise_of_directions` with only one exponential per pair of classes.
 
-    The exponential for the other order is the reciprocal. It belongs to the second class of the
-    pair, so it is written into a column that is shifted by the distance of the two classes.
-    `_exponentials_are_finite` must be true for the means.
+    For the opposite order of the pair, the exponential is the reciprocal. This term is part of the
+    sum of the second class, so it is written into a column shifted by the distance between the two
+    classes. `_exponentials_are_finite` must be true for the means.
     """
     batch, num_classes = means.shape
     num_shifts = num_classes // 2
-    # If the number of classes is even, the pairs at the largest distance occur in both orders, so
-    # they are not mirrored.
+    # If the number of classes is even, the pairs at the largest distance already occur in both
+    # orders, so they are not mirrored.
     num_mirrored = (num_classes - 1) // 2
     width = num_classes + num_mirrored
     most_examples = _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes)

@@ -1,4 +1,4 @@
-"""A posterior as the prior of a network that is trained further."""
+"""A posterior that serves as the prior when its network is trained further."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from laplace_debias.laplace.state.prior import Prior
 
 @dataclass(frozen=True, eq=False)
 class PosteriorPrior(GaussianPrior):
-    """A posterior as a prior; see `posterior_as_prior`.
+    """A posterior that serves as a prior; see `posterior_as_prior`.
 
     Attributes:
         fitted: The posterior, with its parameters and options.
@@ -60,16 +60,16 @@ class PosteriorPrior(GaussianPrior):
 
 
 def posterior_as_prior(la: Laplace) -> GaussianPrior:
-    r"""Return a posterior as the prior for training on new data.
+    r"""Turn a posterior into the prior for further training on new data.
 
-    The prior is $N(\theta^*, P^{-1})$, with the mean and the precision of the posterior. Train with
-    `penalty` and fit with `Laplace(model, prior=...)`. The precision of the new posterior is
-    $\tfrac NT C + P$, where C is the curvature of the new data at the new parameters. Kronecker
-    products and low-rank matrices are added in the same way as in `Laplace.update`. To add data
-    without training, use `Laplace.update`.
+    The prior is $N(\theta^*, P^{-1})$, with the mean and the precision of the posterior. Add its
+    `penalty` to the loss during training, and then fit with `Laplace(model, prior=...)`. The
+    precision of the new posterior is $\tfrac NT C + P$, where C is the curvature of the new data at
+    the new parameters. Kronecker products and low-rank matrices are added in the same way as in
+    `Laplace.update`. To add data without training, use `Laplace.update`.
 
     Args:
-        la: A fitted posterior. Later changes to it do not change the prior.
+        la: A fitted `Laplace`. Later changes to it do not affect the prior.
 
     Raises:
         RuntimeError: If `la` has not been fitted.

@@ -1,7 +1,7 @@
 """Compression of a posterior to the directions that affect predictions.
 
-All directions in which N Λ / T is small compared with δ have a variance close to 1/δ. The
-eigenvectors of these directions need not be stored.
+All directions in which N Λ / T is small compared with δ have a variance close to 1/δ, so their
+eigenvectors need not be stored.
 """
 
 import math
@@ -28,14 +28,15 @@ _FACTOR = 1.1
 class Thinning:
     """The size and the error of a compressed posterior.
 
-    The error of an input is the largest relative error of a standard deviation of its outputs. The
-    errors are measured on inputs that were not used to choose the directions.
+    The error at an input is the largest relative error among the standard deviations of its
+    outputs. It is measured at inputs that were not used to choose the directions.
 
     Attributes:
-        share: The bytes of the compressed posterior, divided by the bytes of the full posterior.
+        share: The size of the compressed posterior in bytes, as a fraction of the full posterior.
         error: Mean error over the inputs.
-        half_width: Half of the width of the 95 % interval of this mean; infinite for one input.
-        largest: Largest error of an input.
+        half_width: Half the width of the 95 % confidence interval of the mean error; infinite for a
+            single input.
+        largest: Largest error over the inputs.
         num_inputs: Number of inputs.
     """
 
@@ -94,7 +95,7 @@ def thin_posterior(
             "eigenvectors to keep, and the other half to measure the resulting "
             "error. Pass at least two inputs."
         )
-    # The halves contain alternate inputs, because the inputs may be sorted.
+    # Inputs go to the two halves alternately, because they may be sorted.
     search_errors = _Errors(fitted, inputs, slice(0, None, 2), positions)
     test_errors = _Errors(fitted, inputs, slice(1, None, 2), positions)
     compressed = compress(fitted, _largest_threshold(fitted, bound, search_errors))
@@ -113,7 +114,7 @@ def thin_posterior(
 
 
 class _Errors:
-    """The error of a compressed posterior on each of some inputs; see `Thinning`."""
+    """A function that returns the error of a compressed posterior at each input; see `Thinning`."""
 
     def __init__(
         self, full: FittedPosterior, inputs: Inputs, part: slice, positions: Positions | None
@@ -126,7 +127,7 @@ class _Errors:
         self._full_variances = self._variances(full)
 
     def __call__(self, compressed: FittedPosterior) -> Float[Tensor, " inputs"]:
-        # An output that depends on no parameter has the variance 0 in both posteriors, so its ratio
+        # An output that depends on no parameter has variance 0 under both posteriors, so its ratio
         # 0/0 counts as 1.
         ratios = (self._variances(compressed) / self._full_variances).nan_to_num(nan=1.0)
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
@@ -141,7 +142,8 @@ def _largest_threshold(fitted: FittedPosterior, bound: Tensor, errors: _Errors) 
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
     largest_block = max(fitted.posterior.curvature.sizes)
     low = float(_gain(2 * bound.double())) / largest_block
-    # The square of a very small error underflows to 0. A bisection by ratios would never leave 0.
+    # The square of a very small error underflows to 0, and a bisection by ratios would never leave
+    # 0.
     low = max(low, torch.finfo(torch.float64).tiny)
     high = max(float(_gain(ratios).sum()) for ratios in _curvature_ratios(fitted).values())
     while high > _FACTOR * low:
@@ -154,13 +156,13 @@ def _largest_threshold(fitted: FittedPosterior, bound: Tensor, errors: _Errors) 
 
 
 def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
-    r"""Keep the directions whose gain per stored number is above a threshold.
+    r"""Keep the directions whose benefit per stored number exceeds a threshold.
 
     With x = N Λ / (T δ), the variance of a direction, 1 / (δ (1 + x)), is smaller than the prior
-    variance by x / (1 + x) / δ, and the variation of the outputs along the direction is roughly
-    proportional to x. Therefore, the gain of a direction is the sum of x² / (1 + x) over the
-    directions of the other side. The number of stored numbers is the number of entries of the
-    eigenvector.
+    variance by x / (1 + x) / δ, and the outputs vary along the direction by an amount that is
+    roughly proportional to x. The gain of a direction is therefore the sum of x² / (1 + x) over all
+    directions of the other Kronecker factor. It is divided by the number of entries of the
+    eigenvector that would have to be stored.
     """
     posterior = fitted.posterior
     ratios = _curvature_ratios(fitted)
@@ -168,7 +170,7 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
         name: _compress_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    # The bounds remain valid, because no magnitude grows.
+    # The bounds remain valid, because thinning increases no magnitude.
     compressed = posterior.changed(
         curvature=BlockDiagonal(blocks), curvature_bounds=posterior.largest_curvatures
     )
@@ -179,18 +181,18 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
 
 
 def _compress_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
-    """Keep each side's directions above the threshold, or all directions if half or more are above.
+    """Keep each factor's directions above the threshold, or all if half or more are above it.
 
-    After a fit to few examples, the rank is already reduced. If the gain of the directions that are
-    orthogonal to the stored directions is above the threshold, no direction may be merged with
-    them.
+    After a fit to few examples, the rank is already reduced. If the directions orthogonal to the
+    stored ones have a gain above the threshold, no further direction may be merged with them.
     """
     assert isinstance(block, EigenKronecker)
     for side, U in enumerate((block.U_G, block.U_A)):
         if U is None:
             continue
         d, r = U.shape[-2:]
-        # The scores are needed because debiased magnitudes are not sorted.
+        # The directions are sorted by their scores, because debiased magnitudes are in no
+        # particular order.
         scores = _gain(ratios).sum(-1 - side) / d
         rank = int((scores[..., :r] > threshold).sum(-1).amax())
         if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
@@ -216,6 +218,6 @@ def _curvature_ratios(fitted: FittedPosterior) -> dict[str, Tensor]:
 
 
 def _num_bytes(fitted: FittedPosterior) -> int:
-    """Count the bytes of a posterior in a file."""
+    """Count the bytes that a posterior occupies in a file."""
     tensors = tensors_of(fitted.posterior, fitted.config.structure)
     return sum(tensor.nbytes for tensor in tensors.values())

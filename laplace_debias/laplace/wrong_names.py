@@ -61,7 +61,7 @@ CURVATURES = {"kron": "kfac"}
 
 
 def explain_laplace_torch_name(name: str) -> str:
-    """Return the message for a name of laplace-torch, which states the name to use instead."""
+    """Return a message that states what to use instead of a name from laplace-torch."""
     return f"{name} is a name of laplace-torch. Use {EQUIVALENTS[name]}."
 
 
@@ -78,8 +78,8 @@ def explains_arguments(
     """Return a decorator that adds an explanation to the error for an unknown argument.
 
     Args:
-        explanations: The messages, by the names of the arguments. A name that is an argument of
-            the function has no message.
+        explanations: The messages, keyed by argument name. Names that the function accepts are
+            ignored.
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -105,9 +105,9 @@ explains_wrong_arguments = explains_arguments(EXPLANATIONS)
 
 
 def check_settable(cls: type, name: str) -> None:
-    """Reject a name that resembles the name of an attribute, or is a name of laplace-torch.
+    """Reject a name that is probably a misspelt attribute or a name from laplace-torch.
 
-    Other names are accepted, such as the attributes of a subclass.
+    All other names, such as attributes of a subclass, are accepted.
 
     Raises:
         AttributeError: If the class has no such attribute, and the name is a likely mistake.

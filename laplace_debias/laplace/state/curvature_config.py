@@ -23,13 +23,14 @@ class CurvatureConfig:
         backend: `"backpack"`, `"hooks"` or `"auto"`.
         factor_dtype: The dtype in which factors are summed and decomposed.
         joint: Whether a layer's weight and bias form one block.
-        sharing: How weights that are applied at several positions are treated.
-        memory_bound: Bytes of working memory for output gradients; None for the default.
+        sharing: How to treat weights that are applied at several positions.
+        memory_bound: Limit on the working memory for output gradients, in bytes; None for the
+            default.
     """
 
     structure: CurvatureStructure
     fisher: FisherType
-    # A predicate is not shown, because its string form differs between processes.
+    # A predicate is left out of the `repr`, because its string form differs between processes.
     params: ParameterSelection = field(repr=False)
     backend: str
     factor_dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The estimated error of a fit to a part of the data, compared with a fit to all data."""
+"""The estimated error of a fit to part of the data, compared with a fit to all data."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """The event that ended a fit with `mode="auto"`."""
+    """The reason why a fit with `mode="auto"` ended."""
 
     TOLERANCE = "tolerance"
     SECONDS = "seconds"
@@ -24,24 +24,25 @@ class StopReason(StrEnum):
 class FitReport:
     """The estimated error of a fit with `mode="auto"`.
 
-    The error is the relative error of the outputs' standard deviations, as the root mean square
-    over inputs that were not used for the fit. It is estimated from the differences between folds,
-    and from the differences between in-fold magnitudes and magnitudes from held-out folds. The page
-    on the method describes the estimate, and states how often the true error is smaller.
+    The error is the relative error of the outputs' standard deviations compared with a fit to all
+    data, as a root mean square over inputs that were not used for the fit. It is estimated from the
+    differences between folds, and from the differences between magnitudes measured within a fold
+    and on held-out folds. The documentation of the method describes the estimate and states how
+    often the true error is smaller.
 
     Attributes:
-        num_examples: The number of examples that were drawn and passed backward.
-        num_read: The number of examples that were read and passed forward.
-        seconds: The duration of the fit.
-        ended_by: `"tolerance"`, `"seconds"`, `"examples"` or `"interrupt"`; `"the end of the data"`
-            if the data ended and there is a budget, the data is an iterator, or the data has fewer
-            than N examples; or `"data"` if the fit used all of the data.
-        rounds: The number of examples and the error after each round.
+        num_examples: The number of examples that were drawn for the backward pass.
+        num_read: The number of examples that were read for the forward pass.
+        seconds: The duration of the fit, in seconds.
+        ended_by: `"tolerance"`, `"seconds"`, `"examples"` or `"interrupt"`; `"data"` if the fit
+            used all of the data; or `"the end of the data"` if the data ended first, because there
+            is a budget, the data is an iterator, or it has fewer than N examples.
+        rounds: The number of drawn examples and the estimated error after each round.
         curve: The error if the prior precision of the fit is multiplied by 1, 10, … 10⁴; NaN if the
             data ended before the first round was complete.
         error_by_block: The contribution of each block to the error, at the fit's prior precision.
-        continuation: The state from which `Auto(after=)` continues. It takes as much memory as the
-            factors of four fits. None if the tolerance was reached or the fit used all data.
+        continuation: The state from which `Auto(after=)` continues, which needs as much memory as
+            the factors of four fits. None if the tolerance was reached or the fit used all data.
     """
 
     num_examples: int
@@ -55,7 +56,7 @@ class FitReport:
 
     @property
     def error(self) -> float:
-        """The largest error of the curve, which covers any tuned prior precision."""
+        """The largest error of the curve, which also holds for a tuned prior precision."""
         return max(self.curve.values())
 
     @property

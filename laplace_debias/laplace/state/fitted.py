@@ -31,13 +31,13 @@ class FitSetup:
     Attributes:
         spec: The model and its likelihood.
         config: The options of a fit.
-        parameters: The Bayesian parameters; None if the model must be run on an example to find
-            them.
-        prior: The prior of the posterior.
+        parameters: The Bayesian parameters; None if they can be found only by running the model on
+            an example.
+        prior: The prior.
         temperature: T of the likelihood.
-        link: How logits become probabilities; None for the default.
-        earlier_names: The names of the parameters that an earlier fit found, and that every later
-            fit must find again; None before the first fit.
+        link: The link from logits to probabilities; None for the default.
+        earlier_names: The names of the parameters in an earlier fit, which every later fit must
+            also select; None before the first fit.
     """
 
     spec: ModelSpec
@@ -79,10 +79,10 @@ class FitSetup:
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of a regression, in units of the noise σ of its curvature.
+    """The residuals of a regression, in units of the noise σ for which its curvature was computed.
 
     Attributes:
-        num_targets: M, the number of entries of the targets of the N examples.
+        num_targets: M, the total number of target entries of the N examples.
         squared: Q = Σ ‖(f − y)/σ‖² over the N examples.
     """
 
@@ -90,33 +90,33 @@ class Residuals:
     squared: float
 
     def nll_change(self, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        r"""Compute the increase of the negative log-likelihood if the noise is multiplied by k.
+        r"""Compute how much the negative log-likelihood grows if the noise is multiplied by k.
 
         The increase is $\tfrac12 Q(k^{-2} - 1) + M\log k$. It is differentiable in log k.
         """
         return 0.5 * self.squared * ((-2 * log_factor).exp() - 1) + self.num_targets * log_factor
 
 
-# Prior precisions count as equal if they differ only by the rounding of single precision.
+# Prior precisions count as equal if they differ only by rounding in single precision.
 _SINGLE_PRECISION = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class FittedPosterior:
-    """A fitted posterior, with its model and all results of the fit for predictions and files.
+    """A fitted posterior, with its model and all results that predictions and files need.
 
     Attributes:
         fitted_model: The model and its Bayesian parameters, as they were at the fit.
         config: The options of the fit.
-        selected: The parameters that were selected from the structure of the model, with which a
-            later fit starts; None if a fit must run an example to find them.
+        selected: The parameters that were selected from the structure of the model, from which a
+            later fit starts; None if they can be found only by running the model on an example.
         posterior: The Gaussian posterior, which contains the prior and the temperature.
-        nll: The loss of the N examples, summed, in nats.
+        nll: The loss summed over the N examples, in nats.
         mode: The name of the fitting scheme.
-        num_targets: The number of entries of the targets of the N examples, for a `Gaussian`
-            likelihood and a curvature that is proportional to σ⁻²; otherwise None.
-        link: How logits become probabilities; None for the default.
-        report: The estimated error of a fit of `mode="auto"`, compared with a fit to all data.
+        num_targets: The total number of target entries of the N examples, for a `Gaussian`
+            likelihood whose curvature is proportional to σ⁻²; otherwise None.
+        link: The link from logits to probabilities; None for the default.
+        report: The estimated error of a fit with `mode="auto"`, compared with a fit to all data.
         thinned_at: For each block, the smallest prior precision for which the error reported by
             `thin` is valid; None if the posterior was not thinned.
     """
@@ -158,7 +158,7 @@ class FittedPosterior:
 
     @property
     def setup(self) -> FitSetup:
-        """The setup of another fit."""
+        """The setup from which the next fit starts."""
         return FitSetup(
             self.spec,
             self.config,
@@ -176,14 +176,14 @@ class FittedPosterior:
             return None
         assert isinstance(self.likelihood, Gaussian)
         sigma = self.likelihood.curvature_sigma
-        # The normaliser is averaged over outputs, because there is one sigma per output, or one for
-        # all.
+        # Sigma has one entry per output or a single one for all, so the normaliser is averaged over
+        # the entries.
         normaliser = self.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
         return Residuals(self.num_targets, 2 * (self.nll - self.num_targets * normaliser))
 
     @property
     def prior(self) -> Prior:
-        """The posterior's prior."""
+        """The prior of the posterior."""
         return self.posterior.prior
 
     @property
@@ -197,7 +197,7 @@ class FittedPosterior:
         return self.spec.first_parameter(self.parameters.names).device
 
     def note_on_thinning(self, prior_precision: float | Float[Tensor, " blocks"]) -> str | None:
-        """Return a note if the posterior was thinned at a larger prior precision.
+        """Return a warning if the posterior was thinned at a larger prior precision, or else None.
 
         Args:
             prior_precision: One number, or one per block.
@@ -221,7 +221,7 @@ class FittedPosterior:
         self.fitted_model.check_unchanged(self.posterior.mean)
 
     def with_likelihood(self, likelihood: Likelihood) -> "FittedPosterior":
-        """Return the state with another noise of the outputs, but with the same posterior."""
+        """Return the state with a different noise of the outputs, but the same posterior."""
         fitted_model = self.fitted_model
         spec = replace(fitted_model.spec, likelihood=likelihood)
         return replace(self, fitted_model=replace(fitted_model, spec=spec))
@@ -235,7 +235,8 @@ class FittedPosterior:
         """Return the state with another temperature.
 
         Raises:
-            ValueError: If the prior has information, whose weight depends on the temperature.
+            ValueError: If the prior contains information of earlier data, whose weight depends on
+                the temperature.
         """
         posterior = self.posterior
         if temperature == posterior.temperature:
@@ -282,12 +283,13 @@ def checked_setup(
 
     Args:
         spec: The model and its likelihood.
-        config: The options of a fit; parameters may have the names that they have in a wrapped
-            model.
+        config: The options of a fit; its parameter names may include the prefixes of model
+            wrappers.
         prior_precision: δ, one number or one per block.
         prior_mean: μ, one number or one per parameter.
         temperature: T of the likelihood.
-        replay_modules: `ParameterBlocks.replay_modules` of a known fit, such as a saved fit.
+        replay_modules: `ParameterBlocks.replay_modules` of an earlier fit, for example one from a
+            file.
     """
     plain = spec.plain_model
     if isinstance(config.params, (list, tuple)):
@@ -337,5 +339,5 @@ def checked_temperature(value: Any) -> float:
 
 
 def checked_link(value: Any, likelihood: Likelihood) -> Link | None:
-    """Return the link of a name; None stands for the default link."""
+    """Return the link with a given name; None selects the default link."""
     return None if value is None else link_from(value, likelihood)

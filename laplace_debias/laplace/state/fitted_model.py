@@ -27,8 +27,8 @@ class FittedModel:
     Attributes:
         spec: The model and its likelihood.
         parameters: The Bayesian parameters and their blocks.
-        frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
-        adapters: The state of each module that has adapters of PEFT.
+        frozen_fingerprint: A checksum for each tensor of the model that is not Bayesian.
+        adapters: The state of each module that has PEFT adapters.
         prediction_cache: Working copies of the model that are kept between predictions.
         change_detector: Detects changes of the tensors that are not Bayesian.
     """
@@ -49,7 +49,8 @@ class FittedModel:
         Args:
             spec: The model and its likelihood.
             parameters: The Bayesian parameters and their blocks.
-            is_verified: Whether the blocks were verified on data, with the modules as they are now.
+            is_verified: Whether the blocks were verified on data with the modules in their current
+                state.
         """
         plain = spec.plain_model
         verified = snapshot_of_modules(spec) if is_verified else None
@@ -62,21 +63,20 @@ class FittedModel:
         )
 
     def network(self) -> nn.Module:
-        """Copy the model's modules around its own parameters; see `ModelSpec.network`."""
+        """Copy the model's modules but share its parameters; see `ModelSpec.network`."""
         return self.spec.network(self.parameters.names)
 
     def check_unchanged(self, mean: Float[Tensor, " D"]) -> ModuleSnapshot | None:
         """Require that the model has not changed since the fit.
 
-        The Bayesian parameters are compared entry by entry. Changes of other tensors are detected
-        as described in `ChangeDetector`, because a model with a posterior over its last layer has
-        far more of them.
+        The Bayesian parameters are compared entry by entry. The other tensors, which can be far
+        larger if only the last layer is Bayesian, are checked as described in `ChangeDetector`.
 
         Args:
             mean: The Bayesian parameters at the fit.
 
         Returns:
-            A snapshot of the current modules; None if a snapshot cannot detect all changes.
+            A snapshot of the current modules, or None if a snapshot could miss changes.
 
         Raises:
             RuntimeError: If the model has moved or changed, if different adapters are active, or
@@ -105,7 +105,7 @@ class FittedModel:
 def _check_same_adapters(
     at_fit: Mapping[str, AdapterState], now: Mapping[str, AdapterState]
 ) -> None:
-    """Require that the model uses the same adapters of PEFT as at the fit."""
+    """Require that the model uses the same PEFT adapters as at the fit."""
     for path, state in at_fit.items():
         if path in now and now[path] != state:
             raise RuntimeError(
@@ -115,7 +115,7 @@ def _check_same_adapters(
 
 
 def _check_same_values(parameters: list[nn.Parameter], mean: Float[Tensor, " D"]) -> None:
-    """Require that parameters have the place, the precision and the values of the fit."""
+    """Require that parameters have the same device, dtype and values as at the fit."""
     dtype = reduce(torch.promote_types, {wide(parameter.dtype) for parameter in parameters})
     for parameter in parameters:
         if parameter.device != mean.device or dtype != mean.dtype:

@@ -43,7 +43,7 @@ class ModelSpec:
         batch: BatchHook | None,
         class_dim: int | None,
     ) -> "ModelSpec":
-        """Check the arguments of `Laplace`, before any work."""
+        """Check the arguments of `Laplace` before any work is done."""
         check_is(batch, "batch", Callable, type(None))
         if class_dim is not None and whole(class_dim, "class_dim", -(2**53)) == 0:
             raise ValueError(
@@ -75,9 +75,9 @@ class ModelSpec:
         return on_device[0]
 
     def network(self, names: Sequence[str]) -> nn.Module:
-        """Copy the model's modules around its own parameters, with outputs `[B, ..., C]`.
+        """Copy the model's modules but share its parameters; the copy's outputs are `[B, ..., C]`.
 
-        The copy computes in single precision if some of the named parameters are in half precision.
+        The copy computes in single precision if any of the named parameters is in half precision.
         """
         network = widened(shared_copy(self.plain_model), names)
         if self.class_dim is None or self.class_dim == -1:
@@ -105,10 +105,10 @@ class ModelSpec:
         generator: torch.Generator | None = None,
         progress: str | None = None,
     ) -> Stream:
-        """Read the data of a fit as batches, which may have weights.
+        """Read the data of a fit as batches, which may contain example weights.
 
-        Targets are moved to the device if the fit depends on their values. The fit itself moves the
-        inputs, since it looks for padding on the CPU.
+        Targets are moved to the device if the fit depends on their values. Inputs are not moved
+        here but by the fit, because it looks for padding on the CPU.
         """
         return Stream(
             data,

@@ -30,16 +30,16 @@ from laplace_debias.system.shown import warn
 
 @dataclass(frozen=True, eq=False)
 class ParameterBlocks:
-    """The Bayesian parameters, and how their curvature is measured.
+    """The Bayesian parameters, divided into the blocks whose curvature is measured.
 
     Attributes:
-        names: The parameters' names, in the model's order.
+        names: The names of the parameters, in the model's order.
         blocks: The curvature blocks, in the order in which the posterior holds them.
-        replay_modules: The paths of the modules whose calls read a parameter, for each parameter
-            whose curvature is not measured at its layer; see `curvature_blocks`.
-        order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
-            for the same order.
-        block_names: The names of the blocks; a single name if the curvature is one block.
+        replay_modules: For each parameter whose curvature is not measured at its layer, the paths
+            of the modules that use it; see `curvature_blocks`.
+        order: The index of each block entry among the flattened parameters, `[D]`; None if both
+            have the same order.
+        block_names: The names of the blocks; a single name if the curvature is one dense block.
         size: D, the number of Bayesian parameters.
     """
 
@@ -64,7 +64,7 @@ class ParameterBlocks:
         example: Inputs | None,
         replay_modules: Mapping[str, Sequence[str]] | None = None,
     ) -> "ParameterBlocks":
-        """Return the blocks of the parameters that a configuration selects.
+        """Select the parameters as configured, and divide them into blocks.
 
         An example is needed only if the last layer cannot be found from the structure of the model.
         """
@@ -100,9 +100,9 @@ class ParameterBlocks:
         """Compare the blocks with autograd on a few examples, and return the correct blocks.
 
         The examples come from the first batch `x`. If this batch does not use all parameters,
-        further examples come from `all_inputs` (None if the data cannot be read again). A general
-        selection, such as `"all"`, leaves out parameters on which the outputs do not depend, with a
-        warning.
+        further examples come from `all_inputs` (None if the data cannot be read again). If the
+        outputs do not depend on a parameter, a general selection such as `"all"` leaves it out with
+        a warning.
         """
         with refuse_calls(unwrapped(model), self.names, tap.network):
             resolved = resolve(
@@ -146,7 +146,7 @@ class ParameterBlocks:
         return ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
 
     def flattened(self, model: nn.Module) -> Float[Tensor, " parameters"]:
-        """Return the current values, `[D]`, in the model's order, in single precision or wider."""
+        """Return the current values in the model's order, `[D]`, in at least single precision."""
         values = []
         for name in self.names:
             value = model.get_parameter(name).detach().flatten()

@@ -40,15 +40,15 @@ class GaussianPosterior:
         curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
         num_data: N, the number of training examples.
         prior: The prior N(μ, P₀⁻¹).
-        order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
-            for the same order.
+        order: The index of each block entry among the flattened parameters, `[D]`; None if both
+            have the same order.
         temperature: T.
         curvature_bounds: The largest curvature of each block, by name; None to compute it from the
             blocks.
-        layout: The names and shapes of the parameters, by which `covariance` and the other matrices
-            can be indexed; None if they are not known.
-        factor_scales: The scales of K-FAC's factors, by the block's name, with which an update
-            recovers the factors; empty for any other curvature, or if the scales are not known.
+        layout: The names and shapes of the parameters, so that `covariance` and the other matrices
+            can be indexed by name; None if they are not known.
+        factor_scales: The scales of K-FAC's factors by block name, from which an update recovers
+            the factors; empty for other curvatures, or if the scales are not known.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -79,7 +79,7 @@ class GaussianPosterior:
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"] | None:
-        """The prior mean μ, one number or one per parameter; None stands for zero."""
+        """The prior mean μ, one number or one per parameter; None means zero."""
         return self.prior.mean
 
     @cached_property
@@ -95,7 +95,7 @@ class GaussianPosterior:
         return self.curvature.shape[0] // len(self.mean)
 
     def _check_is_single(self) -> None:
-        """Require one Gaussian over the parameters."""
+        """Require that there is a single Gaussian over the parameters."""
         if self.num_copies > 1:
             raise ValueError(
                 "This posterior was fitted with `independent_outputs=True`: each of the "
@@ -129,11 +129,11 @@ class GaussianPosterior:
     def check_prior_precision(
         self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     ) -> None:
-        """Require a prior precision that can be combined with this curvature.
+        """Require a prior precision that can be added to this curvature without loss of precision.
 
-        Magnitudes below the smallest normal number of the dtype lose digits, and the weight of the
-        data multiplies this error. The error must be negligible compared with δ. Therefore, the
-        ratio of δ to this weight must be a normal number, too.
+        Magnitudes below the smallest normal number of the dtype lose digits, and this error is
+        multiplied by the weight of the data. It is negligible compared with δ if the ratio of δ to
+        the weight is also a normal number.
         """
         bounds = self.largest_curvatures
         deltas = check_prior_precision(prior_precision, len(bounds))
@@ -187,10 +187,10 @@ class GaussianPosterior:
         return self._in_model_order(self._blocks(function))
 
     def _in_model_order(self, operator: LinearOperator) -> LinearOperator:
-        """Permute an operator on the blocks to the model's order of the parameters."""
+        """Permute an operator from the order of the blocks to the order of the model."""
         block_names = tuple(operator.blocks) if isinstance(operator, BlockDiagonal) else ()
-        # If each block contains a single parameter, the blocks already have the names of the
-        # parameters.
+        # If each block contains a single parameter, the operator can already be indexed by
+        # parameter name.
         has_names = self.layout is None or self.layout.names == block_names
         if self.order is None and has_names:
             return operator
@@ -206,7 +206,7 @@ class GaussianPosterior:
         )
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
-        """Return δ of every block in double precision; by default, δ of this posterior."""
+        """Return δ for every block; by default, the prior precision of this posterior."""
         if prior_precision is None:
             deltas = self.prior.precision.to(self.mean)
         else:
@@ -214,7 +214,7 @@ class GaussianPosterior:
         return deltas.expand(len(self.curvature.blocks))
 
     def by_parameter(self, values: Float[Tensor, " blocks"]) -> Float[Tensor, " parameters"]:
-        """Repeat each block's value for all of its parameters, which keep the model's order."""
+        """Repeat each block's value for all of its parameters, in the model's order."""
         sizes = torch.tensor(self.curvature.sizes, device=values.device)
         entries = values.repeat_interleave(sizes)
         if self.order is None:
@@ -224,7 +224,7 @@ class GaussianPosterior:
     def sample(
         self, num_samples: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
-        r"""Draw parameters, `[S, D]`.
+        r"""Draw samples of the parameters, `[S, D]`.
 
         For each block, a sample is $W^* + U_G[(N\Lambda + \delta)^{-1/2} \odot Z]U_A^\top$ with
         standard normal Z (Appendix A.3.2).
@@ -275,14 +275,14 @@ class GaussianPosterior:
         return log_probs.reshape(parameters.shape[:-1]).to(self.mean.dtype)
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """Compute log det P; by default, for δ of this posterior."""
+        """Compute log det P; by default, for the prior precision of this posterior."""
         deltas = self.deltas(prior_precision).double()
         return _log_det(self.curvature, self.curvature_weight, deltas)
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """Compute the log-density of the prior N(μ, P₀⁻¹) at θ*.
 
-        P₀ is diag(δ), or the sum of diag(δ) and the information of earlier data.
+        P₀ is diag(δ), plus the information of earlier data if there is any.
         """
         deltas = self.deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
@@ -324,7 +324,7 @@ class GaussianPosterior:
         return torch.stack([entries.double().square().sum() for entries in by_block])
 
     def _in_block_order(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
-        """Reorder a vector of parameters to the order of the entries of the blocks."""
+        """Reorder a vector of parameters to the order in which the blocks contain them."""
         return vector if self.order is None else vector[self.order]
 
 
@@ -341,12 +341,12 @@ def _log_det(
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
-    """Return the largest curvature of each block; every entry must be finite."""
+    """Return the largest curvature of each block, and require that every entry is finite."""
     return {name: _largest_curvature(name, block) for name, block in curvature.blocks.items()}
 
 
 def _largest_curvature(name: str, block: CurvatureBlock) -> float:
-    """Return the largest eigenvalue of a block; all of them must be finite and not negative."""
+    """Return the largest eigenvalue of a block; all must be finite and not negative."""
     directions = (block.U_G, block.U_A) if isinstance(block, EigenKronecker) else (block.U,)
     for U in directions:
         if isinstance(U, Tensor):
@@ -380,8 +380,8 @@ def standard_normal(
 ) -> Tensor:
     """Draw standard normal numbers with the dtype and device of a tensor.
 
-    The numbers are drawn on the generator's device, so that a generator on the CPU gives the same
-    numbers on every device.
+    The numbers are drawn on the generator's device, so a CPU generator gives the same numbers for
+    every device.
     """
     device = (like if generator is None else generator).device
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like)

@@ -1,4 +1,4 @@
-"""Working copies of a model, and weights of the posterior, that are kept between predictions."""
+"""Working copies of a model and weights of its posterior, kept between predictions."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 
-# The number of copies that are kept for predictions of several threads.
+# The largest number of idle copies that are kept for predictions in several threads.
 _MOST_IDLE = 4
-# The largest size in bytes of a posterior mean for which weights are kept. For each thread, the
-# weights need the memory of the posterior again.
+# The largest size in bytes of a posterior mean for which weights are kept. The weights need as much
+# memory as the posterior, in every thread.
 _MOST_KEPT = 2**26
-# The number of chunk sizes that are kept, since inputs may have many shapes.
+# The largest number of chunk sizes that are kept, since inputs may have many shapes.
 _MOST_SIZES = 64
 
 Value = TypeVar("Value")
@@ -37,8 +37,8 @@ class PreparedModel:
     """A working copy of a model, used by one prediction at a time.
 
     Attributes:
-        tap: The tap of the copy.
-        sizes: The sizes of the chunks of inputs, by a key of all values that determine them.
+        tap: The tap, which records the activations and gradients of the copy's layers.
+        sizes: The chunk sizes of earlier inputs, keyed by all values that determine the chunk size.
         is_new: Whether no prediction has used the copy yet.
     """
 
@@ -50,8 +50,7 @@ class PreparedModel:
         is_narrow = any(parameter.dtype in NARROW for parameter in spec.plain_model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
         self._is_constant = are_constant(self.tap.network.modules())
-        # A copy of a model in half precision does not share the values of the model, so it is not
-        # kept.
+        # A copy of a half-precision model does not share the model's values, so it is not kept.
         if not (self.tap.learns_dims or is_narrow or snapshot is None):
             self._copy_snapshot = ModuleSnapshot.of(self.tap.network)
             self.tap.save_attributes()
@@ -75,7 +74,7 @@ class PreparedModel:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the copy can be compared with the model, and has not been changed by passes."""
+        """Whether changes to the copy can be detected, and no forward pass has changed it."""
         if self._copy_snapshot is None:
             return False
         return self._is_constant or self._copy_snapshot.is_current(self.tap.network)
@@ -91,22 +90,23 @@ class PreparedModel:
     def compute_once(
         self, posterior: GaussianPosterior, key: Hashable, compute: Callable[[], Value]
     ) -> Value:
-        """Return a value that depends on the posterior, such as its weights; compute it once.
+        """Compute a value that depends on the posterior, such as its weights, unless it is cached.
 
-        The value is computed again for a different posterior, for example after a change of the
-        prior precision or the temperature, and after an in-place change of the posterior's tensors.
+        The value is computed again if the posterior is replaced, for example because the prior
+        precision or the temperature was set, or if its tensors were changed in place.
         """
         if posterior.mean.nbytes > _MOST_KEPT:
             return compute()
         tensors = _tensors(posterior)
         ids_and_versions = list(map(id, tensors)) + versions(tensors)
         if None in ids_and_versions:
-            # torch does not count the changes of a tensor from inference mode, so no value is kept.
+            # torch does not count the changes of tensors created in inference mode, so no value is
+            # kept.
             return compute()
         if posterior is not self._posterior or ids_and_versions != self._ids_and_versions:
             self._values.clear()
             self._posterior = posterior
-            # While the tensors are kept, no new tensor can have the `id` of a kept tensor.
+            # As long as these tensors are kept, no new tensor can reuse one of their ids.
             self._posterior_tensors = tensors
             self._ids_and_versions = ids_and_versions
         if key not in self._values:
@@ -119,8 +119,8 @@ class PreparedModel:
         """Run a network whose only Bayesian layer is linear.
 
         Returns:
-            The outputs and the inputs of the layer; None if the layer does not return the outputs
-            of the network. In this case, later calls run no forward pass.
+            The outputs and the inputs of the layer, or None if the layer's result is not the output
+            of the network. In that case, later calls skip the forward pass.
 
         Raises:
             ValueError: If the outputs are not finite.
@@ -134,19 +134,19 @@ class PreparedModel:
         return recorded
 
     def keep_size(self, key: Hashable, size: Any) -> None:
-        """Store the size of the chunks of some inputs in `sizes`."""
+        """Keep a chunk size in `sizes` for later predictions."""
         if len(self.sizes) >= _MOST_SIZES:
             self.sizes.clear()
         self.sizes[key] = size
 
 
 class PredictionCache:
-    """The prepared working copies of a model that are not in use, and its default links.
+    """The idle working copies of a model, and its default links.
 
-    A prediction borrows a working copy, since threads cannot share the hooks of a tap, and returns
-    it after the last pass. A copy is dropped if the user's modules have changed: an attribute, a
-    hook, a submodule, or the memory address of a tensor. The copy uses the user's parameters, and
-    the buffers are read at every prediction. If modules of a model contain anything else that may
+    Threads cannot share the hooks of a tap, so each prediction borrows a working copy and returns
+    it after the last pass. A copy shares the user's parameters, and its buffers are refreshed
+    before every prediction. It is dropped if the user's modules have changed: an attribute, a hook,
+    a submodule, or the memory address of a tensor. If a module contains anything else that may
     change, the model is copied for every prediction. A copied or unpickled `PredictionCache` is
     empty.
 
@@ -155,9 +155,8 @@ class PredictionCache:
             known.
 
     Attributes:
-        default_links: The default links of a softmax likelihood. The keys are the numbers of
-            dimensions of the input tensors, because these determine the number of dimensions of the
-            outputs.
+        default_links: The default links of a softmax likelihood, keyed by the numbers of dimensions
+            of the input tensors, which determine the number of dimensions of the outputs.
     """
 
     def __init__(self, verified: ModuleSnapshot | None = None) -> None:
@@ -172,12 +171,12 @@ class PredictionCache:
     def borrow(
         self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
     ) -> Iterator[PreparedModel]:
-        """Yield a prepared model that is not in use and that has a tap of the blocks.
+        """Yield a working copy with a tap on the blocks, for the exclusive use of the caller.
 
         Args:
             spec: The model.
             parameters: The Bayesian parameters and their blocks.
-            snapshot: A snapshot of the model's modules as they are now, if there is one.
+            snapshot: A snapshot of the model's current modules, if there is one.
         """
         prepared = self._take_current(spec, snapshot)
         if prepared is None:
@@ -197,8 +196,8 @@ class PredictionCache:
     ) -> Iterator[None]:
         """Check a new working copy while it is used for the first time.
 
-        If the modules have changed since the blocks were verified, the blocks are verified again,
-        on two examples.
+        If the modules have changed since the blocks were verified, the blocks are verified again on
+        two examples.
 
         Args:
             spec: The model.
@@ -208,7 +207,8 @@ class PredictionCache:
 
         Raises:
             NotImplementedError: If the copy calls the user's own modules.
-            RuntimeError: If the outputs depend on the parameters in a different way from the fit.
+            RuntimeError: If the outputs no longer depend on the parameters in the same way as at
+                the fit.
         """
         with refuse_calls(spec.plain_model, parameters.names, network):
             verified = self._verified

@@ -23,10 +23,10 @@ class Prior:
     """The prior N(μ, P₀⁻¹), where P₀ is diag(δ) plus the information of any earlier data.
 
     Attributes:
-        precision: δ, one number or one per block, in units of one over parameter squared; float64.
+        precision: δ, one number or one per block, in units of 1/parameter², in float64.
         mean: μ, one number or one per Bayesian parameter, in float64; None for zero.
-        information: The part of P₀ that is added to diag(δ), at temperature 1; None without earlier
-            data.
+        information: The information of earlier data at temperature 1, which is added to diag(δ);
+            None if there is no earlier data.
     """
 
     precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
@@ -46,7 +46,7 @@ class Prior:
         )
 
     def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
-        """Return the prior for a given number of blocks and parameters."""
+        """Require that the prior matches the numbers of blocks and parameters, and simplify it."""
         if self.precision.shape == (1,) and num_blocks == 1:
             return replace(self, precision=self.precision[0]).fitting(num_blocks, num_parameters)
         check_prior_precision(self.precision, num_blocks)
@@ -90,7 +90,7 @@ def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[floa
 def prior_precision_from(value: Any, device: torch.device) -> Tensor:
     """Check a prior precision, one number or several, and convert it to float64."""
     precision = real(value, "prior_precision", device).detach().clone()
-    # The number of blocks is not known yet, so any number of entries is accepted.
+    # Any number of entries is accepted, because the number of blocks may not be known yet.
     check_prior_precision(precision, precision.numel())
     return precision
 
