@@ -1,4 +1,4 @@
-"""A fit in growing rounds, each with an estimate of its error."""
+"""A fit in increasingly large rounds, each of which estimates its own error."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from laplace_debias.system.ranks import Ranks
 from laplace_debias.system.shown import warn
 
 FIRST_ROUND = 64
-"""The number of examples that the first round draws."""
+"""The number of examples drawn in the first round."""
 FORWARD_RATIO = 8
 """The number of examples passed forward per example passed backward."""
 _MIN_EXAMPLES = 16
@@ -39,7 +39,7 @@ _MIN_EXAMPLES = 16
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """The state from which a later fit continues a fit that did not finish.
+    """The state of an unfinished fit, from which a later fit continues.
 
     Attributes:
         sums: The sums over the examples that have been read.
@@ -52,14 +52,15 @@ class Continuation:
 
 @dataclass
 class _Progress:
-    """The progress of a fit.
+    """The progress of a fit that is running.
 
     Attributes:
         sampler: The reader of the data.
         sums: The sums over the examples that have been read.
-        clock: Returns the seconds since the start, including the seconds of the earlier fit.
+        clock: A function that returns the seconds since the start, including those of an earlier
+            fit.
         last_round: The posterior after the last round, and its error; None before the first one.
-        rounds: The number of examples that were drawn by the end of each round, and the error.
+        rounds: For each round, the number of examples drawn so far, and the error.
     """
 
     sampler: ImportanceSampler
@@ -76,18 +77,19 @@ class Auto(Scheme):
     The fit cross-fits increasingly large random samples. After each round, it estimates how much
     the standard deviations of the outputs still differ from a fit to all data, and stops once the
     estimate is below the tolerance or a budget is used up. The estimate covers prior precisions
-    from the current value to 10⁴ times this value, so the estimate remains valid after tuning.
+    from the current value to 10⁴ times that value, so it remains valid after tuning.
 
     Attributes:
-        data: Randomly ordered batches `(x, y)`. Only as many batches as needed are read.
+        data: Randomly ordered batches `(x, y)`, of which only as many as needed are read.
         tolerance: The relative error at which the fit stops.
-        seconds: Stop if one more round would exceed this time.
-        examples: Stop after this many examples have been passed backward, in full batches.
-        forward_ratio: Examples passed forward per example passed backward.
-        after: The `fit_report` of a fit that fell short of its tolerance or was interrupted. This
-            fit continues after the last round of the earlier fit, and also counts the examples and
-            seconds of the earlier fit. The data must be the same. Batches that were already read
-            are skipped, unless the data is an iterator.
+        seconds: Time budget; the fit stops if one more round would exceed it.
+        examples: Stop after this many examples have been drawn for the backward pass, rounded up to
+            full batches.
+        forward_ratio: The number of examples read per example drawn for the backward pass. after:
+        The `fit_report` of an earlier fit that missed its tolerance or was interrupted. The new fit
+        continues after the last round of the earlier fit, whose examples and seconds count towards
+        the budgets. The data must be the same. Batches that were already read are skipped, unless
+        the data is an iterator.
 
     Raises:
         TypeError: If a number has the wrong type.
@@ -189,7 +191,7 @@ class Auto(Scheme):
         return CurvatureFit(posterior.curvature, last_round.totals, posterior.factor_scales, report)
 
     def _start(self, prepared: PreparedFit, data: FitStream) -> _Progress:
-        """Begin a fit, or continue the fit of the report `after`."""
+        """Begin a new fit, or continue the fit that `after` reports."""
         context = prepared.context
         if self.after is None:
             batches = iter(data.stream)
@@ -210,7 +212,7 @@ class Auto(Scheme):
         )
 
     def _run_rounds(self, progress: _Progress, prepared: PreparedFit) -> StopReason:
-        """Read and fit in rounds, and return the reason why the fit ends."""
+        """Run rounds until the fit ends, and return the reason."""
         while True:
             round_started = progress.clock()
             target = self._target(progress.sums.num_drawn, progress.last_round)
@@ -228,7 +230,7 @@ class Auto(Scheme):
                 return stop_reason
 
     def _uses_all(self, data: FitStream, progress: _Progress) -> bool:
-        """Whether data that ended before the tolerance was reached are fitted without sampling."""
+        """Whether to fit all data without sampling, because they ended before the fit was done."""
         if progress.last_round is None:
             return True
         has_budget = self.seconds is not None or self.examples is not None
@@ -255,8 +257,8 @@ class Auto(Scheme):
             # The error is inversely proportional to the square root of the number of examples, so
             # an error of twice the tolerance needs four times as many examples.
             target = num_drawn * (4 if last_round.error > 2 * self.tolerance else 2)
-        # A round ends with decompositions. If the target is at least half of the budget, the next
-        # round uses the whole budget, which saves the decompositions of one round.
+        # Each round ends with decompositions. If the target is at least half of the budget, the
+        # next round uses the whole budget, which saves the decompositions of one round.
         if self.examples is not None and self.examples <= 2 * target:
             return self.examples
         return target
@@ -297,7 +299,7 @@ def _is_in_order(data: Any) -> bool:
 
 
 def _seconds_since(start: float, ranks: Ranks) -> float:
-    """Return the seconds since the start, the same number on all processes."""
+    """Return the seconds since the start, as the same number on all processes."""
     return max(ranks.exchange(perf_counter() - start))
 
 
@@ -321,7 +323,7 @@ def _report(last_round: Round, progress: _Progress, stop_reason: StopReason) -> 
 
 
 def _warn_of_error(report: FitReport, tolerance: float) -> None:
-    """Warn that a fit ended before its tolerance, with the error that is left."""
+    """Warn that a fit ended before it reached its tolerance, and state the remaining error."""
     reasons = {
         StopReason.SECONDS: "Stopped by the time budget",
         StopReason.EXAMPLES: "Stopped by the budget of examples",
@@ -344,7 +346,7 @@ def _warn_of_error(report: FitReport, tolerance: float) -> None:
 
 
 def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
-    """Require that a fit continues with the network and the options of the earlier fit."""
+    """Require that the network and the options are the same as in the earlier fit."""
     spec = prepared.setup.spec
     names = prepared.parameters.names
     is_same = (
@@ -366,9 +368,9 @@ def _report_on_all(
 ) -> FitReport:
     """Report on a fit to all the data.
 
-    The data may have fewer examples than N. In this case, the error relative to a fit to N examples
-    is bounded by the estimate for the last round, which used only some of the examples. If no round
-    was completed, the error is unknown.
+    If the data has fewer than N examples, the error relative to a fit to N examples is bounded by
+    the estimate for the last round, which used only some of the examples. If no round was
+    completed, the error is unknown.
     """
     num_read = curvature_fit.totals.num_examples
     weight = curvature_fit.totals.weight

@@ -42,17 +42,17 @@ def fit(
     """Fit the curvature to data, and build its posterior.
 
     The options and the data are checked first. With `resume`, sums are saved during the passes over
-    the data, and an interrupted fit continues from the saved sums.
+    the data, so that an interrupted fit can continue from them.
 
     Args:
         setup: The model, the options of the fit, and the prior.
-        scheme: Which data give the directions and the magnitudes.
-        size: The number of training examples N, as far as N is known before the fit.
-        information: The information of earlier data. The information of the new data is added to
-            it, at the noise of the earlier fit. By default, the noise is determined as for a new
-            fit, and any information of the prior is added.
+        scheme: Determines which data give the directions and which give the magnitudes.
+        size: The number of training examples N, as far as it is known before the fit.
+        information: The information of earlier data, to which the new data is added at the noise of
+            the earlier fit. By default, the noise is determined afresh, and the information of the
+            prior, if there is any, is added.
         generator: Seeds sampled labels and the order of loaders.
-        resume: The folder of the checkpoint; None if no checkpoint is used.
+        resume: The folder of the checkpoint; None for a fit without one.
         progress: Whether to show progress bars.
 
     Raises:
@@ -85,7 +85,7 @@ def fit(
 
 
 def _prior_information(setup: FitSetup) -> Information | None:
-    """Return the information of the prior, weighted for the temperature of the posterior."""
+    """Return the information of the prior, with its weight adapted to the temperature."""
     information = setup.prior.information
     if information is None:
         return None
@@ -100,7 +100,7 @@ def check_before_fit(
     generator: torch.Generator | None,
     resume: Path | None,
 ) -> None:
-    """Check everything that needs no data."""
+    """Check everything that can be checked without reading data."""
     if information is not None and not isinstance(scheme, Full):
         raise prior_needs_all_data(scheme.label)
     check_generator(generator)
@@ -149,17 +149,17 @@ def prepare_fit(
     generator: torch.Generator | None,
     progress: bool,
 ) -> PreparedFit:
-    """Open the data, check the model on the first batch, and require memory for the posterior."""
+    """Open the data, check the model on the first batch, and require enough memory."""
     ranks = process_group()
     bar = "fit" if progress else None
-    # The seed of the labels is drawn first, and then the loaders draw the order of the data.
+    # The seed of the labels must be drawn before the loaders draw the order of the data.
     fisher = setup.config.fisher.seeded(generator, ranks)
     streams = [
         setup.spec.training_stream(data, setup.device, generator, bar)
         for data in scheme.sources.values()
     ]
     parameters, context = examine(setup, streams, reads_all=scheme.reads_all, fisher=fisher)
-    # Before the passes over the data, require a prior whose entries match the last layer.
+    # A prior that does not match the last layer must fail before the passes over the data.
     setup.prior.fitting(len(parameters.block_names), parameters.size)
     likelihood = setup.spec.likelihood
     if may_estimate_noise and likelihood.has_sigma and likelihood.is_assumed:
@@ -183,7 +183,7 @@ def prepare_fit(
     for name, stream in zip(scheme.sources, streams, strict=True):
         first_indices = None
         if ranks.size > 1 and (fisher.is_random or structure.draws_examples):
-            # Draws are keyed by an example's index among the examples of all processes.
+            # Random draws are keyed by the index of an example among the examples of all processes.
             first_indices = first_indices_of_stream(ranks, stream)
         fit_streams.append(FitStream(stream, likelihood, name, first_indices))
     return PreparedFit(
@@ -192,7 +192,7 @@ def prepare_fit(
 
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
-    """Require memory for the posterior, before any pass over the data."""
+    """Require enough memory for the posterior before any pass over the data."""
     mean_bytes = context.dtype.itemsize * sum(block.size for block in context.blocks)
     check_memory(
         structure.least_bytes(context) + mean_bytes,
@@ -203,7 +203,7 @@ def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
 
 
 def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ranks) -> TrainingSize:
-    """Drop the size that was inferred from a sampler if examples have weights."""
+    """Discard a size that was inferred from a sampler if the examples have weights."""
     if not size.is_inferred:
         return size
     first = stream.first

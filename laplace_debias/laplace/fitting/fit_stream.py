@@ -16,11 +16,11 @@ class FitStream:
 
     Attributes:
         stream: The batches.
-        likelihood: Decides which targets contribute to the loss.
-        description: The data's name in errors.
+        likelihood: The likelihood, which decides which targets contribute to the loss.
+        description: The name of the data in error messages.
         first_indices: The index of each batch's first example among the examples of all processes.
-            None if the indices are not known; all examples of a process then come before the
-            examples of the next process.
+            If None, the examples of each process count as coming before the examples of the next
+            process.
     """
 
     stream: Stream

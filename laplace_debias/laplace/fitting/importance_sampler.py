@@ -1,4 +1,4 @@
-"""Importance sampling: all examples are passed forward, and the drawn ones also backward."""
+"""Importance sampling: every example is passed forward, but only drawn examples backward."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from laplace_debias.curvature.network.outputs import (
 from laplace_debias.system.ranks import Ranks
 
 NUM_FOLDS = 4
-"""The number of folds. The error is estimated from the differences between the folds."""
+"""The number of folds, whose differences serve to estimate the error."""
 # The number of inputs at which the standard deviations of outputs are compared.
 _NUM_PROBES = 16
 Factors = dict[Block, Factor]
@@ -45,9 +45,9 @@ def inclusion_probabilities(
 ) -> Float[Tensor, " batch"]:
     """Compute the probabilities with which examples are drawn.
 
-    On average, one in `forward_ratio` examples is drawn. Half of the probability is the same for
-    all examples, so that no weight exceeds twice the ratio; the other half is proportional to the
-    curvature of an example.
+    On average, one in `forward_ratio` examples is drawn. Half of the probability is proportional to
+    the curvature of the example. The other half is the same for all examples, so that no weight
+    exceeds twice the ratio.
     """
     relative = curvatures / mean if mean > 0 else torch.ones_like(curvatures)
     return ((1 + relative) / (2 * forward_ratio)).clamp_max(1)
@@ -59,8 +59,8 @@ def output_curvatures(
     """Compute the curvature of each example's loss with respect to the outputs, and the loss.
 
     For a softmax, the curvature is 1 − Σ p²; for `fisher="empirical"`, it is ‖∇_f ℓ‖². The trace of
-    a block is the mean of squared output gradients times activations. The contribution of an
-    example to this trace grows with the curvature, which needs no backward pass.
+    a block is the mean of squared output gradients times activations, so the contribution of an
+    example grows with this curvature, which needs no backward pass.
     """
     loss = context.cotangents.loss
     assert isinstance(loss, NegativeLogLikelihood)
@@ -80,8 +80,8 @@ class SampledFold:
     """Sums over the examples of a fold.
 
     Attributes:
-        gradients: G of the drawn examples, weighted by their inverse probabilities.
-        inputs: A of all examples read.
+        gradients: The factors G of the drawn examples, weighted by their inverse probabilities.
+        inputs: The factors A of all examples read.
         totals: The totals of all examples read, without their loss.
         weighted_curvature: The sum of the curvatures of the drawn examples, weighted like
             `gradients`.
@@ -93,7 +93,7 @@ class SampledFold:
     weighted_curvature: float = 0.0
 
     def factors(self, mean_curvature: float) -> FactorSums:
-        """Return factors for all examples read; G is rescaled to the folds' mean curvature."""
+        """Return the fold's factors, with G rescaled to the mean curvature of all examples read."""
         if not self.weighted_curvature:
             raise ValueError(
                 "In the first round of the fit, the curvature of the loss is zero for "
@@ -114,10 +114,10 @@ class SampledSums:
     """Sums over the examples that were read by the end of a round.
 
     Attributes:
-        probes: The inputs at which fits are compared. They are not part of the fit.
+        probes: The inputs at which fits are compared, which are not used for the fit.
         folds: The sums of each fold.
         totals: The totals of all examples read.
-        curvatures: The curvature of every example read, with respect to the outputs.
+        curvatures: The curvature with respect to the outputs, for every example read.
         num_drawn: The number of examples drawn.
         num_batches: The number of batches read.
         random_state: The state of the generator that draws the next examples.
@@ -147,14 +147,14 @@ class SampledSums:
 
 @dataclass
 class _NewExamples:
-    """The examples of a fold that are read in a round.
+    """The examples that are read for one fold in one round.
 
     Attributes:
         inputs: The sums of A over this process's examples.
         totals: The totals of this process's examples.
-        drawn: The drawn examples of this process, with weights. Their indices count the drawn
-            examples of all processes, in the order in which they are read.
-        num_drawn: The number of drawn examples of all processes.
+        drawn: The weighted examples drawn on this process. They are indexed among the drawn
+            examples of all processes, in reading order.
+        num_drawn: The number of examples drawn on all processes.
     """
 
     inputs: SideSums
@@ -173,8 +173,9 @@ class _NewExamples:
 
         Args:
             batch: This process's batch; None if its data has ended.
-            is_drawn: Whether each example of all processes' batches is drawn for this fold.
-            own_part: The part of these examples that belongs to this process.
+            is_drawn: For each example in the batches of all processes, whether it is drawn for this
+                fold.
+            own_part: The part of these examples that this process reads.
             probabilities: The probabilities with which the examples were drawn.
         """
         own_indices = is_drawn[own_part].nonzero()[:, 0]
@@ -188,8 +189,8 @@ class _NewExamples:
     def joined_if_possible(self, needs_indices: bool) -> list[Batch]:
         """Return the drawn examples of this process, joined into one batch if possible.
 
-        Examples of different shapes are not joined. If `needs_indices` is true, examples are also
-        not joined if examples of other processes lie between them.
+        Examples of different shapes are not joined. If `needs_indices` is true, neither are
+        examples that are separated by examples of other processes.
         """
         shapes = {
             tuple(tensor.shape[1:] for tensor in (*tensors_of(batch.inputs), batch.targets))
@@ -207,14 +208,13 @@ class _NewExamples:
 class ImportanceSampler:
     """A reader of examples that draws some of them for the backward pass.
 
-    All examples read are passed forward, which gives A and the curvature with respect to the
-    outputs. The drawn examples are passed backward, weighted by the inverse of the probability of
-    drawing them.
+    Every example is passed forward, which gives A and the curvature with respect to the outputs.
+    Drawn examples are also passed backward, weighted by the inverse of their probability.
 
     Args:
         context: The network, its loss and its blocks.
-        batches: The data that has not been read yet.
-        forward_ratio: Examples passed forward per example passed backward.
+        batches: The batches that have not been read yet.
+        forward_ratio: The number of examples read per example drawn for the backward pass.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class ImportanceSampler:
     def start(
         cls, context: FitContext, batches: Iterator[Batch], forward_ratio: int
     ) -> "tuple[ImportanceSampler, SampledSums]":
-        """Set the probes aside, and return a reader of all other data and empty sums."""
+        """Set the probes aside, and return a reader of the remaining data with empty sums."""
         first_batches, steps = _first_batches(batches, context.ranks)
         rank = context.ranks.rank
         num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
@@ -245,7 +245,7 @@ class ImportanceSampler:
                 continue
             if num_own:
                 own_probes.append(take(batch.inputs, slice(0, num_own)))
-            # The whole batch of this process may be used as probes. The empty remainder is kept,
+            # All examples of this batch may have become probes. The empty remainder is kept,
             # because the other processes still read this step.
             remainders.append(replace(batch.take(slice(num_own, None)), number=batch.number))
         probes_by_rank = context.ranks.exchange(own_probes)
@@ -257,12 +257,12 @@ class ImportanceSampler:
     def after(
         cls, sums: SampledSums, context: FitContext, data: Stream, forward_ratio: int
     ) -> "ImportanceSampler":
-        """Return a reader of the data after the examples of an earlier fit's sums."""
+        """Return a reader that skips the batches contained in the sums of an earlier fit."""
         num_skipped = 0 if isinstance(data.source, Iterator) else sums.num_batches
         return cls(context, islice(data, num_skipped, None), forward_ratio)
 
     def read(self, sums: SampledSums, target: int) -> SampledSums:
-        """Add the next examples to sums, until the number of drawn examples reaches a target.
+        """Read examples until the number of drawn examples reaches a target, and add them to sums.
 
         If the data ends first, fewer examples are drawn.
         """
@@ -288,7 +288,7 @@ class ImportanceSampler:
         num_drawn = sums.num_drawn
         folds = []
         for fold in sums.folds:
-            # Pop each fold, so that the memory of its sums is freed before the next fold.
+            # Each fold is popped, so that the memory of its sums is freed before the next fold.
             new = new_by_fold.pop(0)
             folds.append(self._with_new_examples(fold, new, num_drawn))
             num_drawn += new.num_drawn
@@ -304,14 +304,14 @@ class ImportanceSampler:
         new_by_fold: Sequence[_NewExamples],
         generator: torch.Generator,
     ) -> SampledSums:
-        """Draw examples from the batches of all processes; a fold gets every fourth example.
+        """Draw examples from the batches of all processes, which are dealt to the folds in turn.
 
         Args:
             sums: The sums over earlier examples.
             batch: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
-            new_by_fold: The examples of the round for each fold. The examples of the batch are
-                added to them.
+            new_by_fold: The examples of the round for each fold, to which the drawn examples are
+                added.
             generator: The generator that draws.
 
         Returns:
@@ -354,7 +354,7 @@ class ImportanceSampler:
         fold_indices: Int[Tensor, " batch"],
         new_by_fold: Sequence[_NewExamples],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
-        """Pass a batch forward by folds; return curvatures, loss, and the size of the outputs."""
+        """Pass a batch forward, fold by fold, and return curvatures, loss and number of outputs."""
         curvatures = torch.zeros(len(fold_indices), dtype=torch.float64)
         nll = 0.0
         num_outputs = 0
@@ -380,12 +380,12 @@ class ImportanceSampler:
     def _with_new_examples(
         self, fold: SampledFold, new: _NewExamples, num_drawn: int
     ) -> SampledFold:
-        """Add A of the examples read, and G of the drawn examples, to the sums of a fold.
+        """Add A of the newly read examples, and G of the drawn ones, to the sums of a fold.
 
         Args:
             fold: The sums over earlier examples.
             new: The examples of the round.
-            num_drawn: The number of examples drawn before, in all folds.
+            num_drawn: The number of examples drawn earlier, in all folds.
         """
         context = self._context
         gradients = fold.gradients
@@ -396,8 +396,8 @@ class ImportanceSampler:
             totals = totals + read
             inputs = _sum_of_both(inputs, sum_at_owners(context, new.inputs))
         if new.num_drawn:
-            # Random labels depend on the index among the drawn examples, which joined batches must
-            # keep.
+            # Random labels depend on the index among the drawn examples, so joining must preserve
+            # it.
             drawn = new.joined_if_possible(context.cotangents.fisher.is_random)
             factors, _ = factor_sums(context, drawn, num_drawn)
             gradients = _sum_of_both(gradients, {block: G for block, (G, _) in factors.items()})

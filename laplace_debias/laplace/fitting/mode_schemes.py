@@ -1,4 +1,4 @@
-"""The fitting schemes of the modes, built from a loader, and of lists of batches."""
+"""Functions that build the fitting scheme for a mode or for given batches."""
 
 import copy
 import itertools
@@ -101,7 +101,7 @@ def auto(loader: Batches, _: int | None) -> Auto:
 
 
 def _copy_batch(batch: Any) -> Any:
-    """Copy a batch, since a loader may write the next one into the same memory."""
+    """Copy a batch, because a loader may write the next batch into the same memory."""
     return pytree.tree_map(_copy_leaf, batch)
 
 

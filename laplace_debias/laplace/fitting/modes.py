@@ -12,16 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode: which part of a loader is read, and which fitting scheme uses these batches.
+    """A mode, which selects the part of a loader to read and the fitting scheme to use.
 
     Attributes:
-        make: Makes the scheme. Its arguments are the loader, or the list of the loader's first
-            batches, and the number of folds, which is None for the default number and for a mode
-            without folds.
-        num_first_batches: The number of first batches of a loader that are passed to `make`; None
-            if the loader itself is passed.
+        make: A function that makes the scheme from the loader, or from the list of its first
+            batches, and the number of folds (None for the default, or if the mode has no folds).
+        num_first_batches: How many batches from the start of a loader are passed to `make`; None if
+            the loader itself is passed.
         takes_folds: Whether a fit splits its data into folds.
-        is_debiased: Whether the magnitudes are measured on different data from the directions.
+        is_debiased: Whether directions and magnitudes are computed from different data.
     """
 
     make: Callable[[Any, int | None], "Scheme"]
@@ -51,7 +50,7 @@ else:
 
 
 def check_mode(name: str, folds: int | None) -> None:
-    """Require a known mode, and folds only where they are used."""
+    """Require a known mode, and reject `folds` for a mode that does not use them."""
     if name not in MODES:
         raise ValueError(f"Unknown mode={name!r}. Use one of {', '.join(MODES)}.")
     if folds is not None and not MODES[name].takes_folds:

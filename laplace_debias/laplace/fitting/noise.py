@@ -34,12 +34,12 @@ _HOW_TO_CHOOSE = (
 def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[Batch]) -> Gaussian:
     r"""Estimate the noise of each output from its residuals, and issue a warning.
 
-    $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
-    the trained parameters, over the examples' weights w and all positions. Tuning multiplies the
-    noise by a factor, and the curvature by the inverse square of this factor. The ratio between the
-    noise levels of two outputs does not change the curvature in such a simple way, so the ratio
-    must be right before the fit. For a single output, and if the residuals of any output are zero,
-    $\sigma = 1$ is kept.
+    $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$ is the maximum-likelihood noise of
+    output c at the trained parameters, with the example weights w and over all positions. Tuning
+    can later multiply the noise of all outputs by a common factor, because this divides the
+    curvature by the square of the factor. The ratio between the noise levels of two outputs has no
+    such simple effect, so it must be right before the fit. For a single output, or if all residuals
+    of an output are zero, $\sigma = 1$ is kept.
 
     Args:
         context: The network and its loss.
@@ -66,7 +66,7 @@ def estimate_noise(context: FitContext, first: Batch | None, batches: Iterable[B
 
 
 def _num_outputs(context: FitContext, batch: Batch | None) -> int:
-    """Count the outputs in the last dimension for the first example of any process."""
+    """Return the size of the last dimension of the outputs, computed from one example."""
     size = 0
     if batch is not None:
         with torch.no_grad():
@@ -93,7 +93,7 @@ def _residual_deviations(
     process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
     process_sums = [numbers for numbers in process_sums if numbers is not None]
     squares, output_squares, counts = torch.tensor(process_sums, dtype=torch.float64).sum(0)
-    # Residuals of this size are due to the rounding of outputs and targets, so they count as zero.
+    # Residuals this small result from rounding of outputs and targets, so they count as zero.
     rounding = _ROUNDINGS * torch.finfo(context.dtype).eps
     is_zero = squares <= rounding**2 * output_squares
     if not counts.all() or is_zero.any():
@@ -102,7 +102,7 @@ def _residual_deviations(
 
 
 def _chunk_sums(context: FitContext, chunk: Batch) -> Float[Tensor, "3 outputs"]:
-    """Sum squared residuals, squared outputs and weights, per output."""
+    """Sum the squared residuals, squared outputs and weights for each output."""
     with torch.no_grad():
         outputs = call(context.network, move(chunk.inputs, context.device, None))
     check_outputs(outputs)

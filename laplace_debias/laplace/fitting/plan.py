@@ -47,17 +47,17 @@ class Plan:
         curvature: The argument `curvature` of `Laplace`.
         mode: The argument `mode` of `Laplace.fit`.
         num_parameters: D, the number of Bayesian parameters.
-        blocks: The bytes of every block.
-        stages: The largest number of bytes in each stage of the fit, in the order of the stages.
+        blocks: The bytes that each block needs.
+        stages: The peak number of bytes in each stage of the fit, in the order of the stages.
         posterior: Bytes of the fitted posterior, including its mean.
         seconds: Time of the passes over the data, without eigendecompositions, extrapolated from
             one batch; None if the number of batches is not known, or if no batch was run because
             the blocks need more memory than there is.
         decomposition_seconds: Time of the eigendecompositions, extrapolated from one matrix. A
-            matrix that several blocks share is counted for each of them. If the number of batches
-            is not known, every factor counts in full. None if no batch was run, and for a curvature
-            without Kronecker factors.
-        available: Bytes that the device has left; None if the system does not report it.
+            matrix shared by several blocks counts once for each of them. If the number of batches
+            is not known, every factor is assumed to have full rank. None if no batch was run, and
+            for a curvature without Kronecker factors.
+        available: Bytes that are free on the device; None if the system does not report them.
     """
 
     curvature: str
@@ -86,7 +86,7 @@ class Plan:
         check_memory(self.peak, self.available, subject, less_memory)
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan as a dictionary for JSON; the number of blocks replaces their list."""
+        """Return the plan as a dictionary for JSON, with only the number of blocks."""
         summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
         del summary["blocks"]
         return summary
@@ -116,7 +116,7 @@ def plan_fit(
     mode: str,
     folds: int | None,
 ) -> Plan:
-    """Plan the fit of this process without running it.
+    """Estimate the memory and time of this process's fit without running it.
 
     Args:
         setup: The model and the options of the fit.
@@ -131,8 +131,8 @@ def plan_fit(
     _check_can_plan(mode, loader)
     structure = setup.config.structure
     reads = _Reads.of_mode(mode, folds, loader, structure)
-    # The random states are restored afterwards, so that planning does not change the order of the
-    # data and the labels that the fit draws.
+    # The random states are restored afterwards, so that planning changes neither the order of the
+    # data nor the labels drawn in the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = setup.config.fisher.seeded(None, process_group())
         stream = setup.spec.training_stream(loader, setup.device)
@@ -181,7 +181,7 @@ def plan_fit(
 
 
 def _check_can_plan(mode: str, loader: Batches) -> None:
-    """Require a mode whose memory is known in advance, and data that can be read again."""
+    """Require a mode whose memory use is known in advance, and data that can be read again."""
     if mode == "auto":
         raise ValueError(
             '`mode="auto"` decides during the fit how many examples it uses, so '
@@ -217,7 +217,7 @@ class _Reads:
     def of_mode(
         cls, mode: str, folds: int | None, loader: Batches, structure: CurvatureStructure
     ) -> "_Reads":
-        """Return how a fit in this mode reads a loader."""
+        """Determine how a fit in this mode reads a loader."""
         num_batches: int | None = 1
         if MODES[mode].num_first_batches is None:
             num_batches = len(loader) if isinstance(loader, Sized) else None
@@ -228,18 +228,18 @@ class _Reads:
 
     @property
     def num_parts(self) -> int | None:
-        """The number of batch parts that one pass over the data runs, or None if it is unknown."""
+        """The number of parts of batches in one pass over the data, or None if it is unknown."""
         if self.num_batches is None or not self.reads_folds_together:
             return self.num_batches
         return self.num_batches * self.num_folds
 
     @property
     def num_decompositions(self) -> int:
-        """The number of decompositions: one with all folds, and one without each single fold."""
+        """The number of decompositions: one for all folds together, and one per fold left out."""
         return self.num_folds + 1 if self.num_folds > 1 else 1
 
     def num_passes(self, num_joined: int) -> int | None:
-        """Return the number of passes through the network, each with this many parts."""
+        """Return the number of passes through the network if each pass runs this many parts."""
         if self.num_parts is None:
             return None
         num_reads = 1 if self.reads_folds_together else self.num_folds
@@ -249,14 +249,14 @@ class _Reads:
 def posterior_bytes(
     context: FitContext, structure: CurvatureStructure, num_rows: NumRows = NO_ROWS
 ) -> int:
-    """Count the bytes of a fitted posterior, its curvature and its mean."""
+    """Count the bytes of a fitted posterior, which consists of its curvature and its mean."""
     size = sum(block.size for block in context.blocks)
     mean_bytes = context.dtype.itemsize * size
     return structure.posterior_bytes(context, num_rows) + mean_bytes
 
 
 class _Trial(NamedTuple):
-    """The costs of the passes over one batch: bytes in addition to their sums, and seconds."""
+    """The cost of the passes over one batch: seconds, and bytes in addition to the sums."""
 
     working_bytes: int = 0
     row_bytes: int = 0
@@ -265,7 +265,7 @@ class _Trial(NamedTuple):
 
 
 def _trial_data(context: FitContext, batch: Batch, reads: _Reads) -> list[Batch]:
-    """Repeat a batch as often as a pass of the fit runs batches together.
+    """Repeat a batch as many times as the fit joins batches in one pass.
 
     A pass reads one fold, so every repetition has the size of one fold.
     """
@@ -276,7 +276,7 @@ def _trial_data(context: FitContext, batch: Batch, reads: _Reads) -> list[Batch]
 
 
 def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None) -> int:
-    """Estimate from the inputs of one batch how many batches a pass runs together."""
+    """Estimate from the inputs of one batch how many batches are joined in one pass."""
     _, num_joined_examples = run_example(context, x)
     if not isinstance(x, Tensor):
         return 1
@@ -285,7 +285,7 @@ def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None)
 
 
 def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequence[Batch]) -> _Trial:
-    """Run the passes of a fit over one batch, and drop their results."""
+    """Run the passes of a fit over one batch to measure their cost, and discard the results."""
     trial = _Trial(seconds=0.0)
     for run in structure.trial_passes(context, data):
         peak, seconds, result = _measure(run, context.device)
@@ -300,7 +300,7 @@ def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequenc
 
 
 def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
-    """Extrapolate numbers of rows from one batch to all, or None if a matrix needs less memory."""
+    """Extrapolate numbers of rows from one batch to all; None if a full matrix is smaller."""
     total: dict[Block, list[int | None]] = {}
     for block, counts in num_rows.items():
         total[block] = []
@@ -313,9 +313,9 @@ def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
 
 
 def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
-    """Estimate the time to decompose matrices of given sizes, which grows with their cubes.
+    """Estimate the time to decompose matrices, which grows with the cube of their sizes.
 
-    One matrix of random numbers is decomposed, as large as the largest up to `_TIMED_SIZE`.
+    A single random matrix is timed, with the largest of the sizes but at most `_TIMED_SIZE`.
     """
     if not sizes:
         return 0.0
@@ -328,10 +328,10 @@ def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
 
 
 def _measure(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
-    """Run a function twice, first for its memory, then for its time.
+    """Run a function twice, first to measure its memory and then to measure its time.
 
     Returns:
-        The peak number of bytes of the function's tensors, the seconds, and the function's result.
+        The peak number of bytes of the function's tensors, the time in seconds, and the result.
     """
     with MemoryCounter() as memory:
         run()

@@ -1,4 +1,4 @@
-"""A fit that is ready to run, whose parameters were checked on an example."""
+"""A fit that is ready to run: its parameters have been checked on examples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import warn
 
-# The number of examples of the first batch with which the model is checked.
+# The number of examples of the first batch on which the model is checked.
 _NUM_CHECKED = 4
 # With more columns of `fisher="exact"` than this, a warning recommends `"mc"`.
 _MANY_COLUMNS = 1_000
@@ -44,7 +44,8 @@ class PreparedFit:
     Attributes:
         setup: The model, the options of the fit, and the prior.
         parameters: The Bayesian parameters, checked on an example.
-        context: The network with its blocks, as it is run in the passes over the data.
+        context: The network, its loss and its blocks, in the form that the passes over the data
+            use.
         size: N, the number of training examples.
         mode: The name of the fitting scheme.
         streams: The batches of each source of the scheme, in the order of the sources.
@@ -73,10 +74,10 @@ def examine(
 
     Args:
         setup: The model and the options of the fit.
-        streams: The batches. The first batch is read, and the fit can read it again.
+        streams: The batches. The first batch is read here, and is still available to the fit.
         reads_all: Whether the fit reads all of the data, so that all batches may be searched for
             parameters that the first batch does not use.
-        fisher: The Fisher matrix, seeded.
+        fisher: The type of the Fisher matrix, with its random seed.
     """
     validate_model(setup.spec.model)
     example, num_outputs, parameters, tap = _parameters_on_examples(setup, streams, reads_all)
@@ -107,8 +108,8 @@ def _parameters_on_examples(
     A process without examples uses the batch of the first process that has examples.
 
     Returns:
-        The inputs of an example, the number of its outputs, the parameters, and the tap of the
-        layers to which the parameters belong.
+        The inputs of one example, the number of its outputs, the parameters, and the tap on their
+        layers.
     """
     spec = setup.spec
     config = setup.config
@@ -146,7 +147,7 @@ def _parameters_on_examples(
 
 
 def _first_batch(stream: Stream) -> Batch:
-    """Return the first batch of this process, or else the first batch of another process."""
+    """Return the first batch of this process or, if it has none, of another process."""
     ranks = process_group()
     first = stream.first
     has_first = ranks.exchange(first is not None)
@@ -185,8 +186,8 @@ def _check_first_outputs(
 ) -> None:
     """Check which dimension holds the classes, and warn if the outputs do not look like logits.
 
-    `outputs` belong to a few examples of the first batch, and `y` are the targets of all its
-    examples.
+    `outputs` are the outputs for a few examples of the first batch; `y` contains the targets of all
+    its examples.
     """
     shape = torch.Size((len(y), *outputs.shape[1:]))
     # One batch is enough for the check, since all batches use the same model.

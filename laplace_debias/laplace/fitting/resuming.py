@@ -1,4 +1,4 @@
-"""Checks whether a fit can be resumed, and whether a checkpoint belongs to the same fit."""
+"""Checks that a fit can be resumed, and that a checkpoint was written by the same fit."""
 
 import hashlib
 import re
@@ -28,7 +28,7 @@ def check_resumable(
     generator: torch.Generator | None,
     sources: Sequence[Batches],
 ) -> None:
-    """Require, before any work, that a repeated fit reads the same batches in the same order."""
+    """Require that a repeated fit reads the same batches in the same order."""
     check_folder(folder)
     seed_advice = "pass the same generator=torch.Generator().manual_seed(0) every time"
     if generator is None and fisher.is_random:
@@ -49,7 +49,7 @@ def check_resumable(
 
 
 def random_samplers_of(data: Batches) -> list[Any]:
-    """Return the samplers of a `DataLoader` that draw the order of its examples."""
+    """Return those samplers of a `DataLoader` that draw a random order."""
     if not isinstance(data, DataLoader):
         return []
     samplers = [data.sampler, getattr(data.batch_sampler, "sampler", None)]
@@ -74,8 +74,8 @@ def fit_identity(
     config = prepared.config
     context = prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
-    # The string form of an object without its own `__repr__` contains the address of the object,
-    # which differs in every process.
+    # The default `__repr__` of an object contains its memory address, which differs in every
+    # process.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
@@ -113,7 +113,7 @@ def fit_identity(
 def _earlier_data_identity(
     prepared: PreparedFit, information: Information | None
 ) -> dict[str, Any] | None:
-    """Collect the information to which new data is added; a fit to new data only has None."""
+    """Describe the earlier data to which a fit adds new data; None if there is no earlier data."""
     if information is None:
         return None
     structure = prepared.config.structure

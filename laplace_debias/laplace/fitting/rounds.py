@@ -21,10 +21,10 @@ from laplace_debias.operators import BlockDiagonal
 CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 """Prior precisions at which the error is estimated, relative to the prior precision of the fit."""
 NUM_ERRORS = 1.9
-"""The reported error is this many standard errors, so that the true error rarely exceeds it."""
+"""The reported error in standard errors, chosen such that the true error rarely exceeds it."""
 # For each input, the standard deviations of this many of its largest outputs are compared.
 _NUM_OUTPUTS = 4
-# With a prior precision that is larger by this factor, a block has practically no variance.
+# A block whose prior precision is multiplied by this factor has practically no variance.
 _FROZEN = 1e12
 
 
@@ -35,7 +35,7 @@ class Round:
     Attributes:
         fitted: The posterior.
         totals: The totals of the examples that have been read.
-        replicates: The jackknife replicates: the curvature without each of the folds.
+        replicates: The jackknife replicates: the curvatures that leave out one fold each.
         spread: The relative standard error of the mean curvature with respect to the outputs.
         curve: The error at each prior precision of `CURVE`.
     """
@@ -61,27 +61,26 @@ def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
     (crossfit, in_fold, *replicates), scales = crossfit_with_replicates(context, totals, factors)
     fitted = build_posterior(prepared, CurvatureFit(crossfit, sums.totals, scales))
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(CURVE)[:, None]
-    # The folds share one mean curvature, so its error is estimated from all examples read.
+    # All folds use the same mean curvature, so its error is estimated from all examples read.
     curvatures = sums.curvatures
     spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
     last_round = Round(fitted, sums.totals, replicates, spread=spread, curve=[])
     variances, statistical_errors = _variances_with_errors(last_round, sums.probes, deltas)
     in_fold_variances = _variances(fitted, in_fold, sums.probes, deltas)
-    # Magnitudes from held-out folds also have a bias, but a much smaller one than in-fold
-    # magnitudes.
+    # Magnitudes from held-out folds are biased, too, but much less than in-fold magnitudes.
     bias = (in_fold_variances / variances).log() / 8
     relative = torch.hypot(statistical_errors / (2 * variances), bias).nan_to_num(0.0)
     errors = relative.square().mean((1, 2)).sqrt().tolist()
-    # All processes use bit-identical numbers, so that they take the same decision.
+    # All processes use bit-identical numbers, so that they make the same decision.
     return replace(last_round, curve=context.ranks.from_rank(errors, 0))
 
 
 def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
-    """Compute the contribution of each block to the error that a round makes at inputs x."""
+    """Compute the contribution of each block to the error of a round at inputs x."""
     fitted = last_round.fitted
     deltas = fitted.posterior.deltas()
     is_own_block = torch.eye(len(deltas), device=deltas.device).bool()
-    # Give variance to one block at a time, by freezing all other blocks with a large precision.
+    # Only one block at a time has variance, because a large precision freezes all others.
     deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
     variances = _variances(fitted, fitted.posterior.curvature, x, deltas[None])
     _, statistical_errors = _variances_with_errors(last_round, x, deltas_by_block)
@@ -92,7 +91,7 @@ def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
 def _variances_with_errors(
     last_round: Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
 ) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
-    """Compute variances of the outputs, and `NUM_ERRORS` times their standard errors."""
+    """Compute the variances of the outputs, and `NUM_ERRORS` times their standard errors."""
     fitted = last_round.fitted
     scale = 1 + last_round.spread
     curvature = fitted.posterior.curvature
@@ -109,7 +108,7 @@ def _variances(
     x: Inputs,
     deltas: Float[Tensor, "grid blocks"],
 ) -> Float[Tensor, "grid inputs outputs"]:
-    """Compute variances of the largest outputs for a given curvature and prior precisions."""
+    """Compute the variances of the largest outputs for a given curvature and prior precisions."""
     fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
     with prediction_context(fitted, take(x, slice(0, 1))) as context:
         size = map_outputs(context.network, context.x).numel()

@@ -1,6 +1,6 @@
-"""Fitting schemes: which examples determine directions, and which determine magnitudes.
+"""Fitting schemes, which decide which examples determine directions and which magnitudes.
 
-A scheme contains its data. To add a new way to fit, add a class here.
+A scheme also contains its data. To add a new way to fit, add a class here.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import process_group
 
 FOLDS = 2
-"""Default number of folds of cross-fitting. More folds were no better in the study of debiasing."""
+"""Default number of folds in cross-fitting. More folds were no better in our study of debiasing."""
 
 
 class Scheme(ABC):
@@ -49,14 +49,15 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def sources(self) -> Mapping[str, Batches]:
-        """The data that a fit reads, in reading order and keyed by its name in error messages."""
+        """The data that a fit reads, in reading order, keyed by names for error messages."""
 
     def estimate_noise(self, context: FitContext, streams: Sequence[Stream]) -> Gaussian:
-        """Estimate a regression's noise from the streams of the sources."""
+        """Estimate the noise of a regression from the streams of the sources."""
         sources: list[Iterable[Batch]] = []
         for stream in streams:
             if isinstance(stream.source, Iterator):
-                # The first batch of an iterator is kept for the fit; further batches would be lost.
+                # Only the first batch of an iterator is kept for the fit, so reading more would
+                # lose data.
                 sources.append(filter(None, [stream.first]))
             else:
                 sources.append(stream)
@@ -67,7 +68,7 @@ class Scheme(ABC):
         """Fit the curvature to `prepared.streams`, the streams of the sources."""
 
     def check(self, structure: CurvatureStructure) -> None:  # noqa: B027 (most read data once)
-        """Check, before any work, that the data can be read as often as the fit requires."""
+        """Check before any work that the data can be read as often as the fit requires."""
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
         """Determine N: `num_data`, or by default the number of examples that the fit reads."""
@@ -81,7 +82,7 @@ class Scheme(ABC):
 
 
 def prior_needs_all_data(label: str) -> ValueError:
-    """Return the error for a fit that combines a part of the data with a prior of earlier data."""
+    """Return the error for a fit that combines `prior=` with only part of the data."""
     return ValueError(
         "`prior=` adds the curvature of all data to the prior's precision, so it "
         f'requires `mode="full"`, but got `mode="{label}"`. Use `mode="full"`, or '
@@ -91,9 +92,10 @@ def prior_needs_all_data(label: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Full(Scheme):
-    """The plain fit, which computes eigenvectors and eigenvalues from the same examples.
+    """A plain fit, which computes directions and magnitudes from the same examples.
 
-    The magnitudes of a mini-batch are biased, because they are extreme values for this batch.
+    On a mini-batch, the magnitudes are biased, because the directions were chosen to make them
+    extreme.
 
     Attributes:
         data: Batches `(x, y)`.
@@ -121,7 +123,7 @@ class Full(Scheme):
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """A fit with eigenvectors from one batch and the curvature from a different batch (Eq. 9).
+    """A fit with eigenvectors from some batches and curvature from different batches (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` from which the eigenvectors are computed.
@@ -146,7 +148,7 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit eigenvectors to one stream, and measure curvature along them on the other stream."""
+        """Compute eigenvectors from one stream, and the curvature along them on the other."""
         directions, magnitudes = prepared.streams
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 
@@ -158,8 +160,8 @@ class CrossFit(Scheme):
     See `curvature.fits.crossfit`.
 
     Attributes:
-        data: Batches `(x, y)`, which are kept in memory.
-        folds: K, at least 2.
+        data: Batches `(x, y)`, all of which are kept in memory.
+        folds: The number of folds K, at least 2.
 
     Raises:
         TypeError: If `folds` is not an integer.

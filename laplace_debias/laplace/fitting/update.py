@@ -1,4 +1,4 @@
-"""Updates of a posterior with new data, whose information is added."""
+"""Updates of a posterior, to which the information of new data is added."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def update(
     scheme = Full(loader, label="full")
     size = training_size(loader, num_data, scheme.label, reads_whole_loader=True)
     added = fit(
-        # Pass on the parameters, so that the new data are added to the blocks that the fit found.
+        # The parameters are passed on, so that the new data are added to the same blocks.
         replace(fitted.setup, parameters=fitted.parameters),
         scheme,
         size,

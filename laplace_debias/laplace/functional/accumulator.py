@@ -16,7 +16,7 @@ from laplace_debias.laplace.state.posterior import GaussianPosterior
 
 
 class CovarianceAccumulator(ABC):
-    r"""The covariance of outputs $J P^{-1} J^\top$, which is added up over blocks of parameters.
+    r"""The covariance of the outputs, $J P^{-1} J^\top$, summed over blocks of parameters.
 
     Args:
         blocks: The blocks, in the posterior's order.
@@ -26,7 +26,7 @@ class CovarianceAccumulator(ABC):
         jacobians: A function that computes Jacobians.
 
     Attributes:
-        separates_outputs: Whether each output has a posterior of its own.
+        separates_outputs: Whether each output has its own posterior.
     """
 
     separates_outputs: ClassVar[bool] = False
@@ -47,16 +47,15 @@ class CovarianceAccumulator(ABC):
 
     @property
     def kept_row_bytes(self) -> int:
-        """The number of bytes of a Jacobian row that are kept until all blocks are complete."""
+        """The number of bytes per Jacobian row that are kept until all blocks have been added."""
         return 0
 
     def last_layer(
         self, forward_pass: ForwardPass
     ) -> tuple[LastLayer, Float[Tensor, "batch d"]] | None:
-        """Return the last layer and its inputs, if they determine its part of the covariance.
+        """Return the last layer and its inputs if they determine its part of the covariance.
 
-        The result is None unless the outputs `[B, C]` of the network come from a tapped linear
-        layer.
+        The result is None unless a tapped linear layer returns the outputs `[B, C]` of the network.
         """
         return None
 
@@ -70,8 +69,9 @@ class CovarianceAccumulator(ABC):
         """Add the covariances, or variances, of some outputs of each example.
 
         Args:
-            into: The sums, with a column for each of these outputs.
+            into: The sums, with one column per output, which are changed in place.
             records: Each block's gradients of the outputs, from one backward pass.
             outputs: Indices of the outputs among all outputs of the model. None if the records are
-                the gradients of values within the network; then all outputs share a posterior.
+                gradients of values within the network, in which case all outputs must share one
+                posterior.
         """

@@ -23,7 +23,7 @@ from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Directions
 
-# For more prior precisions than this, products of pairs of outputs are formed once and reused.
+# With more prior precisions than this, products of pairs of outputs are formed once and reused.
 _PAIRS_FROM = 3
 # In a block of at least `_WIDE` columns, columns of nearly the same curvature form runs of `_RUN`
 # columns, whose weights differ by a factor of at most 1 + `_TOLERANCE`.
@@ -31,7 +31,7 @@ _WIDE = 2**15
 _RUN = 64
 _TOLERANCE = 0.05
 # The number of entries in a slice of weighted products, by device type. On a CPU, a slice stays in
-# the cache. On a GPU, smaller slices would spend most of the time on calls of a few microseconds.
+# the cache. On a GPU, smaller slices would spend most of their time on launching kernels.
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
 # The number of entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
@@ -65,7 +65,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         self._runs: dict[int, ColumnRuns] = {}
         # The weights 1/(N Λ + δ) of the blocks at a single prior precision.
         self._weights: dict[int, Tensor] = {}
-        # The last layers so far, by their sites: a network may end in different layers.
+        # The last layers seen so far, by site, because a network may end in different layers.
         self._last_layers: dict[Site, LastLayer] = {}
 
     def last_layer(
@@ -94,7 +94,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
         records: Iterable[BlockRecord],
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add the covariances; the posterior is the same for all outputs."""
+        """Add the covariances under the posterior that all outputs share; `outputs` is not used."""
         if len(self.prior_precisions) == 1:
             self._add_weighted(into[0], records)
             return
@@ -174,7 +174,7 @@ def add_weighted_products(
 ) -> None:
     r"""Add `Σ_i Ĵ_ci w_i Ĵ_ki` for all pairs of outputs, or only for c = k.
 
-    Columns are taken in slices that stay in the processor's cache.
+    The columns are processed in slices that stay in the processor's cache.
     """
     device_type = rows.device.type
     width = max(1, _SLICE[device_type] // (rows.shape[0] * rows.shape[1]))
@@ -198,7 +198,7 @@ def add_single_products(
 ) -> None:
     r"""Add the covariances, or variances, of Jacobians $\hat J_{c,ij} = \hat g_{ci} \hat a_j$.
 
-    This is `add_outer_products` with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} + \delta)$.
+    This calls `add_outer_products` with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} + \delta)$.
     """
     num_rows = gradients.shape[-1]
     curvature = curvature[:num_rows, : activations.shape[-1]]
@@ -305,7 +305,7 @@ def add_products(
 
 @dataclass(frozen=True)
 class ColumnRuns:
-    """The columns of a wide block; a run of nearly equal curvature has a common weight.
+    """The columns of a wide block, in runs of nearly equal curvature that share one weight.
 
     Attributes:
         columns: Indices of the columns in each run.

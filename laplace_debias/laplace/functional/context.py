@@ -37,8 +37,7 @@ class PredictionContext:
         positions: The positions; None for all.
         head: The path of the linear layer that is applied only at the requested positions; None if
             all outputs are computed and the positions are selected from them.
-        prepared: The working copy to which the network belongs, if the copy is kept between
-            predictions.
+        prepared: The working copy that contains the network, if it is kept between predictions.
     """
 
     network: nn.Module
@@ -53,8 +52,8 @@ class PredictionContext:
         With several positions, the outputs of the first position come first.
 
         Raises:
-            TypeError: If a number of outputs is not a whole number.
-            ValueError: If the requested outputs do not exist.
+            TypeError: If `outputs` is a single number but not an integer.
+            ValueError: If the requested outputs are out of range.
         """
         values = map_outputs(self.network, self.x)
         # The outputs have one row per example, or one row per position of an example.
@@ -95,7 +94,7 @@ class PredictionContext:
         Args:
             outputs: The outputs of the given examples at the requested positions.
             indices: Indices of the requested outputs among `outputs`; None for all.
-            examples: The examples to which `outputs` belong.
+            examples: The examples whose outputs are given.
         """
         requested = requested_indices(outputs, indices)
         if self.positions is None:
@@ -132,7 +131,7 @@ def prediction_context(
     restricts_head: Callable[[str], bool] = lambda path: False,
     keeps_graph: bool = False,
 ) -> Iterator[PredictionContext]:
-    """Prepare network and inputs; explain an error that is due to a missing batch dimension.
+    """Prepare the network and its inputs, and explain errors from a missing batch dimension.
 
     The model must not have changed since the fit.
 
@@ -140,11 +139,11 @@ def prediction_context(
         fitted: The fit.
         x: Inputs as the user passed them.
         positions: The positions; None for all.
-        restricts_head: Whether the linear layer at a path, if it returns the outputs, may be
-            applied only at the requested positions. For `moments`, the function is
+        restricts_head: A function of the path of the linear layer that returns the outputs; true if
+            this layer may be applied only at the requested positions. `moments` passes
             `acts_through_head`.
         keeps_graph: Whether gradients flow back to the inputs. If so, the network becomes part of
-            the graph, and is not used again.
+            the graph and is not reused.
     """
     is_collective = process_group().size > 1 and has_units(fitted.spec.model)
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -178,7 +177,7 @@ def prediction_context(
 def _at_positions(
     network: nn.Module, x: Inputs, positions: Positions, restricts_head: Callable[[str], bool]
 ) -> PredictionContext:
-    """Make a network that returns the outputs at the requested positions, and its inputs."""
+    """Build a network that returns the outputs at the requested positions, with its inputs."""
     chosen = choose_positions(network, x, positions)
     head = chosen.head
     if head is not None and not restricts_head(head):
@@ -192,7 +191,7 @@ def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"
     with torch.no_grad():
         outputs = call(network, x)
     check_outputs(outputs)
-    # A copy, because the model may write its next outputs into the same tensor.
+    # The outputs are copied, because the model may write its next outputs into the same tensor.
     return outputs.clone()
 
 

@@ -1,4 +1,4 @@
-"""Functional covariance of posteriors with directions in all parameters together."""
+"""Functional covariance of posteriors whose directions span all parameters together."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,14 +26,14 @@ class DenseAccumulator(CovarianceAccumulator):
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
     + \tfrac{1}{N\tau + \delta}\big(JJ^\top - JU(JU)^\top\big)$$
 
-    with the curvature τ of all other directions, which may be zero. Both terms are summed layer by
-    layer. They are summed in double precision, because the last term is a difference. If U were
-    rounded to single precision, the error of this term would be the rounding error divided by δ;
-    for $N\lambda\gg\delta$, this error is larger than the covariance, and can have either sign.
-    Therefore, `orthonormaliser` first corrects the rounding of U.
+    Here τ is the curvature of all other directions, which may be zero. Both terms are summed layer
+    by layer, in double precision because the last term is a difference. If U is rounded to single
+    precision, the error of the last term is the rounding error divided by δ. For
+    $N\lambda\gg\delta$, this exceeds the covariance and can have either sign, so `orthonormaliser`
+    first corrects the rounding of U.
 
-    The posterior has one δ and a single block, whose rows are the parameters of all layers' blocks,
-    one after the other.
+    The posterior has one δ and a single block, whose rows are the parameters of the blocks of all
+    layers, one after the other.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DenseAccumulator(CovarianceAccumulator):
         self._read_directions()
 
     def _read_directions(self) -> None:
-        """Read the directions of each block, and compute their orthonormaliser."""
+        """Read the directions of each block, and compute the factor that makes them orthonormal."""
         directions = _directions(self.posterior).split([block.size for block in self.blocks])
         self._directions = dict(zip(self.blocks, directions, strict=True))
         self._num_directions = directions[0].shape[1]
@@ -61,7 +61,7 @@ class DenseAccumulator(CovarianceAccumulator):
         records: Iterable[BlockRecord],
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
-        """Add the covariances, which are computed in the same way for all outputs."""
+        """Add the covariances under the posterior that all outputs share; `outputs` is not used."""
         gram, along = self._products(into, records)
         self._add_products(into, gram, along, self.posterior.curvature.blocks[DENSE_BLOCK])
 
@@ -72,7 +72,7 @@ class DenseAccumulator(CovarianceAccumulator):
         along: Float[Tensor, "batch columns k"],
         dense_block: CurvatureBlock,
     ) -> None:
-        """Add the covariances under one block, which follow from J Jᵀ and J U."""
+        """Add the covariances under one dense block, computed from J Jᵀ and J U."""
         residual = None
         magnitudes = dense_block.magnitudes.flatten().double()
         remainder = 0.0
@@ -108,7 +108,7 @@ class DenseAccumulator(CovarianceAccumulator):
         return gram, along
 
     def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
-        """Compute products of the rows' parts outside the directions; zero out rounding errors."""
+        """Compute products of the components outside the directions, without rounding errors."""
         residual = gram - self._product(along, along)
         squares = gram
         residual_squares = residual
@@ -125,7 +125,7 @@ class DenseAccumulator(CovarianceAccumulator):
 
 
 class KernelAccumulator(DenseAccumulator):
-    r"""The covariance $J P^{-1} J^\top$ for directions that are spanned by inducing inputs.
+    r"""The covariance $J P^{-1} J^\top$ for directions spanned by inducing inputs.
 
     The coordinates along these directions are kernels, $JU = (J J_Z^\top) W$. The rows of J are
     kept until all blocks have been added.
@@ -166,10 +166,7 @@ class KernelAccumulator(DenseAccumulator):
 
 
 class IndependentAccumulator(KernelAccumulator):
-    """The variances of outputs with separate posteriors.
-
-    Different outputs have no covariance.
-    """
+    """The variances of outputs that have separate posteriors, and are therefore uncorrelated."""
 
     separates_outputs = True
 
@@ -182,7 +179,8 @@ class IndependentAccumulator(KernelAccumulator):
         """Add the variances of each output under its own posterior; covariances remain 0.
 
         Raises:
-            ValueError: If an output has no posterior, because the fit's inputs had fewer outputs.
+            ValueError: If an output has no posterior, because the model had fewer outputs at the
+                fit.
         """
         assert outputs is not None
         num_outputs = len(self.posterior.curvature.blocks)
@@ -212,9 +210,9 @@ class IndependentAccumulator(KernelAccumulator):
 
 
 def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:
-    """Compute the Cholesky factor L of UᵀU, for which the columns of U L⁻ᵀ are orthonormal.
+    """Compute the Cholesky factor L of UᵀU, which makes the columns of U L⁻ᵀ orthonormal.
 
-    The factor is in float64. It is None if the directions are a complete basis.
+    The factor is in float64; it is None if the directions form a complete basis.
     """
     U = _directions(posterior)
     if U.shape[0] == U.shape[1]:

@@ -21,7 +21,7 @@ def differentiable_moments(
     r"""Compute mean and covariance of the outputs, differentiable in the inputs.
 
     The Jacobians `[B, C, D]` are kept in memory, so use this function only for a few inputs, for
-    example when you optimise an input.
+    example to optimise an input.
 
     Args:
         fitted: The fit.

@@ -1,7 +1,7 @@
 """Two forms of the Gaussian distribution of a linearised network's outputs.
 
-`DenseOutputs` contain a covariance matrix for each example. `FactoredOutputs`, for a last layer
-with many outputs, contain factors that all examples share.
+`DenseOutputs` contain a covariance matrix for each example. `FactoredOutputs`, which serve for a
+last layer with many outputs, contain factors that are common to all examples.
 """
 
 from abc import ABC, abstractmethod
@@ -176,7 +176,7 @@ class CovarianceFactor:
 
 @dataclass(frozen=True)
 class FactoredOutputs(GaussianOutputs):
-    """Outputs `[B, C]` of a last layer, without a C × C matrix per example.
+    """Outputs `[B, C]` of a last layer, stored without a C × C matrix per example.
 
     Attributes:
         factors: The summands of the covariance.

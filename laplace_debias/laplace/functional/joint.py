@@ -1,4 +1,4 @@
-"""Covariances of the linearised network's outputs between inputs."""
+"""Covariances between the linearised network's outputs at different inputs."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -35,9 +35,10 @@ def joint_moments(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch m batch m"]]:
     r"""Compute the exact mean and joint covariance of the linearised outputs for all inputs.
 
-    $\mathrm{Cov}(f(x_n), f(x_m)) = J(x_n) P^{-1} J(x_m)^\top$, block by block in its eigenbasis as
-    in `moments`. If the Jacobians of all inputs together exceed the memory bound, the inputs pass
-    through the network in groups, such that each pair of inputs shares a group.
+    $\mathrm{Cov}(f(x_n), f(x_m)) = J(x_n) P^{-1} J(x_m)^\top$ is computed for each block in its
+    eigenbasis, as in `moments`. If the Jacobians of all inputs together exceed the memory bound,
+    the inputs pass through the network in groups, such that every pair of inputs occurs together in
+    some group.
 
     Returns:
         The outputs at the mean, `[B, ..., C]` (`[B, k]` if outputs are requested), and the
@@ -86,8 +87,8 @@ def joint_moments(
             group_indices = None if indices is None else indices[group]
             vectors = unit_columns(group_outputs, group_indices)
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
-            # Treat the outputs of all examples of the group as the outputs of one example, so that
-            # the accumulator also computes covariances between examples.
+            # The outputs of all examples in the group are treated as outputs of a single example,
+            # so that the accumulator also computes covariances between examples.
             model_indices = context.model_indices(group_outputs, group_indices, group)
             columns = model_indices.expand(len(group), -1).reshape(1, -1)
             accumulator.add(total, forward_pass.backward(vectors), columns)
@@ -102,7 +103,7 @@ def joint_moments(
 
 
 def _groups(batch: int, size: int) -> Iterator[Int[Tensor, " group"]]:
-    """Yield groups of at most `size` indices of examples, such that each pair shares a group."""
+    """Yield groups of at most `size` example indices, such that every pair occurs in a group."""
     if size >= batch:
         yield torch.arange(batch)
         return

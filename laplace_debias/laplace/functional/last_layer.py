@@ -1,4 +1,4 @@
-r"""The part of the last layer in the moments of the outputs, which needs no backward pass.
+r"""The last layer's contribution to the moments of the outputs, without a backward pass.
 
 If the outputs `[B, C]` of the network come from a linear layer with inputs φ, then φ determines the
 Jacobian with respect to this layer's parameters (see `linear_head`). If no other parameter is
@@ -11,7 +11,8 @@ Bayesian, one forward pass without a graph yields everything that a prediction n
 | `factored_outputs`     | for draws and scores of many outputs: variances along directions |
 | `recorded_inputs`      | for `tune`: inputs that suffice at any prior precision           |
 
-If further parameters are Bayesian, `linearised` uses `LastLayer` to add the part of the last layer.
+If other parameters are Bayesian, too, `linearised` uses `LastLayer` to add the contribution of the
+last layer.
 """
 
 from collections.abc import Sequence
@@ -34,14 +35,15 @@ from laplace_debias.laplace.state.prediction_cache import PreparedModel
 from laplace_debias.operators import EigenKronecker
 
 FEW_OUTPUTS = 32
-"""The largest number of outputs for which the contribution of each direction to the moments is
-kept, because there are few pairs of outputs."""
+"""The largest number of outputs with so few pairs that each direction's contribution to the moments
+is kept.
+"""
 
 
 class LastLayer:
-    """The blocks of a linear layer that returns the network's outputs, at given prior precisions.
+    """The Bayesian blocks of the linear layer that returns the network's outputs.
 
-    Values that are the same for all inputs are computed on first use and then kept.
+    Values that do not depend on the inputs are computed on first use and then kept.
 
     Args:
         heads: The blocks: the weight, the bias, or both.
@@ -75,7 +77,7 @@ class LastLayer:
         chosen: Int[Tensor, "batch k"] | None,
         kind: HeadMomentKind,
     ) -> Float[Tensor, "grid batch columns *again"]:
-        """Compute, at every grid point, moments of the outputs due to the layer's blocks.
+        """Compute the moments of the outputs that are due to this layer, at every grid point.
 
         Args:
             phi: The layer's inputs.
@@ -97,11 +99,11 @@ class LastLayer:
         chosen: Int[Tensor, "batch k"] | None,
         kind: HeadMomentKind,
     ) -> Float[Tensor, "batch columns *again"]:
-        """Compute the moments at the single prior precision."""
+        """Compute the moments if there is only one prior precision."""
         moments = [head.moments(phi, chosen, kind) for head in self._head_moments]
         if len(moments) > 1:
             return sum(moments[1:], moments[0])
-        # A copy is returned, since the moments of a bias are kept.
+        # A copy is returned, because the moments of a bias are kept for later calls.
         return moments[0].expand(len(phi), *moments[0].shape[1:]).clone()
 
     def add(
@@ -117,7 +119,7 @@ class LastLayer:
             into: The sums.
             phi: The layer's inputs.
             chosen: Indices of the outputs; None for all.
-            diagonal: Whether the sums are of variances.
+            diagonal: Whether to add variances instead of covariances.
         """
         if len(into) == 1:
             total = into[0]
@@ -137,7 +139,7 @@ class LastLayer:
 
     @cached_property
     def _head_moments(self) -> "list[_HeadMoments]":
-        """The moments due to each block at the single prior precision."""
+        """The moments due to each block if there is only one prior precision."""
         pairs = zip(self.heads, self._prior_precisions, strict=True)
         return [_HeadMoments(head, deltas[0]) for head, deltas in pairs]
 
@@ -149,7 +151,7 @@ class LastLayer:
 
 
 class _HeadMoments:
-    """Moments of the outputs due to one block at one prior precision.
+    """The moments of the outputs that are due to one block, at one prior precision.
 
     Args:
         head: The block.
@@ -192,9 +194,10 @@ class _HeadMoments:
 
 @dataclass(frozen=True)
 class LastLayerInputs:
-    """The outputs, and all values that determine their covariance for a Bayesian last layer.
+    """The outputs of a Bayesian last layer, and everything that determines their covariance.
 
-    The covariance at any prior precision then needs no further pass through the network.
+    From these values, the covariance at any prior precision is computed without another pass
+    through the network.
 
     Attributes:
         mean: The outputs, `[B, C]`.
@@ -224,7 +227,7 @@ class LastLayerInputs:
     def eigen_variances(
         self, prior_precisions: Float[Tensor, " blocks"]
     ) -> list[Float[Tensor, "batch _"]]:
-        """Compute the variances of the outputs' coordinates along each of `distinct_directions`.
+        """Compute the variances of the outputs along each of the `distinct_directions`.
 
         Args:
             prior_precisions: δ of each block.
@@ -242,7 +245,7 @@ class LastLayerInputs:
         return list(totals.values())
 
     def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch _"]]) -> FactoredOutputs:
-        """Return the outputs with factors of their covariance, computed from `eigen_variances`."""
+        """Return the outputs with the factors of their covariance."""
         factors = []
         directions = distinct_directions(self.heads)
         for U_G, variances in zip(directions, eigen_variances, strict=True):
@@ -258,8 +261,8 @@ def last_layer_moments(
 ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "grid batch outputs *again"]] | None:
     """Compute the requested moments of the outputs if only the last layer is Bayesian.
 
-    If the layer has many outputs, some examples at a time pass through the network, so that their
-    covariances fit into the memory bound.
+    If the layer has many outputs, the examples pass through the network in chunks whose covariances
+    fit into the memory bound.
 
     Args:
         fitted: The fit.
@@ -282,7 +285,7 @@ def last_layer_moments(
     layer = _last_layer(fitted, prepared)
     if prior_precisions is not None:
         layer = LastLayer(layer.heads, prior_precisions.unbind(1))
-    # The covariances of few outputs take little memory, so all examples form one chunk.
+    # The covariances of few outputs need little memory, so all examples form one chunk.
     chunks = [(context.x, request.outputs)]
     if num_classes > FEW_OUTPUTS:
         chunks = _chunks(fitted, context.x, request, num_classes)
@@ -312,7 +315,7 @@ def difference_variances(
         x: Inputs, `[B, ...]`.
 
     Returns:
-        The outputs and the variances; or None if there are more than `FEW_OUTPUTS` outputs, or if
+        The outputs and the variances, or None if there are more than `FEW_OUTPUTS` outputs or
         parameters outside the last layer are Bayesian.
 
     Raises:
@@ -389,19 +392,19 @@ def recorded_inputs(
 def distinct_directions(
     heads: Sequence[LinearHead],
 ) -> list[Float[Tensor, "classes rows"] | None]:
-    """Return the distinct output directions of blocks; None stands for the coordinate axes."""
+    """Return the distinct output directions of blocks, where None means the coordinate axes."""
     directions = {id(head.U_G): head.U_G for head in heads}
     return list(directions.values())
 
 
 def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pairs"]:
-    r"""Compute the squared differences of the outputs' coordinates along the directions of U_G.
+    r"""Compute the squared differences between outputs along the directions of U_G.
 
     The variance of the difference of the outputs k and i is $\sum_r (U_{kr} - U_{ir})^2 v_r$ for
     the variances $v_r$ along the directions.
 
     Returns:
-        A row for each of the `distinct_directions`, and a column for each of the
+        One row per direction in `distinct_directions`, and one column per pair in
         `pairs_of_outputs`.
     """
     magnitudes = heads[0].magnitudes
@@ -414,14 +417,14 @@ def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pair
 
 
 def _num_classes(fitted: FittedPosterior) -> int | None:
-    """Return the number of outputs of the linear layer that has all Bayesian parameters.
+    """Return the number of outputs of the linear layer that contains all Bayesian parameters.
 
     The result is None if other parameters are Bayesian.
     """
     if not fitted.parameters.is_linear_layer:
         return None
     block = fitted.parameters.blocks[0]
-    # A posterior such as `"full"` has a single block of all parameters, not the layer's blocks.
+    # A posterior such as `"full"` has a single block of all parameters instead of layer blocks.
     is_by_block = isinstance(fitted.posterior.curvature.blocks.get(block.name), EigenKronecker)
     return block.shape[0] if is_by_block else None
 
@@ -429,7 +432,7 @@ def _num_classes(fitted: FittedPosterior) -> int | None:
 def _chunks(
     fitted: FittedPosterior, x: Inputs, request: CovarianceRequest, num_classes: int
 ) -> list[tuple[Inputs, Int[Tensor, "part k"] | None]]:
-    """Split inputs, and indices of their requested outputs, so that the moments fit into memory."""
+    """Split the inputs and requested outputs into chunks whose moments fit into memory."""
     mean = fitted.posterior.mean
     chosen = request.outputs
     num_outputs = num_classes if chosen is None else chosen.shape[1]
@@ -452,14 +455,14 @@ def _chunks(
 
 
 def _last_layer(fitted: FittedPosterior, prepared: PreparedModel) -> LastLayer:
-    """Return the blocks of the only Bayesian layer with δ of the fit."""
+    """Return the only Bayesian layer, at the prior precision of the fit."""
     return prepared.compute_once(
         fitted.posterior, "last layer", partial(LastLayer.from_fit, fitted)
     )
 
 
 def _with_shared_directions(heads: Sequence[LinearHead]) -> list[LinearHead]:
-    """Let blocks with equal output directions share one tensor.
+    """Make blocks with equal output directions share one tensor.
 
     If a layer is called once per example, its bias has the same output directions as its weight.
     """

@@ -1,4 +1,4 @@
-r"""Covariance of a linear layer's outputs from its own parameters, without a backward pass.
+r"""Covariance of a linear layer's outputs due to its own parameters, without a backward pass.
 
 An output at position t is $f_{tc} = w_c^\top h_t + b_c$. Its Jacobian row is $e_c \otimes h_t$ for
 the weight and $e_c$ for the bias.
@@ -17,12 +17,13 @@ from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 
-# The number of entries of a weight's rows that are used together.
+# The number of entries in the rows of a weight that are processed together.
 _SLICE = 2**22
 
 HeadMomentKind = Literal[SecondMoments, "difference variances"]
-"""The kind of second moments of outputs: `SecondMoments`, or the variances of the differences
-between pairs of outputs, as a matrix."""
+"""The kind of second moments of outputs: `SecondMoments`, or a matrix of the variances of the
+differences between pairs of outputs.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class HeadOutputs:
 
     @property
     def exceeds_inputs(self) -> bool:
-        """Whether an example has more outputs than entries of h."""
+        """Whether an example has more requested outputs than entries of h."""
         return self.num_outputs > self.h[0].numel()
 
     @property
@@ -94,7 +95,7 @@ class HeadOutputs:
     def _covariance_of_example(
         self, example: int, covariance: Float[Tensor, "grid p_d p_d"]
     ) -> Float[Tensor, "grid k k"]:
-        """Compute the covariance of an example's outputs from the covariance of its h."""
+        """Compute the covariance of an example's outputs from the covariance of h."""
         positions = self.positions[example]
         rows = self.weight.new_zeros(len(positions), *self.h.shape[1:])
         index = torch.arange(len(positions), device=positions.device)
@@ -119,18 +120,19 @@ class HeadOutputs:
 
 @dataclass(frozen=True)
 class LinearHead:
-    r"""A parameter block of a linear layer that returns the network's outputs.
+    r"""A parameter block of the linear layer that returns the network's outputs.
 
-    In the eigenbasis, the covariance of the outputs at one position with input φ (1 for a bias) is
+    The covariance of the outputs at one position with layer input φ (1 for a bias) is
 
     $$\Sigma = U_G\,\mathrm{diag}\Big(\sum_j \frac{(U_A^\top\phi)_j^2}{P_{ij}}\Big)_i\,U_G^\top.$$
 
     Attributes:
         block: The block.
-        magnitudes: Λ in the frames of the directions, `[rows, columns]`.
+        magnitudes: Λ, with a row per output direction and a column per input direction, `[rows,
+            columns]`.
         curvature_weight: N / T.
-        U_G: The frame of the output directions, `[C, rows]`; None for the coordinate axes.
-        input_directions: The directions of the inputs.
+        U_G: The output directions, `[C, rows]`; None for the coordinate axes.
+        input_directions: The input directions.
     """
 
     block: Block
@@ -175,11 +177,12 @@ class LinearHead:
     def eigen_variances(
         self, phi: Float[Tensor, "*batch d"], variances: Float[Tensor, "*grid rows columns"]
     ) -> Float[Tensor, "..."]:
-        """Compute the variances of the outputs' coordinates along U_G, `[*grid, *batch, rows]`.
+        """Compute the variances of the outputs along the columns of U_G, `[*grid, *batch, rows]`.
 
         Args:
             phi: The layer's inputs.
-            variances: `variances` at one prior precision, or at several for inputs `[B, d]`.
+            variances: The result of `variances`, at one prior precision, or at several if the
+                inputs are `[B, d]`.
         """
         return self.rotated_inputs(phi).square() @ variances.mT
 
@@ -188,9 +191,9 @@ class LinearHead:
     ) -> Float[Tensor, "rows outputs"] | Float[Tensor, "rows outputs_outputs"]:
         r"""Compute the contribution of each direction $u_i$ to the outputs' second moments.
 
-        The product of `eigen_variances` with this matrix is the sum over all directions, flattened.
-        A row contains variances, covariances $u_i u_i^\top$, or variances of the differences
-        between all pairs of outputs.
+        Each row contains variances, covariances $u_i u_i^\top$, or variances of the differences
+        between all pairs of outputs, flattened. Multiply `eigen_variances` by this matrix to sum
+        over all directions.
         """
         num_rows = len(self.magnitudes)
         U_G = self.U_G
@@ -252,8 +255,8 @@ class LinearHead:
         multiply = self._variances_of_example if diagonal else self._covariance_of_example
         by_point = []
         for delta in prior_precisions:
-            # One example and one prior precision are processed at a time, because a weight may be
-            # 50,000 by 1,000.
+            # Only one example and one prior precision are processed at a time, because a weight may
+            # have 50,000 by 1,000 entries.
             by_example = [
                 multiply(
                     inputs[example], outputs.positions[example], outputs.classes[example], delta

@@ -1,4 +1,4 @@
-"""Exact moments of a fit's linearised network, computed without whole Jacobians in memory."""
+"""Exact moments of the linearised network, computed without whole Jacobians in memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,11 +48,11 @@ def moments(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     r"""Compute the exact mean and covariances of the linearised network's outputs.
 
-    $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ is computed without $J$ `[B, C, D]` in memory: layer by
-    layer, the rotated Jacobian $\hat J$ of a few examples is weighted by $1/(N\Lambda + \delta)$.
-    One rotation is enough for all prior precisions, which only affect the weights. For a linear
-    layer that returns the network's outputs, $J = I \otimes \phi^\top$ with the layer's input φ,
-    and only $U_A^\top\phi$ is computed.
+    $\Sigma_f(x) = J(x) P^{-1} J(x)^\top$ is computed without storing $J$ `[B, C, D]`: layer by
+    layer, the rotated Jacobian $\hat J$ of a few examples is weighted by $1/(N\Lambda + \delta)$. A
+    single rotation serves all prior precisions, because they affect only the weights. For a linear
+    layer that returns the network's outputs, $J = I \otimes \phi^\top$ with the layer's input φ, so
+    only $U_A^\top\phi$ is computed.
 
     Args:
         fitted: The fit.
@@ -76,8 +76,8 @@ def moments(
     """
     posterior = fitted.posterior
     if kind == "differences" and accumulator_class(posterior).separates_outputs:
-        # Each output has a posterior of its own, from which the variance of a difference of two
-        # outputs cannot be computed.
+        # Each output has its own posterior, so the variance of a difference between two outputs
+        # cannot be computed from a single one.
         kind = "covariance"
     restricts_head = partial(acts_through_head, fitted.parameters.blocks, posterior)
     with prediction_context(fitted, x, positions, restricts_head) as context:
@@ -116,9 +116,9 @@ def _accumulator(
     request: CovarianceRequest,
     deltas: Float[Tensor, "grid blocks"] | None,
 ) -> CovarianceAccumulator:
-    """Make the sums over blocks at every grid point; δ of None stands for δ of the fit.
+    """Create the sums over blocks at every grid point; `deltas=None` means the δ of the fit.
 
-    The sums at δ of the fit contain weights that are kept between predictions.
+    At the δ of the fit, their weights are kept between predictions.
     """
     posterior = fitted.posterior
 
@@ -135,16 +135,17 @@ def _accumulator(
 
 
 def accumulator_class(posterior: GaussianPosterior) -> type[CovarianceAccumulator]:
-    """Return the class that adds up covariances under a posterior."""
+    """Return the accumulator class for a posterior."""
     return dense_accumulator(posterior) or BlockwiseAccumulator
 
 
 def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, head: str) -> bool:
-    """Whether all parameters belong to a head, or affect the outputs only through its input.
+    """Whether all parameters are part of a head, or affect the outputs only through its input.
 
     A weight that the head shares with an embedding satisfies both conditions.
     """
-    # Modules whose calls are replayed may contain the head, so their paths are compared with it.
+    # A module whose calls are replayed may contain the head, so its path is compared with the
+    # head's.
     paths: list[str] = []
     for block in blocks:
         if block.rule.is_generic:
@@ -159,8 +160,7 @@ def _moments_in_chunks(
     request: CovarianceRequest,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Compute the moments of as many examples at a time as fit into the memory bound."""
-    # The accumulator's blocks are blocks of parameters, even if the posterior has a single block
-    # for all parameters.
+    # The accumulator has the blocks of the layers, even if the posterior has only one dense block.
     prepared = context.prepared
     tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
     method: _Differentiation = _OutputDifferentiation(tap, accumulator, request)
@@ -172,8 +172,8 @@ def _moments_in_chunks(
     for chunk in _forward_in_chunks(context, tap, method, request):
         means.append(chunk.mean)
         covariances.append(method.covariance(chunk))
-    # `cat` makes a copy, because the next pass of a model may overwrite the tensors that it
-    # returned.
+    # `cat` also makes a copy, which is needed because a model may overwrite its outputs in the next
+    # pass.
     mean = torch.cat(means)
     covariance = covariances[0]
     if len(covariances) > 1:
@@ -187,8 +187,8 @@ def _moments_in_chunks(
 def _symmetrise(covariances: Float[Tensor, "grid batch columns columns"]) -> None:
     """Replace covariances by their symmetric parts.
 
-    Prior precisions are processed one after the other, since a copy of all covariances may not fit
-    into memory.
+    One prior precision is processed at a time, because a copy of all covariances may not fit into
+    memory.
     """
     for covariance in covariances.unbind():
         covariance += covariance.mT.clone()
@@ -227,8 +227,7 @@ def _forward_in_chunks(
 ) -> Iterator[_Chunk]:
     """Run the network on one chunk of examples after another.
 
-    For each input shape, the size of the chunks is determined by a pass over one example of the
-    first inputs of this shape.
+    When an input shape first occurs, a pass over one example determines the chunk size for it.
     """
     x = context.x
     batch = num_examples(x)
@@ -262,7 +261,7 @@ def _chunk(
     examples: slice,
     size: ChunkSize,
 ) -> _Chunk:
-    """Make a chunk from the forward pass of its examples."""
+    """Build a chunk from the forward pass of its examples."""
     indices = None if request.outputs is None else request.outputs[examples]
     model_indices = context.model_indices(forward_pass.outputs, indices, examples)
     return _Chunk(forward_pass, indices, model_indices, size.columns)
@@ -270,10 +269,10 @@ def _chunk(
 
 @runtime_checkable
 class _Differentiation(Protocol):
-    """A method to compute covariances of the outputs of forward passes."""
+    """A way to compute the covariances of the outputs of a forward pass."""
 
     def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
-        """Use the forward pass of one example to decide how much to differentiate together."""
+        """Decide from the forward pass of one example how much to differentiate together."""
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances of a chunk's requested outputs, or their variances."""
@@ -284,7 +283,7 @@ class _OutputDifferentiation:
 
     Args:
         tap: The network.
-        accumulator: Sums over blocks.
+        accumulator: The sums over blocks.
         request: The requested covariances.
     """
 
@@ -296,7 +295,7 @@ class _OutputDifferentiation:
         self._request = request
 
     def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
-        """Decide the size by the memory that differentiation needs."""
+        """Choose the chunk size by the memory that differentiation needs."""
         request = self._request
         outputs = forward_pass.outputs
         num_outputs = outputs.numel() if request.outputs is None else request.outputs.shape[1]
@@ -316,7 +315,7 @@ class _OutputDifferentiation:
         )
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
-        """Compute covariances from output gradients, which the last layer does not need."""
+        """Compute covariances from output gradients, except for a last layer, which needs none."""
         request = self._request
         accumulator = self._accumulator
         forward_pass = chunk.forward_pass
@@ -348,15 +347,15 @@ class _HeadDifferentiation:
     r"""Differentiation of the inputs h `[B, p, d]` of the linear layer that returns the outputs.
 
     With $f_{tc} = w_c^\top h_t + b_c$, parameters below the head affect the outputs only through h.
-    Therefore, no vector of size T·C is pulled back: the vectors at h for k outputs are the rows
-    $w_c$. If there are more than $p \cdot d$ outputs, the covariance $\Sigma_h$ is computed, and
-    then $w_c^\top \Sigma_h w_{c'}$ from it.
+    Therefore, the vectors that are pulled back have the size of h instead of T·C: for each of the k
+    outputs, it is the row $w_c$ at position t. If there are more than $p \cdot d$ outputs, the
+    covariance $\Sigma_h$ is computed first, and then $w_c^\top \Sigma_h w_{c'}$.
 
     Args:
         tap: The network.
-        accumulator: Sums over blocks.
+        accumulator: The sums over blocks.
         request: The requested covariances.
-        head: The head's path.
+        head: The path of the head.
     """
 
     def __init__(
@@ -376,7 +375,7 @@ class _HeadDifferentiation:
         ]
 
     def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
-        """Decide the size; nothing is differentiated if no layer below the head is Bayesian."""
+        """Choose the chunk size; only Bayesian layers below the head need differentiation."""
         request = self._request
         outputs = forward_pass.outputs
         first = None if request.outputs is None else request.outputs[:1]
@@ -398,7 +397,7 @@ class _HeadDifferentiation:
         )
 
     def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
-        """Compute covariances from gradients of h; the part of the head needs no gradients."""
+        """Compute covariances from gradients of h, except for the head itself, which needs none."""
         accumulator = self._accumulator
         request = self._request
         head_outputs = self._head_outputs(chunk.indices)
@@ -449,7 +448,7 @@ class _HeadDifferentiation:
         return HeadOutputs.from_indices(self._weight, self._calls.x, indices)
 
     def _input_request(self, head_outputs: HeadOutputs) -> CovarianceRequest:
-        """The requested part of the covariance at h: all of Σ_h, or the part that is requested."""
+        """Return the request for the covariance at h: all of Σ_h, or only the needed part."""
         if head_outputs.exceeds_inputs:
             return replace(self._request, kind="covariance")
         return self._request

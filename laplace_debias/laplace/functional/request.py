@@ -18,7 +18,7 @@ from laplace_debias.laplace.functional.linear_head import HeadMomentKind
 from laplace_debias.system.memory import ROOM
 
 # The output gradients of a chunk may use the whole memory bound; the forward pass and slices of
-# Jacobians need additional memory. More bytes per block than this do not make the calls cheaper.
+# Jacobians need additional memory. With more bytes per block than this, calls become no cheaper.
 _CHUNK_BYTES_PER_BLOCK = 2**21
 
 
@@ -40,12 +40,12 @@ class CovarianceRequest:
     """The requested part of the outputs' covariance.
 
     Attributes:
-        kind: Which part of the covariance is requested. For `"differences"`, one output fewer is
-            differentiated, and the matrix is symmetric only up to rounding. Only a last layer
-            supports `"difference variances"`.
+        kind: The requested part of the covariance. For `"differences"`, one output fewer is
+            differentiated, and the matrix is symmetric only up to rounding. `"difference
+            variances"` are supported only for a last layer.
         outputs: Indices of the requested outputs of each example, `[B, k]`; None for all.
-        memory_bound: Bytes for output gradients, or for the Jacobian of one block; None for the
-            default of `checked_memory_bound`.
+        memory_bound: The largest number of bytes for output gradients, or for the Jacobian of one
+            block; None for the default of `checked_memory_bound`.
     """
 
     kind: HeadMomentKind
@@ -58,13 +58,13 @@ class CovarianceRequest:
         return self.kind == "variances"
 
     def num_columns(self, num_outputs: int) -> int:
-        """Compute the number of outputs of an example that are differentiated."""
+        """Return the number of outputs per example that are differentiated."""
         return num_outputs - 1 if self.kind == "differences" and num_outputs > 1 else num_outputs
 
     def zeros(
         self, outputs: Float[Tensor, "batch *outputs"], num_columns: int, num_points: int
     ) -> Float[Tensor, "grid batch *covariance"]:
-        """Return zeros for the covariances, or variances, of some columns at each grid point."""
+        """Return zeros with the shape of the covariances, or variances, at each grid point."""
         columns = [num_columns] if self.diagonal else [num_columns, num_columns]
         return outputs.new_zeros(num_points, len(outputs), *columns)
 
@@ -77,7 +77,7 @@ class CovarianceRequest:
         subject: str = "an example's output gradients and Jacobians",
         remedy: str | None = None,
     ) -> int:
-        """Compute the bytes that may be used to differentiate some outputs.
+        """Return the number of bytes that may be used to differentiate some outputs.
 
         Raises:
             ValueError: If the memory bound is too small for one variance, or for all covariances.
@@ -98,15 +98,16 @@ class CovarianceRequest:
         device: torch.device,
         remedy: str | None = None,
     ) -> ChunkSize:
-        """Decide how many examples, and how many outputs of each, are differentiated together.
+        """Choose how many examples, and how many outputs of each, are differentiated together.
 
         Args:
-            num_columns: Outputs of an example to differentiate.
-            gradient_bytes: Bytes of the layers' output gradients, per output of an example.
+            num_columns: Number of outputs per example to differentiate. gradient_bytes: Bytes of
+            the layers' output gradients, per output of an example.
             num_blocks: The number of parameter blocks.
-            bytes_per_column: Bytes per output of an example; None if no output is differentiated.
+            bytes_per_column: Bytes that differentiation needs per output of an example; None if
+                nothing is differentiated.
             device: The device of the outputs.
-            remedy: A further remedy that the error for a too small memory bound suggests.
+            remedy: A further remedy that the error suggests if the memory bound is too small.
 
         Raises:
             ValueError: As in `granted_bytes`.
@@ -120,11 +121,11 @@ class CovarianceRequest:
         return ChunkSize(max(1, bound // (gradient_bytes * columns)), columns)
 
     def kept_rows(self, num_columns: int, row_bytes: int, device: torch.device) -> ChunkSize:
-        """Decide how many examples have their Jacobian rows in memory together.
+        """Choose for how many examples the Jacobian rows are kept in memory together.
 
         Args:
             num_columns: Outputs of an example to differentiate.
-            row_bytes: Bytes of a row, with its output gradients.
+            row_bytes: Bytes of a Jacobian row and its output gradients.
             device: The device of the outputs.
 
         Raises:
@@ -142,7 +143,7 @@ class CovarianceRequest:
         Args:
             num_outputs: The number of requested outputs of an example.
             outputs: The network's outputs.
-            free_positions: The maximum number of positions at which all outputs may be requested.
+            free_positions: The largest number of positions at which all outputs may be requested.
 
         Raises:
             ValueError: If an example's covariance does not fit into memory, or if it would take
@@ -169,8 +170,9 @@ class CovarianceRequest:
 
 
 def bytes_per_column(gradient_bytes: int, blocks: Sequence[Block], element_size: int) -> int:
-    """Compute the bytes of one output of an example: its gradients, or a block's Jacobian."""
-    # In an embedding, only the rows that are looked up have a Jacobian, so the block is left out.
+    """Return the bytes per output of an example: for its gradients, or for one block's Jacobian."""
+    # The Jacobian of an embedding covers only the rows that are looked up, so its block is left
+    # out.
     sizes = [block.size * element_size for block in blocks if not block.is_one_hot]
     return max(gradient_bytes, *sizes) if sizes else gradient_bytes
 
@@ -206,8 +208,8 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
     """Require finite covariances.
 
     Raises:
-        ValueError: If a covariance is not finite. The posterior is finite, but its products with
-            the Jacobian of these inputs overflow.
+        ValueError: If a covariance is not finite. Even if the posterior is finite, its products
+            with the Jacobian at these inputs may overflow.
     """
     if not are_finite(covariance):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Outputs at sampled parameters, of the network itself or of the linearised network."""
+"""Outputs of the network, or of the linearised network, at sampled parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,9 +46,9 @@ def linearised_outputs(
 ) -> SampledOutputs:
     r"""Compute the linearised network's outputs at sampled parameters, `[S, B, ..., C]`.
 
-    $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
-    products. They are computed in forward mode, or by two reverse passes where torch's forward
-    derivative is missing or wrong.
+    $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18) is computed from
+    Jacobian-vector products in forward mode, or by two reverse passes if the forward derivative in
+    torch is missing or wrong.
 
     Raises:
         ValueError: If outputs are not finite.
@@ -85,7 +85,7 @@ def linearised_outputs(
 def _outputs_as_function(
     network: nn.Module, names: Sequence[str], x: Inputs
 ) -> Callable[..., Tensor]:
-    """Return the outputs as a function of the parameters."""
+    """Return a function from the parameters to the outputs."""
 
     def outputs(*values: Tensor) -> Tensor:
         return call(network, x, dict(zip(names, values, strict=True)))
@@ -123,7 +123,7 @@ def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: I
 def _chunks(
     parameters: Float[Tensor, "samples parameters"], shapes: Sequence[torch.Size]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of a few samples, each as one tensor `[samples, *shape]` per parameter."""
+    """Yield a few samples at a time, as one tensor `[samples, *shape]` per parameter."""
     sizes = [shape.numel() for shape in shapes]
     for rows in parameters.split(SAMPLES_AT_ONCE):
         columns = rows.split(sizes, dim=1)
@@ -132,20 +132,20 @@ def _chunks(
 
 
 def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor]) -> Tensor:
-    """Compute a function of each sample, vectorised where torch supports it."""
+    """Apply a function to each sample, vectorised if torch supports it."""
     try:
         return vmap(function)(*samples)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-    # Recurrent layers cannot be vectorised, so the samples are computed one after the other.
+    # Recurrent layers cannot be vectorised, so the samples are processed one after the other.
     return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
 
 
 def _join_samples(
     chunks: Sequence[Tensor],
 ) -> Float[Tensor, "samples batch *outputs"]:
-    """Join the outputs at chunks of samples, and require that they are finite."""
+    """Join the outputs of the chunks, and require that they are finite."""
     outputs = torch.cat(list(chunks))
     check_outputs(outputs.flatten(0, 1))
     return outputs
